@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data_plane.executor import Executor
+    from data_plane.fixed_step import FixedStep
     from data_plane.plan_runner import StartedPlan
+    from data_plane.plans.fixed_rows import StepBounds
     from data_plane.server.config import DataPlaneConfig
     from data_plane.server.embedded import EmbeddedDataPlane
 
@@ -19,13 +21,17 @@ __all__ = [
     "DataPlaneConfig",
     "EmbeddedDataPlane",
     "Executor",
+    "FixedStep",
     "StartedPlan",
+    "StepBounds",
 ]
 
 # Imported when first used, so that the executor alone does not import gRPC, and that the program
 # can say what is not installed.
 _HOMES = {
     "Executor": "data_plane.executor",
+    "FixedStep": "data_plane.fixed_step",
+    "StepBounds": "data_plane.plans.fixed_rows",
     "StartedPlan": "data_plane.plan_runner",
     "DataPlaneConfig": "data_plane.server.config",
     "EmbeddedDataPlane": "data_plane.server.embedded",

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from data_plane.counters import ExecutorCounters
+from data_plane.fixed_step import FixedStep
 from data_plane.kernels.arguments import require
 from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
 from data_plane.kernels.device_watch import DeviceWatch
@@ -30,6 +31,7 @@ from data_plane.places import check_group, place_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
 from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.fixed_rows import StepBounds
 from data_plane.plans.sessions import Sessions, check_ordinal
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
@@ -283,7 +285,7 @@ class Executor:
         with self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
             index = layer_index(self.layers, layer)
-            batch = run.attention[self.pools.group_of_layer(index)]
+            batch = self._plans.batch(run, self.pools.group_of_layer(index))
             arguments = self._compute.write_arguments(batch, index, key, value)
             if not run.is_complete:
                 self._plans.write(session, run, arguments)
@@ -346,6 +348,28 @@ class Executor:
         """``layer`` by pieces, as ``attend``. ``tensors``: query, key, value."""
         pieces = self._plans.layer(session_id, layer, tensors, options, plan_number, field, piece_s)
         return guarded(pieces, lambda: self._command("layer"))
+
+    def fixed_step(self, session_id: int, bounds: StepBounds) -> FixedStep:
+        """For a session whose steps have the same bounds: its layers can be captured in a CUDA
+        graph, which is then replayed for each plan. Device memory is allocated for ``bounds``.
+
+        Raises SessionExpiredError, and InvalidRequestError for kernels that have no graphs and for
+        bounds that are out of range.
+        """
+        with self._lock:
+            session = self._sessions.get(session_id)
+            step = FixedStep(
+                session_id,
+                bounds,
+                layout=self.layout,
+                layers=self.layers,
+                plans=self._plans,
+                compute=self._compute,
+                device=self.device,
+                command=self._command,
+            )
+            session.has_fixed_steps = True
+        return step
 
     def receipt(self, session_id: int) -> pb.SignedPayload | None:
         """The latest plan's receipt; None while layers are missing. On a GPU, waits until the plan

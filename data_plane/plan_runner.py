@@ -21,6 +21,7 @@ from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.layers import layer_index
 from data_plane.pieces import Pieces
 from data_plane.plans.attention_batch import (
+    AttentionBatch,
     check_current,
     check_unpublished,
     prepare_batch,
@@ -108,17 +109,19 @@ class PlanRunner:
         with tables.transaction():
             allocated = apply_changes(tables, session.id, plan)
             transfers.check_generations(tables, allocated)
-            # In the transaction too: without device memory for the batch the plan is refused.
-            attention = tuple(
-                self._compute.prepare(
-                    prepare_batch(tables, session.id, plan.spans, changed_ids, group)
-                )
+            on_host = tuple(
+                prepare_batch(tables, session.id, plan.spans, changed_ids, group)
                 for group, changed_ids in enumerate(_changed_ids(plan.changes, tables.num_groups))
             )
+            attention = on_host
+            if not session.has_fixed_steps:
+                # In the transaction too: without device memory for it the plan is refused.
+                attention = tuple(map(self._compute.prepare, on_host))
         return Run(
             number=plan.number,
             digest=digest,
             attention=attention,
+            on_host=on_host,
             allocated=allocated,
             to_clear=self._tenants.to_clear(session.tenant, allocated, transfers),
             transfers=transfers,
@@ -184,6 +187,12 @@ class PlanRunner:
             )
         return counts
 
+    def batch(self, run: Run, group: int) -> AttentionBatch:
+        """A layer group's batch, its tensors on the kernels' device."""
+        if run.attention is run.on_host:
+            run.attention = tuple(map(self._compute.prepare, run.on_host))
+        return run.attention[group]
+
     def write(self, session: Session, run: Run, arguments: WriteArguments) -> None:
         """Write one layer. Raises as ``check_may_write``."""
         self.check_may_write(session, run)
@@ -227,7 +236,7 @@ class PlanRunner:
         """``attend`` for the session's latest plan. Raises as it, and InvalidRequestError."""
         session, run = self.latest(session_id, plan_number)
         index = layer_index(self._layers, layer)
-        batch = run.attention[self._compute.group_of_layer(index)]
+        batch = self.batch(run, self._compute.group_of_layer(index))
         arguments = self._compute.attention_arguments(batch, index, query, options)
         require(
             run.progress.is_written(index),
@@ -259,7 +268,7 @@ class PlanRunner:
             "first",
             f"{field}layer",
         )
-        batch = run.attention[self._compute.group_of_layer(index)]
+        batch = self.batch(run, self._compute.group_of_layer(index))
         query, key, value = tensors
         compute, is_new = self._compute, not run.is_complete
         if is_new and query is not None and not compute.pieces(batch.lengths, piece_s):

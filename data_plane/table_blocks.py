@@ -98,7 +98,7 @@ class TableBlocks:
     ) -> pb.SignedPayload | None:
         """As ``Executor.write_blocks``; the number of blocks is that of ``data``."""
         session, run = self._plans.latest(session_id, plan_number)
-        batch = run.attention[check_group(blocks.group, self._layout, "group")]
+        batch = self._plans.batch(run, check_group(blocks.group, self._layout, "group"))
         span = batch.span_of(blocks.sequence_id)
         held = self._shard.group_layers(self._layout, blocks.group)
         layers = layer_range(held, blocks.first_layer, blocks.num_layers)

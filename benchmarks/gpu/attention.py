@@ -26,7 +26,7 @@ def estimated_seconds(shapes: Sequence[Shape], budget_s: float, num_runs: int) -
     """How long ``measure_attention`` takes on an H200, about."""
     total = 0.0
     for shape in shapes:
-        calls = (len(SPLITS) if shape.new == 1 else 1) + PEERS
+        calls = (2 if shape.shared else len(SPLITS) if shape.new == 1 else 1) + PEERS
         one = max(shape.kv_bytes / BYTES_OF_A_SECOND, shape.flops / 3e14)
         total += SETUP_S + calls * max(budget_s, num_runs * one)
     return total
@@ -36,6 +36,7 @@ def measure_attention(
     m: Measurement, shapes: Sequence[Shape], *, with_peers: bool = True, all_splits: bool = False
 ) -> None:
     """A row for each shape and split that fits, ``decode`` or ``append``, and one for each peer.
+    For decode over a shared prefix, ``shared``, and without sharing reads, ``shared/alone``.
 
     all_splits: of appends, too.
     """
@@ -48,7 +49,8 @@ def measure_attention(
 
 
 def _case(shape: Shape) -> dict[str, Any]:
-    return {"name": "decode" if shape.new == 1 else "append", **shape.named()}
+    name = "shared" if shape.shared else "decode" if shape.new == 1 else "append"
+    return {"name": name, **shape.named()}
 
 
 def _measure(m: Measurement, shape: Shape, with_peers: bool, all_splits: bool) -> None:
@@ -60,14 +62,17 @@ def _measure(m: Measurement, shape: Shape, with_peers: bool, all_splits: bool) -
     right = problem.right_rows()
     kind = _case(shape)["name"]
     # With more than one new token, few sequences are split.
-    for split in SPLITS if shape.new == 1 or all_splits else (DEFAULT_SPLIT,):
-        kernels = m.machine.kernels(split)
+    splits = SPLITS if kind == "decode" or all_splits else (DEFAULT_SPLIT,)
+    ours = [(kind, split, True) for split in splits]
+    if shape.shared:
+        ours.append((f"{kind}/alone", DEFAULT_SPLIT, False))
+    for name, split, share_reads in ours:
+        kernels = m.machine.kernels(split, share_reads=share_reads)
         run = problem.attention(kernels)
-        name = f"{kind} split={split} {shape}"
         answer = run()
         kernels.check_faults()
-        if _is_right(m, name, problem, answer, right):
-            _time(m, kind, shape, run, split=split)
+        if _is_right(m, f"{name} split={split} {shape}", problem, answer, right):
+            _time(m, name, shape, run, split=split)
     if not with_peers:
         return
     for peer, make in peers_of(problem).items():
@@ -95,7 +100,7 @@ def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **
     """Time ``run``: decode in GB/s of keys and values, append in tokens/s."""
     seconds = m.machine.watch.seconds(run)
     about_all = {**shape.named(), **about, "us": float(f"{seconds * 1e6:.5g}")}
-    about_all |= _estimated(m, shape, about)
+    about_all |= _estimated(m, name, shape, about)
     if "split" in about:
         about_all["host_us"] = float(f"{m.machine.watch.host_seconds(run) * 1e6:.4g}")
     in_kernels = m.machine.watch.kernel_seconds(run) if "split" in about else None
@@ -108,10 +113,11 @@ def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **
         m.add(name, "tokens/s", shape.batch * shape.new / seconds, tflops=tflops, **about_all)
 
 
-def _estimated(m: Measurement, shape: Shape, about: dict[str, int]) -> dict[str, Any]:
+def _estimated(m: Measurement, name: str, shape: Shape, about: dict[str, int]) -> dict[str, Any]:
     """The model's times for our kernels, where the copy bandwidth is known."""
     copy = next((row["p50"] for row in m.rows if row["name"] == "copy_bandwidth"), None)
     if copy is None or "split" not in about:
         return {}
-    times = estimate.seconds(shape, copy * 1e9, m.machine.num_multiprocessors, about["split"])
+    seconds = estimate.seconds_alone if name.endswith("/alone") else estimate.seconds
+    times = seconds(shape, copy * 1e9, m.machine.num_multiprocessors, about["split"])
     return {"estimated_us": [float(f"{time * 1e6:.4g}") for time in times]}

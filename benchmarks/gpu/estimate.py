@@ -6,8 +6,10 @@ A call reads each key and value once at the copy bandwidth. Beside that it takes
 over 8-bit pages and for heads of 64 and 256: for the plan, the launches and the combination of
 splits, and for the rings of tiles, which fill and drain once in each block. A block alone reads 80
 GB/s, with 64 KiB in flight for 0.8 µs, so a batch of few items takes longer. Products take their
-time at 200 to 280 TFLOP/s. Prints the estimate of each case that has a target, beside its goal. If
-hardware shows other times, the model is wrong, and with it what docs/cuda.md says about speed.
+time at 200 to 280 TFLOP/s. A prefix that decodes share is read once for each 32 rows of a KV head,
+and partial results are written and read, as many as without sharing. Prints the estimate of each
+case that has a target, beside its goal. If hardware shows other times, the model is wrong, and with
+it what docs/cuda.md says about speed.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from benchmarks.gpu import shapes
 from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.verdict import OF_COPY, OVER_BF16, case_of
+from benchmarks.gpu.verdict import OF_COPY, OVER_ALONE, OVER_BF16, case_of
 
 OVERHEAD_S: Final = (7e-6, 12e-6)
 OVERHEAD_OF_8_BITS_S: Final = (9e-6, 16e-6)  # more instructions for a byte
@@ -28,6 +31,7 @@ OVERHEAD_OF_NARROW_ROWS_S: Final = (10e-6, 18e-6)  # 64: as many instructions fo
 BLOCK_BYTES_PER_S: Final = 80e9
 FLOPS_PER_S: Final = (280e12, 200e12)
 SHORT_ROWS: Final = 32
+FAMILY_ROWS: Final = 32
 BLOCKS_OF_MULTIPROCESSOR: Final = 2
 H200_COPY_GB_S: Final = 4400.0
 H200_MULTIPROCESSORS: Final = 132
@@ -39,6 +43,8 @@ def seconds(
     shape: Shape, copy_bytes_per_s: float, num_multiprocessors: int, split_tokens: int
 ) -> Range:
     """The least and the most time that the model gives a call."""
+    if shape.shared:
+        return _seconds_shared(shape, copy_bytes_per_s, split_tokens)
     reads = shape.kv_bytes / copy_bytes_per_s
     rows = shape.new * (shape.heads // shape.kv_heads)
     if rows > SHORT_ROWS and shape.new > 1:
@@ -58,6 +64,34 @@ def seconds(
     return max(reads, alone) + overhead[0], max(reads, alone) + overhead[1]
 
 
+def _seconds_shared(shape: Shape, copy_bytes_per_s: float, split_tokens: int) -> Range:
+    """Of decodes that share a prefix of whole splits."""
+    num_tiles = math.ceil(shape.batch / (FAMILY_ROWS // (shape.heads // shape.kv_heads)))
+    own = shape.batch * (shape.context - shape.shared)
+    num_splits = math.ceil(shape.context / split_tokens)
+    partials = num_splits * shape.batch * shape.heads * (shape.head + 2) * 4
+    num_bytes = shape.token_bytes * (num_tiles * shape.shared + own) + 2 * partials
+    reads = num_bytes / copy_bytes_per_s
+    least, most = (max(reads, shape.flops / rate) for rate in FLOPS_PER_S)
+    return least + OVERHEAD_S[0], most + OVERHEAD_S[1]
+
+
+def seconds_alone(
+    shape: Shape, copy_bytes_per_s: float, num_multiprocessors: int, split_tokens: int
+) -> Range:
+    """Where each decode reads what it shares with others for itself."""
+    alone = replace(shape, shared=0)
+    return seconds(alone, copy_bytes_per_s, num_multiprocessors, split_tokens)
+
+
+def times_alone(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> Range:
+    """How many times faster a shared prefix makes decode, with the least overhead or the most."""
+    machine = copy_gb_s * 1e9, num_multiprocessors, 512
+    pairs = zip(seconds_alone(shape, *machine), seconds(shape, *machine), strict=True)
+    low, high = sorted(alone / shared for alone, shared in pairs)
+    return low, high
+
+
 def share_of_copy(
     shape: Shape,
     copy_gb_s: float,
@@ -73,7 +107,10 @@ def share_of_copy(
 def say(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> str:
     """A line for a case: the estimate, and the goal."""
     least, most = share_of_copy(shape, copy_gb_s, num_multiprocessors)
-    if shape.kv_dtype == "bfloat16":
+    if shape.shared:
+        low, high = times_alone(shape, copy_gb_s, num_multiprocessors)
+        goal, reached = f"{OVER_ALONE} × alone", f"{low:.1f} to {high:.1f} × alone"
+    elif shape.kv_dtype == "bfloat16":
         goal, reached = f"{OF_COPY:.0%} of copy", f"{least:.0%} to {most:.0%} of copy"
     else:
         low, high = times_bf16(shape, copy_gb_s, num_multiprocessors)
@@ -96,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--multiprocessors", type=int, default=H200_MULTIPROCESSORS)
     arguments = parser.parse_args(words)
     held, _ = shapes.by_target(shapes.DECODES)
-    for shape in held:
+    for shape in (*held, *shapes.SHARED):
         print(say(shape, arguments.copy_gb_s, arguments.multiprocessors))
 
 

@@ -37,7 +37,7 @@ class Machine:
     native: ModuleType
     watch: Watch
     large_bytes: int = 4 << 30
-    _kernels: dict[int, CudaKernels] = field(default_factory=dict, init=False)
+    _kernels: dict[tuple[int, bool], CudaKernels] = field(default_factory=dict, init=False)
 
     @property
     def is_gpu(self) -> bool:
@@ -49,13 +49,16 @@ class Machine:
             return 1
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def kernels(self, split_tokens: int = DEFAULT_SPLIT) -> CudaKernels:
-        """The kernels for a ``split_tokens``, made once for each."""
-        if split_tokens not in self._kernels:
-            self._kernels[split_tokens] = CudaKernels(
-                self.native, self.device, split_tokens=split_tokens
+    def kernels(
+        self, split_tokens: int = DEFAULT_SPLIT, *, share_reads: bool = True
+    ) -> CudaKernels:
+        """The kernels with these settings, made once for each."""
+        settings = split_tokens, share_reads
+        if settings not in self._kernels:
+            self._kernels[settings] = CudaKernels(
+                self.native, self.device, split_tokens=split_tokens, share_reads=share_reads
             )
-        return self._kernels[split_tokens]
+        return self._kernels[settings]
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info()[0]) if self.is_gpu else 1 << 40

@@ -55,7 +55,8 @@ def measure_tiny(machine: Machine) -> Measurement:
     m = Measurement(machine, SECONDS)
     measure_bandwidths(m)
     measure_copies(m, tiny=True)
-    measure_attention(m, (*shapes.TINY_DECODES, *shapes.TINY_APPENDS), with_peers=False)
+    tiny = (*shapes.TINY_DECODES, *shapes.TINY_APPENDS, *shapes.TINY_SHARED)
+    measure_attention(m, tiny, with_peers=False)
     return m
 
 
@@ -77,15 +78,16 @@ def measure_all(m: Measurement, watch: Stopwatch, quick: bool, seconds: float) -
     decodes, appends = shapes.DECODES, shapes.APPENDS
     if quick:
         decodes, appends = shapes.QUICK_DECODES, shapes.QUICK_APPENDS
-    expected = estimated_seconds((*decodes, *appends), watch.budget_s, watch.min_runs)
-    num_shapes = len(decodes) + len(appends)
+    everything = (*decodes, *appends, *shapes.SHARED)
+    expected = estimated_seconds(everything, watch.budget_s, watch.min_runs)
+    num_shapes = len(everything)
     print(f"{num_shapes} shapes, about {expected:.0f} s, {seconds:.0f} s at most", flush=True)
     measure_bandwidths(m)
     print(f"bandwidths: {m.elapsed_s:.0f} s", flush=True)
     measure_copies(m)
     print(f"copies: {m.elapsed_s:.0f} s", flush=True)
     held, others = shapes.by_target(decodes)
-    for some in (held, appends, others):
+    for some in (held, shapes.SHARED, appends, others):
         measure_attention(m, some)
     print(f"attention: {m.elapsed_s:.0f} s", flush=True)
 

@@ -1,4 +1,5 @@
-"""The same attention by installed peers: torch's own, and FlashInfer if it is installed.
+"""The same attention by installed peers: torch's own, and FlashAttention 3 and FlashInfer where
+they are installed.
 
 Each peer is a function of a problem that allocates its memory and returns the call to time. It
 raises if the peer cannot do the problem.
@@ -42,12 +43,15 @@ def peers_of(problem: Problem) -> dict[str, Make]:
     if problem.shape.new == 1:
         # It has two kernels for decode; the one without tensor cores lacks some group sizes.
         flashinfer["flashinfer_tensor_cores"] = lambda: _flashinfer(problem, tensor_cores=True)
+    if problem.shape.shared:
+        return flashinfer | {"flashinfer_cascade": lambda: _flashinfer_cascade(problem)}
     if problem.is_fp8:  # Torch's attention takes no fp8 keys.
         return flashinfer
     varlen: dict[str, Make] = {
         "varlen": lambda: _varlen(problem),
         "varlen_paged": lambda: _varlen_paged(problem, problem.shape.block),
         "varlen_paged_256": lambda: _varlen_paged(problem, FLASH_ATTENTION_PAGE),
+        "flash_attention_3": lambda: _flash_attention_3(problem),
     }
     # SDPA's causal mask is aligned to the top left, which is right only if nothing was cached.
     if problem.shape.new not in (1, problem.shape.context):
@@ -154,6 +158,25 @@ def _varlen_paged(problem: Problem, page: int) -> Call:
     return Call(lambda: function(problem.query, key, value, *lens, **how))
 
 
+def _flash_attention_3(problem: Problem) -> Call:
+    """On the same pages: it takes any page size and any strides. Not over fp8, for which its
+    queries have to be fp8 too.
+    """
+    function = import_module("flash_attn_interface").flash_attn_with_kvcache
+    shape = problem.shape
+    query = problem.query.view(shape.batch, shape.new, shape.heads, shape.head)
+    key, value = (problem.pages[:, kv].transpose(1, 2) for kv in range(2))
+    how = {"cache_seqlens": problem.lens.int(), "page_table": problem.tables}
+
+    def run() -> torch.Tensor:
+        answer: torch.Tensor = function(
+            query, key, value, softmax_scale=problem.scale, causal=True, **how
+        )
+        return answer
+
+    return Call(run, lambda answer: answer.reshape(problem.query.shape))
+
+
 def _flashinfer(problem: Problem, *, tensor_cores: bool = False) -> Call:
     """On the same pages: its HND layout is ours. ``tensor_cores``: for decode only."""
     flashinfer = import_module("flashinfer")
@@ -178,3 +201,26 @@ def _flashinfer(problem: Problem, *, tensor_cores: bool = False) -> Call:
         wrapper.plan(rows, blocks, problem.tables.flatten(), last, *sizes, causal=True, **types)
 
     return Call(lambda: wrapper.run(problem.query, problem.pages, **scales))
+
+
+def _flashinfer_cascade(problem: Problem) -> Call:
+    """What is shared is a level of its own: one sequence, with a query token of each decode."""
+    flashinfer = import_module("flashinfer")
+    shape, device = problem.shape, problem.device
+    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, "HND")
+    num_shared = shape.num_shared_blocks
+    own = problem.tables[:, num_shared:]
+    all_rows = torch.tensor([0, shape.batch], dtype=torch.int32, device=device)
+    all_blocks = torch.tensor([0, num_shared], dtype=torch.int32, device=device)
+    in_last = torch.tensor([shape.block], dtype=torch.int32, device=device)
+    in_last_own = torch.full_like(problem.lens, (shape.context - 1) % shape.block + 1).int()
+    wrapper.plan(
+        [all_rows, _counts(problem, 1)],
+        [all_blocks, _counts(problem, own.shape[1])],
+        [problem.tables[0, :num_shared].contiguous(), own.flatten()],
+        [in_last, in_last_own],
+        *(shape.heads, shape.kv_heads, shape.head, shape.block),
+        q_data_type=problem.query.dtype,
+    )
+    return Call(lambda: wrapper.run(problem.query, problem.pages))

@@ -40,7 +40,10 @@ class Problem:
                 numbers[:, 0] /= FP8_KEY_SCALE
                 numbers[:, 1] /= FP8_VALUE_SCALE
             part.copy_(numbers)
-        self.tables = torch.randperm(shape.num_blocks, device=device).int().view(shape.batch, -1)
+        ids = torch.randperm(shape.num_blocks, device=device).int()
+        shared = ids[: shape.num_shared_blocks].expand(shape.batch, -1)
+        own = ids[shape.num_shared_blocks :].view(shape.batch, -1)
+        self.tables = torch.cat((shared, own), dim=1)
         rows = (shape.batch * shape.new, shape.heads, shape.head)
         self.query = torch.randn(rows, dtype=torch.bfloat16, device=device)
         self.starts = torch.arange(shape.batch + 1, device=device) * shape.new

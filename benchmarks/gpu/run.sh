@@ -4,7 +4,8 @@
 #
 #   benchmarks/gpu/run.sh [--quick | --build-only] [--only PART] [--no-build]
 #
-#   steps      single instructions against their definitions and the emulator; two sanitizers
+#   steps      single instructions against their definitions and the emulator; a step captured in
+#              a graph; two sanitizers
 #   profile    six shapes with each split; three kernels under ncu, if it is installed
 #   conform    the conformance cases
 #   measure    the full measurement, as JSON and a table of targets
@@ -30,6 +31,7 @@ OUT=${OUT:-benchmarks/results}
 SIZE='' ONLY='' BUILDS=yes
 LIMIT_S=580        # for the whole run
 STEPS_S=90         # each part is interrupted when its time is over
+CAPTURE_S=30
 SANITIZE_S=30      # for each sanitizer
 PROFILE_S=60
 CONFORM_S=200
@@ -126,6 +128,9 @@ steps() {
   say "comparing single steps with their definitions and with the emulator"
   run_cases "$STEPS_S" steps.log tests/kernels/test_cuda_steps.py tests/kernels/on_gpu.py ||
     failed=1
+  say "capturing a step of an executor, and the host's time for its layers"
+  within "$CAPTURE_S" "$PYTHON" -m benchmarks.gpu.step >"$OUT/step.log" 2>&1 || failed=1
+  briefly 5 <"$OUT/step.log"
   [ "$SIZE" != --quick ] || return "$failed"
   if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck; do sanitize "$tool" || failed=1; done

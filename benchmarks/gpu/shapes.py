@@ -17,7 +17,9 @@ SPLITS: Final = (256, 512, 1024, 2048)
 
 @dataclass(frozen=True)
 class Shape:
-    """``new`` query tokens of each of ``batch`` sequences of ``context`` tokens, these included."""
+    """``new`` query tokens of each of ``batch`` sequences of ``context`` tokens, these included.
+    The first ``shared`` ones are in blocks that all sequences have.
+    """
 
     batch: int
     context: int
@@ -27,16 +29,26 @@ class Shape:
     block: int = 16
     kv_dtype: str = "bfloat16"
     new: int = 1
+    shared: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values."""
+        return 2 * KV_DTYPES[self.kv_dtype].itemsize * self.kv_heads * self.head
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values, all of which have to be read once."""
-        size = KV_DTYPES[self.kv_dtype].itemsize
-        return 2 * size * self.batch * self.context * self.kv_heads * self.head
+        return self.token_bytes * (self.shared + self.batch * (self.context - self.shared))
+
+    @property
+    def num_shared_blocks(self) -> int:
+        return self.shared // self.block
 
     @property
     def num_blocks(self) -> int:
-        return self.batch * (-(-self.context // self.block))
+        own = -(-self.context // self.block) - self.num_shared_blocks
+        return self.num_shared_blocks + self.batch * own
 
     @property
     def flops(self) -> int:
@@ -118,6 +130,8 @@ def _appends() -> Iterator[Shape]:
     yield Shape(4, 2048, head=256, new=2048)
 
 
+# A long document that many are asked about, and a system prompt. Both in whole splits.
+SHARED: Final = (Shape(128, 32768 + 256, shared=32768), Shape(16, 8192 + 1024, shared=8192))
 DECODES: Final = tuple(_with_fp8(chain(_decodes(), _published(), _slices())))
 APPENDS: Final = tuple(_with_fp8(_appends()))
 QUICK_DECODES: Final = tuple(
@@ -135,4 +149,5 @@ SURVEY: Final = (
 )
 # To test the code: a group of five, two splits, a last block that is not full.
 TINY_DECODES: Final = tuple(_with_fp8(iter((Shape(3, 300, 10, 2, 64), Shape(2, 40, 4, 4, 32, 8)))))
+TINY_SHARED: Final = (Shape(3, 520, 2, 1, 32, shared=512),)
 TINY_APPENDS: Final = tuple(_with_fp8(iter((Shape(2, 90, 4, 2, 32, new=70),))))

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.published import PUBLISHED
 from benchmarks.gpu.verdict import (
     COPIES,
     OVER_PEER,
     Results,
     Row,
     case_of,
+    same_case,
     say,
     times_bf16,
     times_peer,
@@ -34,6 +36,7 @@ def tables(result: dict[str, Any]) -> str:
         _machine(results),
         _bandwidths(results),
         _decode(results),
+        _published(results),
         _append(results),
         _copies(results),
         _splits(results),
@@ -110,6 +113,23 @@ def _decode(results: Results) -> list[str]:
             )
 
     heads = ("decode", "µs", "GB/s", "of copy", "of read", "× best peer", "fp8 GB/s", "fp8 × bf16")
+    return _table(heads, lines())
+
+
+def _published(results: Results) -> list[str]:
+    """Beside our times of the same batches, on whatever GPU ran them."""
+
+    def lines() -> Iterator[tuple[str, ...]]:
+        for there in PUBLISHED:
+            case = {"name": "decode", **there.shape.named()}
+            row = next((r for r in results.ours("decode") if same_case(r, case)), None)
+            here = (NONE, NONE)
+            if row is not None:
+                here = f"{row['us']:.1f}", f"{there.us / float(row['us']):.2f}"
+            said = f"{there.by}, {there.gpu}", case_of(case), there.differs
+            yield (*said, f"{there.us:.1f}", *here)
+
+    heads = ("published", "decode", "differs", "µs there", "µs here", "times as fast")
     return _table(heads, lines())
 
 

@@ -22,17 +22,21 @@ OF_COPY: Final = 0.90
 OF_READ: Final = 0.93
 OVER_PEER: Final = 1.05
 OVER_BF16: Final = 1.7
+OVER_ALONE: Final = 3.0
 OF_LINK: Final = 0.90
 
 BANDWIDTH_TARGET: Final = f"decode ≥ {OF_COPY:.0%} of copy bandwidth"
 PEER_TARGET: Final = f"decode ≥ {OVER_PEER} × the best peer or ≥ {OF_READ:.0%} of read bandwidth"
 FP8_TARGET: Final = f"fp8 decode ≥ {OVER_BF16} × bf16"
+SHARED_TARGET: Final = f"decode over a shared prefix ≥ {OVER_ALONE} × without sharing"
 COPY_TARGET: Final = f"copies ≥ {OF_COPY:.0%} of copy bandwidth"
 SWAP_TARGET: Final = f"swaps ≥ {OF_LINK:.0%} of the link"
-TARGETS: Final = (BANDWIDTH_TARGET, PEER_TARGET, FP8_TARGET, COPY_TARGET, SWAP_TARGET)
+TARGETS: Final = (
+    *(BANDWIDTH_TARGET, PEER_TARGET, FP8_TARGET, SHARED_TARGET, COPY_TARGET, SWAP_TARGET),
+)
 COPIES: Final = ("copy_blocks", "gather_blocks", "scatter_blocks")
 SWAPS: Final = ("swap_out", "swap_in")
-_SIZES: Final = ("batch", "context", "heads", "kv_heads", "head", "block", "new")
+_SIZES: Final = ("batch", "context", "heads", "kv_heads", "head", "block", "new", "shared")
 _ORDER: Final = (False, None, True)
 _OF_CASE: Final = (*_SIZES, "kv_dtype", "block_bytes", "order")
 
@@ -84,19 +88,19 @@ class Results:
 
     def best_split(self, row: Row) -> Row:
         """The row with the fastest split for the same batch."""
-        same = [r for r in self.named(row["name"]) if _same(r, row)]
+        same = [r for r in self.named(row["name"]) if same_case(r, row)]
         return max(same, key=lambda r: float(r["p50"]))
 
     def best_peer(self, row: Row) -> Row | None:
         """The fastest peer's row for the same batch and type of KV."""
         start = f"{row['name']}/"
-        peers = [r for r in self.rows if r["name"].startswith(start) and _same(r, row)]
+        peers = [r for r in self.rows if r["name"].startswith(start) and same_case(r, row)]
         return max(peers, key=lambda r: float(r["p50"]), default=None)
 
     def as_bf16(self, row: Row) -> Row | None:
         """The row of the same batch in bf16."""
         wanted = {**row, "kv_dtype": "bfloat16"}
-        return next((r for r in self.ours(row["name"]) if _same(r, wanted)), None)
+        return next((r for r in self.ours(row["name"]) if same_case(r, wanted)), None)
 
 
 def times_bf16(results: Results, row: Row) -> float | None:
@@ -114,13 +118,15 @@ def case_of(row: Row) -> str:
     """A batch of attention in a few words."""
     words = f"batch {row['batch']} × {row['context']}, heads {row['heads']}/{row['kv_heads']}"
     words += f" of {row['head']}, blocks of {row['block']}"
+    if row.get("shared"):
+        words += f", {row['shared']} tokens shared"
     return words if row["kv_dtype"] == "bfloat16" else f"{words}, {row['kv_dtype']}"
 
 
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
     """One for each case that has a target, measured or not."""
     results = Results(result)
-    return [*_of_decode(results), *_of_copies(results)]
+    return [*_of_decode(results), *_of_shared(results), *_of_copies(results)]
 
 
 def is_held(row: Row) -> bool:
@@ -128,12 +134,13 @@ def is_held(row: Row) -> bool:
     return bool(row["batch"] >= MIN_BATCH and row["context"] >= MIN_CONTEXT)
 
 
-def _same(a: Row, b: Row) -> bool:
+def same_case(a: Row, b: Row) -> bool:
+    """Whether two rows are of the same batch and type, or of the same blocks."""
     return all(a.get(name) == b.get(name) for name in _OF_CASE)
 
 
 def _is_in(row: Row, rows: list[Row]) -> bool:
-    return any(_same(row, other) for other in rows)
+    return any(same_case(row, other) for other in rows)
 
 
 def _each_once(rows: list[Row], known: list[Row]) -> list[Row]:
@@ -197,6 +204,29 @@ def _against_bf16(results: Results, row: Row) -> Verdict:
     if ratio is None:
         return Verdict(FP8_TARGET, case_of(row), None, "no bf16 of the same batch")
     return Verdict(FP8_TARGET, case_of(row), ratio >= OVER_BF16, f"{ratio:.2f} ×")
+
+
+def _of_shared(results: Results) -> Iterator[Verdict]:
+    rows, *lost = results.judged("shared")
+    for row in rows:
+        alone = next((r for r in results.named("shared/alone") if same_case(r, row)), None)
+        if alone is None:
+            yield Verdict(SHARED_TARGET, case_of(row), None, "not measured without sharing")
+            continue
+        ratio = float(alone["us"]) / float(row["us"])
+        said = f"{ratio:.1f} ×{_estimated_ratio(row, alone)}"
+        yield Verdict(SHARED_TARGET, case_of(row), ratio >= OVER_ALONE, said)
+    for row in (row for some in lost for row in some):
+        yield _lost(SHARED_TARGET, case_of(row), wrong=row["wrong"])
+
+
+def _estimated_ratio(row: Row, alone: Row) -> str:
+    """As ``_estimated``, of two rows."""
+    if "estimated_us" not in row or "estimated_us" not in alone:
+        return ""
+    pairs = zip(alone["estimated_us"], row["estimated_us"], strict=True)
+    least, most = sorted(a / b for a, b in pairs)
+    return f" (estimated {least:.1f} to {most:.1f})"
 
 
 def _of_copies(results: Results) -> Iterator[Verdict]:

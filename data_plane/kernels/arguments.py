@@ -27,6 +27,9 @@ FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 HOST: Final = torch.device("cpu")
 
+NumbersOfHeads = tuple[torch.Tensor | None, torch.Tensor | None]
+"""ALiBi slopes and sinks, float32 [num_heads]; None for those that options do not have."""
+
 _ANY: Final = None  # in a shape: any extent
 _PAGES: Final = "[num_blocks, 2, num_kv_heads, block_size, head_size]"
 _KEYS: Final = "[num_blocks, num_kv_heads, block_size, head_size]"
@@ -130,6 +133,10 @@ class AttentionArguments:
         longest contexts that the tables have room for.
     plans: of all calls with these same lengths and tables, which must not change meanwhile; None:
         each call works them out for itself.
+    is_padded: query_starts may end before num_tokens. The tokens behind belong to no sequence, and
+        the output has no values for them. Only on a GPU.
+    of_heads: what ``numbers_of_heads`` gave for these options; None: made here, which copies them
+        to the device.
 
     Raises InvalidRequestError naming the argument that does not fit.
     """
@@ -145,6 +152,8 @@ class AttentionArguments:
     max_query_len: int = 0
     lengths: HostLengths | None = None
     plans: SharedPlans | None = None
+    is_padded: bool = False
+    of_heads: NumbersOfHeads | None = None
     keys: torch.Tensor = field(init=False)
     """The pages' keys [num_blocks, num_kv_heads, block_size, head_size]."""
     values: torch.Tensor = field(init=False)
@@ -185,12 +194,19 @@ class AttentionArguments:
             require(self.options.scale != 0, wanted, "options.scale")
         for name in ("block_tables", "query_starts", "context_lens"):
             _make_contiguous(self, name)
-        of_heads = [self._of_heads(name, device) for name in ("alibi_slopes", "sinks")]
+        of_heads = self.of_heads or numbers_of_heads(self.options, num_heads, device)
         _set(self, of_heads, "slopes", "sinks")
 
-    def _of_heads(self, name: str, device: torch.device) -> torch.Tensor | None:
-        """An option with one number for each query head."""
-        given, num_heads = getattr(self.options, name), self.query.shape[1]
+
+def numbers_of_heads(
+    options: AttentionOptions, num_heads: int, device: torch.device
+) -> NumbersOfHeads:
+    """The options that have a number for each query head, where the kernels read them: slopes and
+    sinks. Raises InvalidRequestError for another count than ``num_heads``.
+    """
+
+    def numbers_of(name: str) -> torch.Tensor | None:
+        given = getattr(options, name)
         if len(given) not in (0, num_heads):
             raise InvalidRequestError(
                 f"must be none or {num_heads}, one for each query head, are {len(given)}",
@@ -200,6 +216,8 @@ class AttentionArguments:
             return None
         numbers = torch.tensor(given, dtype=torch.float32)
         return numbers if device.type == "cpu" else upload([numbers], device)[0]
+
+    return numbers_of("alibi_slopes"), numbers_of("sinks")
 
 
 def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:

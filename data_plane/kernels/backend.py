@@ -18,6 +18,7 @@ from data_plane.kernels.bound_layers import BoundLayers
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda import CudaKernels
 from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, Streams
+from data_plane.kernels.step_memory import StepMemory
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 
@@ -75,6 +76,10 @@ class Kernels(Protocol):
         """For ``reshape_and_cache`` and ``paged_attention`` as one call; None where there is none.
         One executor uses it.
         """
+        ...
+
+    def step_memory(self) -> StepMemory | None:
+        """For calls that a CUDA graph can capture; None where there are no graphs."""
         ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:

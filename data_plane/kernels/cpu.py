@@ -58,6 +58,9 @@ class CpuKernels(NativeKernels):
     def bound_layers(self) -> BoundLayers:
         return BoundLayers(self._module, self._bound_layer, self._threads)
 
+    def step_memory(self) -> None:
+        """None: a CPU has no graphs."""
+
     def check_faults(self) -> None:
         """Nothing to report: each call checks the values of its arguments and raises."""
 

@@ -7,7 +7,7 @@ kernels, and ``check_faults`` reports what they found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Final
@@ -27,6 +27,7 @@ from data_plane.kernels.arguments import (
 )
 from data_plane.kernels.cuda_streams import HostStreams, Streams
 from data_plane.kernels.native import NativeKernels
+from data_plane.kernels.step_memory import StepMemory
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT
 
@@ -107,6 +108,9 @@ class CudaKernels(NativeKernels):
     def bound_layers(self) -> None:
         """None: launches are queued, so that little is to be gained."""
 
+    def step_memory(self) -> StepMemory:
+        return StepMemory(self)
+
     def paged_attention(
         self,
         arguments: AttentionArguments,
@@ -122,7 +126,7 @@ class CudaKernels(NativeKernels):
         these lengths and tables; then the workspace is of ``plan.workspace_bytes``.
         """
         if plan is not None and workspace is None:
-            workspace = self._empty(plan.workspace_bytes)
+            workspace = self.empty(plan.workspace_bytes)
         if workspace is not None:
             check_result("workspace", workspace, (None,), torch.uint8, self.device)
             return self._attend_in(workspace, arguments, out, lse, plan)
@@ -131,30 +135,37 @@ class CudaKernels(NativeKernels):
         if arguments.plans is not None and out is None:
             plan = self._shared_plan(arguments, arguments.plans)
             if plan is not None:
-                there = self._empty(plan.workspace_bytes)
+                there = self.empty(plan.workspace_bytes)
                 return self._attend_in(there, arguments, out, lse, plan)
         counts = self.count_partials(arguments)
         total = int(counts.sum())
-        if total <= self._room(arguments):
+        if total <= self.room(arguments):
             return self._attend_in(self._workspace(arguments, total), arguments, out, lse)
         if out is None:
             query = arguments.query
             out = torch.empty(arguments.output_shape, dtype=query.dtype, device=query.device)
-        for first, end in _parts(counts, self._room(arguments)):
+        for first, end in _parts(counts, self.room(arguments)):
             part, tokens = _part(arguments, arguments.lengths, first, end)
             there = self._workspace(part, int(counts[first:end].sum()))
             of_part = None if lse is None else lse[tokens]
             self._attend_in(there, part, out[tokens], of_part)
         return out
 
-    def plan(self, arguments: AttentionArguments) -> AttentionPlan:
+    def plan(
+        self,
+        arguments: AttentionArguments,
+        *,
+        memory: torch.Tensor | None = None,
+        num_partials: int | None = None,
+    ) -> AttentionPlan:
         """Queue what a call does before it attends, for all calls with the same lengths and tables,
         and the same shapes, types, strides and window. Of the pages the contents do not matter.
+        ``memory``: uint8 [num_bytes], of ``plan_bytes``; allocated if not given.
+        ``num_partials``: for which workspaces have room; None: as many as the lengths need.
         """
-        num_partials = None
-        if arguments.lengths is not None:
+        if num_partials is None and arguments.lengths is not None:
             num_partials = int(self.count_partials(arguments).sum())
-        return self._plan(arguments, num_partials)
+        return self._plan(arguments, num_partials, memory)
 
     def attention_workspace_bytes(
         self, arguments: AttentionArguments, num_partials: int | None = None
@@ -163,13 +174,14 @@ class CudaKernels(NativeKernels):
         ``num_partials`` partial results; None: whatever its lengths.
         """
         if num_partials is None:
-            num_partials = self._max_partials(arguments)
+            num_partials = self.max_partials(arguments)
         num_bytes: int = super()._call(
             "attention_workspace_bytes", **self._sizes(arguments), num_partials=num_partials
         )
         return num_bytes
 
-    def _max_partials(self, arguments: AttentionArguments) -> int:
+    def max_partials(self, arguments: AttentionArguments) -> int:
+        """The partial results that a batch of these shapes and this window needs at most."""
         count: int = super()._call(
             "max_partials",
             **self._sizes(arguments),
@@ -184,13 +196,22 @@ class CudaKernels(NativeKernels):
         """[num_sequences]: the partial results that each sequence needs: for each split and query
         token one, or none where there is one split. ``arguments`` must have ``lengths``.
         """
-        lengths = arguments.lengths
-        assert lengths is not None
+        assert arguments.lengths is not None
+        return self._count(self._sizes(arguments), self._options(arguments), arguments.lengths)
+
+    def partials_counter(self, arguments: AttentionArguments) -> Callable[[HostLengths], int]:
+        """Counts the partial results of batches of other lengths. It keeps no tensor."""
+        sizes, options = self._sizes(arguments), self._options(arguments)
+        return lambda lengths: int(self._count(sizes, options, lengths).sum())
+
+    def _count(
+        self, sizes: dict[str, Any], options: Any, lengths: HostLengths
+    ) -> NDArray[np.int64]:
         counts = np.empty(len(lengths.context_lens), np.int64)
         super()._call(
             "count_partials",
-            **self._sizes(arguments),
-            options=self._options(arguments),
+            **sizes | {"num_sequences": len(counts)},
+            options=options,
             split_tokens=self._split_tokens,
             query_starts=lengths.query_starts.ctypes.data,
             context_lens=lengths.context_lens.ctypes.data,
@@ -203,7 +224,7 @@ class CudaKernels(NativeKernels):
         """Device memory that the calls need beside the pools."""
         return self.max_workspace_bytes + _TENSOR_BYTES
 
-    def _room(self, arguments: AttentionArguments) -> int:
+    def room(self, arguments: AttentionArguments) -> int:
         """The partial results that the largest workspace has room for."""
         empty, one_more = (self.attention_workspace_bytes(arguments, n) for n in (0, 1 << 10))
         return max(0, self.max_workspace_bytes - empty) // max(1, (one_more - empty) >> 10)
@@ -211,38 +232,61 @@ class CudaKernels(NativeKernels):
     def _workspace(
         self, arguments: AttentionArguments, num_partials: int | None = None
     ) -> torch.Tensor:
-        return self._empty(self.attention_workspace_bytes(arguments, num_partials))
+        return self.empty(self.attention_workspace_bytes(arguments, num_partials))
 
-    def _empty(self, num_bytes: int) -> torch.Tensor:
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Memory on the device: uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    @staticmethod
+    def plan_key(arguments: AttentionArguments) -> tuple[object, ...]:
+        """What a plan depends on beside the lengths and tables."""
+        query, keys, values = arguments.query, arguments.keys, arguments.values
+        of_pages = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
+        between = values.data_ptr() - keys.data_ptr()
+        addresses = (query.data_ptr() % 16, keys.data_ptr() % 16, between)
+        window = arguments.options.sliding_window_tokens
+        return (query.dtype, query.shape, query.stride(), *of_pages, *addresses, window)
 
     def _shared_plan(
         self, arguments: AttentionArguments, plans: SharedPlans
     ) -> AttentionPlan | None:
         """The plan of calls like this one; None where one workspace would not suffice."""
-        key = _plan_key(arguments)
+        key = self.plan_key(arguments)
         if key not in plans.made:
             if len(plans.made) >= MAX_SHARED_PLANS:
                 plans.made.clear()
             total = int(self.count_partials(arguments).sum())
-            fits = total <= self._room(arguments)
+            fits = total <= self.room(arguments)
             plans.made[key] = self._plan(arguments, total) if fits else None
         plan = plans.made[key]
         assert plan is None or isinstance(plan, AttentionPlan)
         return plan
 
-    def _plan(self, arguments: AttentionArguments, num_partials: int | None) -> AttentionPlan:
+    def plan_bytes(self, arguments: AttentionArguments) -> int:
+        """Of the memory of a plan."""
+        num_sequences = arguments.context_lens.shape[0]
+        num_bytes: int = super()._call("attention_plan_bytes", num_sequences=num_sequences)
+        return num_bytes
+
+    def _plan(
+        self,
+        arguments: AttentionArguments,
+        num_partials: int | None,
+        memory: torch.Tensor | None = None,
+    ) -> AttentionPlan:
         a = arguments
         if num_partials is None:
-            num_partials = self._max_partials(a)
-        num_bytes = super()._call("attention_plan_bytes", num_sequences=a.context_lens.shape[0])
-        memory = self._empty(num_bytes)
+            num_partials = self.max_partials(a)
+        if memory is None:
+            memory = self.empty(self.plan_bytes(a))
         native = self._call(
             "plan_attention",
             query=self._view(a.query),
             pages=self._pages(a),
             **self._batch(a),
             share_reads=self._may_share(a),
+            is_padded=a.is_padded,
             options=self._options(a),
             max_query_len=a.max_query_len,
             split_tokens=self._split_tokens,
@@ -270,6 +314,7 @@ class CudaKernels(NativeKernels):
                 workspace_bytes=workspace.numel(),
                 plan=None if plan is None else plan.native,
                 share_reads=self._may_share(arguments),
+                is_padded=arguments.is_padded,
             )
         except ValueError as error:
             raise InvalidRequestError(str(error), field="plan") from None
@@ -308,15 +353,6 @@ class CudaKernels(NativeKernels):
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
             return super()._call(name, stream=stream, **arguments)
-
-
-def _plan_key(arguments: AttentionArguments) -> tuple[object, ...]:
-    """What a plan depends on beside the lengths and tables."""
-    query, keys, values = arguments.query, arguments.keys, arguments.values
-    of_pages = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
-    addresses = (query.data_ptr() % 16, keys.data_ptr() % 16, values.data_ptr() - keys.data_ptr())
-    window = arguments.options.sliding_window_tokens
-    return (query.dtype, query.shape, query.stride(), *of_pages, *addresses, window)
 
 
 def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import (
     AttentionArguments,
     HostLengths,
+    NumbersOfHeads,
     WriteArguments,
     are_latents,
     check_blocks,
@@ -25,6 +26,8 @@ from data_plane.kernels.cuda_streams import device_errors
 from data_plane.kernels.kernel_times import kernel_times
 from data_plane.kernels.row_pieces import PieceSizes
 from data_plane.kernels.scales import layer_scales
+from data_plane.kernels.step_memory import StepMemory
+from data_plane.kernels.step_rows import StepRows
 from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.places import Place, group_of, place_of, tier_of
 from data_plane.plans.attention_batch import AttentionBatch
@@ -79,7 +82,7 @@ class ShardKernels:
 
     def write_arguments(
         self,
-        batch: AttentionBatch,
+        batch: StepRows,
         layer: int,
         key: torch.Tensor,
         value: torch.Tensor | None,
@@ -97,22 +100,28 @@ class ShardKernels:
                 self._check_dtype("value", value)
         return arguments
 
+    def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
+        """The options with which a layer attends where a caller gives these."""
+        return options.in_group(self._windows[layer])
+
     def attention_arguments(
         self,
-        batch: AttentionBatch,
+        batch: StepRows,
         layer: int,
         query: torch.Tensor,
         options: AttentionOptions,
         prefix: str = "",
+        of_heads: NumbersOfHeads | None = None,
     ) -> AttentionArguments:
-        """The checked arguments of ``attend``. Raises InvalidRequestError naming the argument,
-        after ``prefix``, unless the query is [num_tokens, num_heads, head_size] of the layout's
-        dtype and the options fit it, and InternalError when the device failed.
+        """The checked arguments of ``attend``. ``of_heads``: as ``AttentionArguments`` has them.
+        Raises InvalidRequestError naming the argument, after ``prefix``, unless the query is
+        [num_tokens, num_heads, head_size] of the layout's dtype and the options fit it, and
+        InternalError when the device failed.
         """
         key_scales, value_scales = self._scales[layer]
-        options = options.in_group(self._windows[layer])
+        options = self.options_of(layer, options)
         with device_errors(), _errors_under(prefix):
-            _check_window(options.sliding_window_tokens, batch.max_window_tokens)
+            check_window(options.sliding_window_tokens, batch.max_window_tokens)
             arguments = AttentionArguments(
                 query,
                 self._pools.pages(layer),
@@ -125,6 +134,8 @@ class ShardKernels:
                 batch.max_tokens,
                 batch.lengths,
                 batch.plans,
+                batch.is_padded,
+                of_heads,
             )
             self._check_dtype("query", query)
             num_tokens = query.shape[0]  # a GPU would find a mismatch only after the call
@@ -218,6 +229,34 @@ class ShardKernels:
         """The batch with its tensors on the kernels' device."""
         with self._streams.computing():
             return batch.to(self._device)
+
+    def step_memory(self) -> StepMemory | None:
+        """As ``Kernels.step_memory``."""
+        return self._kernels.step_memory()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What is queued inside runs on the caller's stream, after all work queued before."""
+        with self._streams.computing():
+            yield
+
+    def queue(
+        self,
+        memory: StepMemory,
+        write: WriteArguments,
+        attention: AttentionArguments,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``write`` and ``attend`` with memory at addresses that stay, so that both can be
+        captured. What is queued before on other streams is not waited for.
+        """
+        self._kernels.reshape_and_cache(write)
+        return memory.attend(attention, out)
+
+    def count_step(self, num_tokens: int, num_layers: int) -> None:
+        """Count a step whose layers were queued by ``queue``, or by a graph."""
+        self._counters.num_written_tokens += num_tokens * num_layers
+        self._counters.num_attention_tokens += num_tokens * num_layers
 
     def write(self, arguments: WriteArguments) -> None:
         """Write all spans' keys and values of one layer."""
@@ -387,7 +426,7 @@ def _token_bytes(layer: WriteArguments | AttentionArguments | BoundLayer) -> int
     return (keys[0].nbytes + value_bytes) // keys.shape[2]
 
 
-def _check_window(window_tokens: int, most: int | None) -> None:
+def check_window(window_tokens: int, most: int | None) -> None:
     """Refuse a window, 0 for none, that reaches back to trimmed entries."""
     if most is not None:
         require(

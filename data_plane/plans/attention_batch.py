@@ -11,7 +11,7 @@ Computed with numpy: torch would wake its threads, even for tensors as small as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_plane.kernels.arguments import HostLengths, SharedPlans
+from data_plane.kernels.step_rows import StepRows
 from data_plane.memory.upload import upload
 from data_plane.places import place_of
 from data_plane.plans.block_tables import BlockTables, Table, no_table, taken_away
@@ -35,12 +36,14 @@ from kvplane.wire import columns
 
 _AT = "plan.spans"
 # Entries of the block tables that kernels get, padded to the longest: 1 GiB.
-_MAX_PADDED_ENTRIES = 2**28
+MAX_PADDED_ENTRIES = 2**28
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBatch:
-    """S spans of T tokens in all. Arrays are on the host; tensors too unless moved with ``to``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch(StepRows):
+    """S spans of T tokens in all. Arrays are on the host; tensors too unless moved with ``to``.
+    Each span's table ends with its last token; padding and trimmed entries are 0.
+    """
 
     group: int
     """The layer group whose tables these are."""
@@ -48,34 +51,14 @@ class AttentionBatch:
     """[S]."""
     first_positions: NDArray[np.int64]
     """[S]."""
-    num_tokens: int
-    """T."""
     starts: NDArray[np.int64]
     """[S + 1]: span s has the tokens [starts[s], starts[s + 1])."""
-    max_tokens: int
-    """The most tokens that a span has; 0 without spans."""
-    slots: torch.Tensor
-    """[T] int64: where each token is written."""
-    block_tables: torch.Tensor
-    """[S, max_blocks] int32: each span's table up to its last token. Padding and trimmed entries
-    are 0.
-    """
-    query_starts: torch.Tensor
-    """[S + 1] int64: ``starts`` for the kernels."""
-    context_lens: torch.Tensor
-    """[S] int64: positions that the span's last token attends to, itself included."""
-    lengths: HostLengths
-    """query_starts and context_lens on the host."""
     written_blocks: NDArray[np.int64]
     """Device blocks written, each listed once for each span that writes it."""
     num_written: NDArray[np.int64]
     """Leading slots of each that are written, now or before."""
     written_by: NDArray[np.int64]
     """The span that writes each."""
-    max_window_tokens: int | None
-    """The widest attention window that reads no trimmed entry; None when none is trimmed."""
-    plans: SharedPlans = field(default_factory=SharedPlans)
-    """Of the layers that attend with these tensors."""
 
     @property
     def num_spans(self) -> int:
@@ -273,10 +256,10 @@ def _check_size(
             field=f"{_AT}.num_tokens",
         )
     longest = -(-int((first + counts).max(initial=0)) // tables.block_size_tokens)
-    if (num_entries := len(first) * longest) > _MAX_PADDED_ENTRIES:
+    if (num_entries := len(first) * longest) > MAX_PADDED_ENTRIES:
         raise InvalidRequestError(
             f"{len(first)} tables of up to {longest} entries make {num_entries}, and may make "
-            f"{_MAX_PADDED_ENTRIES}: compute the longest sequences in a plan of their own",
+            f"{MAX_PADDED_ENTRIES}: compute the longest sequences in a plan of their own",
             field=f"{_AT}.sequence_ids",
         )
 

@@ -43,7 +43,11 @@ class Run:
     number: int
     digest: bytes
     attention: tuple[AttentionBatch, ...]
-    """What the kernels of each layer group need. All have the same spans."""
+    """What the kernels of each layer group need. All have the same spans. On the host until
+    ``PlanRunner.batch`` is asked for one, if the session has fixed steps.
+    """
+    on_host: tuple[AttentionBatch, ...]
+    """The same on the host."""
     allocated: AllocatedBlocks
     to_clear: tuple[BlocksByPlace, BlocksByPlace]
     """Blocks that may still hold another tenant's data, to be cleared before all transfers, and
@@ -119,6 +123,8 @@ class Session:
     finished: int = 0
     """The number of the last plan that finished; 0 before the first."""
     latest: Run | None = None
+    has_fixed_steps: bool = False
+    """Whether most plans run in rows at fixed addresses, and not in rows of their own."""
     receipts: OrderedDict[int, tuple[bytes, pb.SignedPayload]] = field(default_factory=OrderedDict)
     """Digest and receipt of the last ``max_plans_in_flight`` finished plans, by number."""
 

@@ -53,7 +53,7 @@ def test_every_measurement_runs_and_finds_right_answers(
     names = {json.loads(line)["name"] for line in said.splitlines() if line.startswith("{")}
     assert names >= {
         *("copy_bandwidth", "read_bandwidth", "link_in", "link_out"),
-        *("decode", "append", "reshape_and_cache"),
+        *("decode", "append", "shared", "shared/alone", "reshape_and_cache"),
         *("copy_blocks", "gather_blocks", "scatter_blocks", "swap_out", "swap_in"),
     }
 
@@ -64,8 +64,8 @@ def test_peers_are_checked_and_those_that_can_not_run_are_named() -> None:
     assert not m.wrong
     # Torch has its flash attention for CPUs too; the others need a GPU, or are not installed.
     assert {row["name"] for row in m.rows} == {"decode", "decode/sdpa_flash"}
-    theirs = ("sdpa_cudnn", "varlen", "varlen_paged", "flashinfer", "flashinfer_tensor_cores")
-    for name in theirs:
+    theirs = ("sdpa_cudnn", "varlen", "varlen_paged", "flash_attention_3", "flashinfer")
+    for name in (*theirs, "flashinfer_tensor_cores"):
         assert any(line.startswith(f"decode/{name} ") for line in m.left_out)
 
 
@@ -163,10 +163,12 @@ def test_the_shapes_are_those_that_targets_speak_of() -> None:
     assert {s.head for s in decodes} == {64, 128, 256} and {s.block for s in decodes} == {16, 64}
     assert len(set(decodes)) == len(decodes)
     assert all(s.new > 1 for s in shapes.APPENDS)
-    expected = estimated_seconds((*decodes, *shapes.APPENDS), 0.1, 5)
+    assert all(s.shared % 512 == 0 and s.context > s.shared >= 8192 for s in shapes.SHARED)
+    expected = estimated_seconds((*decodes, *shapes.APPENDS, *shapes.SHARED), 0.1, 5)
     assert 30 < expected < 2 * measure.SECONDS  # what comes last may be left out
     held, _ = shapes.by_target(decodes)
-    assert estimated_seconds((*held, *shapes.APPENDS), 0.1, 5) < measure.SECONDS
+    first = (*held, *shapes.SHARED, *shapes.APPENDS)
+    assert estimated_seconds(first, 0.1, 5) < measure.SECONDS
 
 
 @pytest.mark.parametrize("decodes", (shapes.DECODES, shapes.QUICK_DECODES))
@@ -232,6 +234,8 @@ def test_bytes_and_operations_are_those_needed_at_least() -> None:
     shape = Shape(2, 100, 8, 4, 16)
     assert shape.kv_bytes == 2 * 2 * 100 * 4 * 16 * 2  # K and V, bf16
     assert Shape(2, 100, 8, 4, 16, kv_dtype="float8_e4m3fn").kv_bytes == shape.kv_bytes // 2
+    shared = replace(shape, shared=48)
+    assert shared.kv_bytes == 2 * 2 * (48 + 2 * 52) * 4 * 16 and shared.num_blocks == 3 + 2 * 4
     assert shape.num_blocks == 2 * 7
     assert shape.flops == 4 * 2 * 8 * 16 * 100
     assert Shape(1, 3, 1, 1, 8, new=3).flops == 4 * 8 * (1 + 2 + 3)
@@ -242,7 +246,7 @@ def test_bytes_and_operations_are_those_needed_at_least() -> None:
 
 def decode_row(name: str = "decode", rate: float = 3900.0, us: float = 100.0, **more: Any) -> Any:
     kv_dtype, batch = more.pop("kv_dtype", "bfloat16"), more.pop("batch", 64)
-    shape = Shape(batch, 8192, kv_dtype=kv_dtype)
+    shape = Shape(batch, 8192, kv_dtype=kv_dtype, shared=more.pop("shared", 0))
     row = {"name": name, "unit": "GB/s", "p50": rate, "us": us, **shape.named(), **more}
     return row if "/" in name else {"split": 512, **row}
 
@@ -294,6 +298,18 @@ def test_fp8_is_held_against_the_time_of_bf16() -> None:
     assert met(decode_row(kv_dtype="float8_e4m3fn")) == [None]
 
 
+def test_a_shared_prefix_is_held_against_the_time_without_sharing() -> None:
+    alone = decode_row("shared/alone", us=300.0, shared=4096, estimated_us=[280.0, 320.0])
+    for us, right in ((100.0, True), (101.0, False)):
+        row = decode_row("shared", us=us, shared=4096, estimated_us=[70.0, 100.0])
+        found = verdicts(result_of(row, alone))
+        assert [v.met for v in found] == [right]
+        assert found[0].figures.endswith("× (estimated 3.2 to 4.0)")
+        assert "4096 tokens shared" in found[0].case
+    assert met(decode_row("shared", shared=4096)) == [None]
+    assert met(decode_row("shared", shared=4096), {**alone, "batch": 16}) == [None]
+
+
 def test_copies_are_held_against_copy_bandwidth_and_swaps_against_their_link() -> None:
     assert met(copy_row("copy_blocks", 3600), copy_row("gather_blocks", 3599)) == [True, False]
     assert met(copy_row("swap_out", 45), copy_row("swap_in", 45)) == [True, False]
@@ -302,7 +318,7 @@ def test_copies_are_held_against_copy_bandwidth_and_swaps_against_their_link() -
 def test_the_summary_tells_met_from_missed_and_not_measured() -> None:
     lines = summary(verdicts(result_of(decode_row(rate=3700), copy_row("copy_blocks", 3999))))
     assert [line.split(":")[0] for line in lines] == [
-        *("met", "missed", "not measured", "met", "not measured")
+        *("met", "missed", "not measured", "not measured", "met", "not measured")
     ]
 
 
@@ -325,8 +341,8 @@ def test_a_case_whose_answer_was_wrong_is_missed() -> None:
     assert summary_of([good], [lost(fp8, wrong=True)])[2].startswith("missed: fp8")
     copied, swapped = copy_row("gather_blocks", 1), copy_row("swap_in", 1)
     lines = summary_of([copy_row("copy_blocks", 4000)], [lost(copied, wrong=True)])
-    assert lines[3].startswith("missed: ") and lines[3].endswith("(1 of 2 cases)")
-    assert summary_of([], [lost(swapped, wrong=True)])[4].startswith("missed: swaps")
+    assert lines[4].startswith("missed: ") and lines[4].endswith("(1 of 2 cases)")
+    assert summary_of([], [lost(swapped, wrong=True)])[5].startswith("missed: swaps")
 
 
 def test_where_cases_were_left_out_a_target_is_met_so_far() -> None:
@@ -342,7 +358,7 @@ def test_where_cases_were_left_out_a_target_is_met_so_far() -> None:
     # Nor can anything be met without what it is held against.
     rows = [copy_row("swap_out", 50), copy_row("swap_in", 55)]
     found = verdicts(without("link_in", result_of(*rows)))
-    assert summary(found)[4].startswith("met so far, 1 left out: swaps")
+    assert summary(found)[5].startswith("met so far, 1 left out: swaps")
     assert not any(v.met for v in verdicts(without("copy_bandwidth", result_of(good)))[:1])
 
 
@@ -391,6 +407,7 @@ def test_tables_name_the_machine_and_round_the_figures() -> None:
         decode_row(rate=4200.0, split=1024),
         decode_row(rate=3500.0, us=55.0, kv_dtype="float8_e4m3fn"),
         decode_row("decode/varlen", 3000.0),
+        decode_row(batch=32, us=126.2) | {"context": 4096},
         decode_row("append", 12345.6, new=4, context=4100) | {"tflops": 321.4},
         copy_row("swap_in", 54.96),
         {**copy_row("reshape_and_cache", 100.0), "tokens": 256},
@@ -400,6 +417,8 @@ def test_tables_name_the_machine_and_round_the_figures() -> None:
     case = "batch 64 × 8192, heads 32/8 of 128, blocks of 16"
     assert f"| {case} | 100 | 3800 | 95% | 86% | 1.27 (varlen) | 3500 | 1.82 |" in text
     assert "| 4 after 4096 | " in text and "| 12.3 | 321 | - |" in text
+    assert "contiguous; the batch is assumed | 135.0 | 126.2 | 1.07 |" in text
+    assert "| keys and values are contiguous | 11.7 | - | - |" in text
     assert "| swap_in | 9 blocks of 64 KiB, runs | 55.0 | 100% |" in text
     assert f"| {case} | 1024 | 1.11 |" in text
     assert "- left out, 2 times: decode/x: b: c" in text

@@ -39,6 +39,7 @@ case "$*" in
   *--survey*) seq 90 | sed "s/^/survey: /" ;;
   *"profile metrics"*) echo "dram,issue" ;;
   *"profile say"*) echo "profile: attend_short: dram % 80" ;;
+  *gpu.step*) seq 90; echo "a captured step: the same bits as by layers" ;;
   *gpu.measure*) seq 400; seq 90 | sed "s/^/MISSED  /"; echo "met: copies (1 of 1 cases)" ;;
 esac
 """
@@ -99,7 +100,7 @@ def pretended(tmp_path: Path) -> dict[str, str]:
 
 def part_of(call: str) -> str:
     """The part of the run that makes a call, or none."""
-    if "test_cuda_steps" in call or "sanitizer" in call or "--tiny" in call:
+    if any(word in call for word in ("test_cuda_steps", "gpu.step", "sanitizer", "--tiny")):
         return "steps"
     if "--survey" in call or call.startswith("ncu") or "gpu.profile" in call:
         return "profile"
@@ -137,7 +138,8 @@ def test_what_is_printed_fits_on_a_screen_and_the_rest_is_kept(
     assert "FAILED test_x - wrong" in lines and "3 failed" in lines
     assert "survey: 90" in lines and "MISSED  1" in lines
     assert "met: copies (1 of 1 cases)" in lines
-    for log in ("steps", "survey", "conformance", "measure"):
+    assert "a captured step: the same bits as by layers" in lines
+    for log in ("steps", "step", "survey", "conformance", "measure"):
         assert len((tmp_path / "out" / f"{log}.log").read_text().splitlines()) >= 90
 
 
@@ -219,7 +221,7 @@ def test_the_run_imports_nothing_that_is_not_asked_for() -> None:
     cases = [*folders[1].glob("test_cuda_*.py"), *folders[1].glob("on_gpu*.py")]
     names = [path.stem for path in cases if path.stem != "test_cuda_build"]
     assert {"on_gpu", "on_gpu_swaps", "test_cuda_attention"} <= set(names)
-    measurements = ("benchmarks.gpu.measure", "benchmarks.gpu.table")
+    measurements = ("benchmarks.gpu.measure", "benchmarks.gpu.step", "benchmarks.gpu.table")
     done = subprocess.run(
         [sys.executable, "-c", _IMPORTS, str(ROOT), *measurements, *names],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},

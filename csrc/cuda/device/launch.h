@@ -20,9 +20,9 @@ struct Grid {
   int64_t y = 1;
 };
 
-// kEarly: from sm_90 on, the kernel may begin while the one before it in the stream still runs
-// (programmatic dependent launch). It must read nothing that earlier kernels write, and write
-// nothing, before it calls wait_for_kernel_before().
+// kEarly: in code for sm_90 or later, the kernel may begin while the one before it in the stream
+// still runs (programmatic dependent launch). It must read nothing that earlier kernels write, and
+// write nothing, before it calls wait_for_kernel_before().
 enum class Begins { kInOrder, kEarly };
 
 // The bytes of parameters that a launch may have with every driver. From this driver version
@@ -173,20 +173,27 @@ void allow_shared(size_t shared_bytes) {
   if (device < kMaxDevices) allowed[device] = shared_bytes;
 }
 
-// Whether kernels can begin early on the current device. Cached for each device.
-inline bool can_begin_early() {
+// The least architecture, as major * 10 + minor, that ptx.cuh compiles waits for.
+constexpr int kArchThatWaits = 90;
+
+// Whether the code that the current device runs of a kernel waits for the kernel before it. Cached
+// for each device. The device does not tell: one of sm_90 may run PTX that was compiled for sm_80,
+// in which there is no wait.
+template <auto kKernel>
+bool can_begin_early() {
   static std::atomic<int> known[kMaxDevices];  // 1 + the answer
   const int device = current_device();
   if (device < kMaxDevices && known[device] > 0) return known[device] == 2;
-  int major = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-        "cudaDeviceGetAttribute");
-  if (device < kMaxDevices) known[device] = major >= 9 ? 2 : 1;
-  return major >= 9;
+  cudaFuncAttributes attributes = {};
+  check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)),
+        "cudaFuncGetAttributes");
+  const bool waits = attributes.ptxVersion >= kArchThatWaits;
+  if (device < kMaxDevices) known[device] = waits ? 2 : 1;
+  return waits;
 }
 
 template <typename... Parameters, typename... Arguments>
-void launch_with(void (*kernel)(Parameters...), Begins begins, Grid grid, int num_threads,
+void launch_with(void (*kernel)(Parameters...), bool begins_early, Grid grid, int num_threads,
                  size_t shared_bytes, Stream stream, const Arguments&... arguments) {
   // Converted to the kernel's parameter types: the runtime only copies their bytes.
   std::tuple<Parameters...> values(arguments...);
@@ -206,7 +213,7 @@ void launch_with(void (*kernel)(Parameters...), Begins begins, Grid grid, int nu
   config.dynamicSmemBytes = shared_bytes;
   config.stream = reinterpret_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
-  config.numAttrs = begins == Begins::kEarly && can_begin_early() ? 1 : 0;
+  config.numAttrs = begins_early ? 1 : 0;
   check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers),
         "cudaLaunchKernelExC");
 }
@@ -217,7 +224,8 @@ void launch_when(Begins begins, Grid grid, int num_threads, size_t shared_bytes,
                  const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return;
   allow_shared<kKernel>(shared_bytes);
-  launch_with(kKernel, begins, grid, num_threads, shared_bytes, stream, arguments...);
+  const bool begins_early = begins == Begins::kEarly && can_begin_early<kKernel>();
+  launch_with(kKernel, begins_early, grid, num_threads, shared_bytes, stream, arguments...);
 }
 
 inline int64_t num_multiprocessors() {

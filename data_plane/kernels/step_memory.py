@@ -1,0 +1,126 @@
+"""Memory in which attention calls of one step after another work, at addresses that stay: a CUDA
+graph of the calls can then be replayed with what the next step has in its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from data_plane.kernels.arguments import AttentionArguments, HostLengths
+from kvplane.errors import InvalidRequestError
+
+
+class PlanningKernels(Protocol):
+    """What is needed of ``CudaKernels``, which describes it."""
+
+    device: torch.device
+
+    def plan_key(self, arguments: AttentionArguments) -> tuple[object, ...]: ...
+    def plan_bytes(self, arguments: AttentionArguments) -> int: ...
+    def max_partials(self, arguments: AttentionArguments) -> int: ...
+    def room(self, arguments: AttentionArguments) -> int: ...
+    def partials_counter(self, arguments: AttentionArguments) -> Callable[[HostLengths], int]: ...
+    def empty(self, num_bytes: int) -> torch.Tensor: ...
+    def attention_workspace_bytes(
+        self, arguments: AttentionArguments, num_partials: int | None = None
+    ) -> int: ...
+    def plan(
+        self,
+        arguments: AttentionArguments,
+        *,
+        memory: torch.Tensor | None = None,
+        num_partials: int | None = None,
+    ) -> Any: ...
+    def paged_attention(
+        self,
+        arguments: AttentionArguments,
+        *,
+        out: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+        plan: Any = None,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(slots=True)
+class _Place:
+    """Of all calls that can share a plan."""
+
+    plan_memory: torch.Tensor
+    workspace: torch.Tensor
+    num_partials: int
+    """For which the workspace has room."""
+    count: Callable[[HostLengths], int] | None
+    """The partial results of a batch; None where there is room for those of any batch."""
+    plan: Any = None
+    """As queued in this step; None before."""
+
+
+class StepMemory:
+    """Plans and workspaces. The first call of a kind allocates what it needs for every batch of its
+    shapes, up to ``CudaKernels.max_workspace_bytes``; the calls after it allocate nothing.
+    """
+
+    def __init__(self, kernels: PlanningKernels) -> None:
+        self._kernels = kernels
+        self._places: dict[tuple[object, ...], _Place] = {}
+
+    def begin(self) -> None:
+        """Before the first layer of a step: its lengths are new, so plans are made again."""
+        for place in self._places.values():
+            place.plan = None
+
+    def attend(self, arguments: AttentionArguments, out: torch.Tensor | None) -> torch.Tensor:
+        """``CudaKernels.paged_attention``. The first layer of a step that needs a plan queues it
+        too. Raises InvalidRequestError where memory would have to be allocated during a capture.
+        """
+        key = self._kernels.plan_key(arguments)
+        place = self._places.get(key)
+        if place is None:
+            if is_capturing(self._kernels.device):
+                raise InvalidRequestError(
+                    "call each layer once with tensors like these before they are captured, so "
+                    "that what the call needs is in memory",
+                    field="query",
+                )
+            place = self._places[key] = self._new_place(arguments)
+        if place.plan is None:
+            place.plan = self._kernels.plan(
+                arguments, memory=place.plan_memory, num_partials=place.num_partials
+            )
+        return self._kernels.paged_attention(
+            arguments, out=out, workspace=place.workspace, plan=place.plan
+        )
+
+    def check_room(self, lengths: HostLengths) -> None:
+        """Raise InvalidRequestError unless there is room for a batch of these lengths."""
+        for place in self._places.values():
+            if place.count is not None and (count := place.count(lengths)) > place.num_partials:
+                raise InvalidRequestError(
+                    f"the contexts need {count} partial results, and there is room for "
+                    f"{place.num_partials}: run the plan layer by layer",
+                    field="bounds.context_tokens",
+                )
+
+    def _new_place(self, arguments: AttentionArguments) -> _Place:
+        kernels = self._kernels
+        most = kernels.max_partials(arguments)
+        num_partials = min(most, kernels.room(arguments))
+        num_bytes = kernels.attention_workspace_bytes(arguments, num_partials)
+        # Calls run one after another, so that they can share a workspace.
+        large = (p.workspace for p in self._places.values() if p.workspace.numel() >= num_bytes)
+        workspace = next(large, None)
+        return _Place(
+            kernels.empty(kernels.plan_bytes(arguments)),
+            kernels.empty(num_bytes) if workspace is None else workspace,
+            num_partials,
+            kernels.partials_counter(arguments) if num_partials < most else None,
+        )
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the caller's stream of the device is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
