@@ -61,7 +61,7 @@ def measure_tiny(machine: Machine) -> Measurement:
 
 
 def measure_survey(machine: Machine) -> Measurement:
-    """The time of six shapes with each split: of a replayed graph, in kernels by the profiler, and of
+    """Times of six shapes with each split: of a replayed graph, in kernels by the profiler, and of
     the host.
     """
     m = Measurement(machine, SECONDS)
