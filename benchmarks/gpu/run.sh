@@ -146,7 +146,7 @@ profile() {
   [ "$SIZE" != --quick ] || return 0
   say "timing six shapes with each split"
   within "$PROFILE_S" "$PYTHON" -m benchmarks.gpu.measure --survey >"$OUT/survey.log" 2>&1 ||
-    failed=1
+    { failed=1 && tail -n 1 "$OUT/survey.log" | briefly 1; }
   grep -E '^(survey|WRONG|left out)' "$OUT/survey.log" | briefly 12 || true
   command -v ncu >/dev/null || { say "ncu is not installed"; return "$failed"; }
   metrics=$("$PYTHON" -m benchmarks.gpu.profile metrics)
@@ -183,6 +183,7 @@ measure() {
     code=$?
   grep -E '^WRONG' "$OUT/measure.log" | briefly 3 || true
   grep -E '^MISSED' "$OUT/measure.log" | head -n 6 | briefly 6 || true
+  grep -E '^benchmarks.gpu.measure' "$OUT/measure.log" | briefly 1 || true
   grep -E '^(met|missed|not measured)[:, ]|^(saved|wrong)' "$OUT/measure.log" | briefly 8 || true
   return "$code"
 }
