@@ -23,7 +23,7 @@ from benchmarks.gpu.copies import measure_copies
 from benchmarks.gpu.machine import Machine, NoGpuError, this_gpu
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.timing import Once, Stopwatch
-from benchmarks.gpu.verdict import case_of, say, verdicts
+from benchmarks.gpu.verdict import case_of, same_case, say, verdicts
 
 SECONDS = 280.0
 TINY_BYTES = 1 << 20
@@ -61,15 +61,20 @@ def measure_tiny(machine: Machine) -> Measurement:
 
 
 def measure_survey(machine: Machine) -> Measurement:
-    """The time of six shapes with each split, as a line each."""
+    """Times of six shapes with each split: of a replayed graph, in kernels by the profiler, and of
+    the host.
+    """
     m = Measurement(machine, SECONDS)
     measure_attention(m, shapes.SURVEY, with_peers=False, all_splits=True)
-    for row in m.rows:
-        what = f"{row['new']} of {case_of(row)}, split {row['split']}"
-        print(
-            f"survey: {what}: {row['us']} µs, in kernels "
-            f"{row.get('kernels_us', '-')}, of the host {row['host_us']}"
+    for shape in shapes.SURVEY:
+        case = {"name": "decode" if shape.new == 1 else "append", **shape.named()}
+        times = (
+            f"{row['split']}: {row['us']:.4g} ({row.get('kernels_us', '-')}, {row['host_us']})"
+            for row in m.rows
+            if same_case(row, case)
         )
+        print(f"survey: {shape.new} of {case_of(case)}, split: µs (in kernels, of the host): ")
+        print(f"survey:   {'; '.join(times)}")
     return m
 
 

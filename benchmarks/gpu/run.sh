@@ -20,7 +20,8 @@
 #   BUILD           the build folder (default: build/gpu)
 #   OUT             the folder for the JSON and the logs (default: benchmarks/results)
 #
-# What a part says at length is in OUT; here are what is wrong, what is missed, and summaries.
+# What a part says at length is in OUT; here are what is wrong, what is missed, and summaries, in 60
+# lines at most.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -94,7 +95,7 @@ run_cases() {
   KVPLANE_DEVICE_BACKEND=cuda within "$limit" "$PYTHON" -m pytest -v --maxfail 20 -c /dev/null \
     --rootdir . -p no:cacheprovider -W ignore -m "not nightly" --tb short "$@" >"$log" 2>&1 ||
     code=$?
-  grep -E '^(FAILED|ERROR|E  )' "$log" | head -n 12 >&2 || true
+  grep -E '^(FAILED|ERROR|E  )' "$log" | head -n 4 >&2 || true
   tail -n 1 "$log" >&2
   return "$code"
 }
@@ -112,11 +113,11 @@ sanitize() {
   elif [ "$code" = 124 ] || [ "$code" = 130 ] || [ "$code" = 137 ]; then
     say "compute-sanitizer $1 did not finish in $SANITIZE_S s"
   elif [ "$code" = "$ERRORS_FOUND" ] && grep -q "^=========.*kvplane" "$log"; then
-    grep "^=========" "$log" | head -n 8 >&2
+    grep "^=========" "$log" | head -n 2 >&2
     say "compute-sanitizer $1 found errors: $log"
     return 1
   elif [ "$code" != 0 ]; then
-    tail -n 2 "$log" >&2
+    tail -n 1 "$log" >&2
     say "compute-sanitizer $1 reported nothing about our kernels, but exited with $code: $log"
   else
     say "compute-sanitizer $1 found nothing"
@@ -145,8 +146,8 @@ profile() {
   [ "$SIZE" != --quick ] || return 0
   say "timing six shapes with each split"
   within "$PROFILE_S" "$PYTHON" -m benchmarks.gpu.measure --survey >"$OUT/survey.log" 2>&1 ||
-    failed=1
-  grep -E '^(survey|WRONG|left out)' "$OUT/survey.log" | briefly 26 || true
+    { failed=1 && tail -n 1 "$OUT/survey.log" | briefly 1; }
+  grep -E '^(survey|WRONG|left out)' "$OUT/survey.log" | briefly 12 || true
   command -v ncu >/dev/null || { say "ncu is not installed"; return "$failed"; }
   metrics=$("$PYTHON" -m benchmarks.gpu.profile metrics)
   for name in decode speculative prefill; do
@@ -154,7 +155,7 @@ profile() {
     within "$PROFILE_S" ncu --csv --page raw --metrics "$metrics" -k regex:attend --launch-skip 1 \
       --launch-count 1 "$PYTHON" -m benchmarks.gpu.profile run "$name" \
       >"$OUT/ncu-$name.csv" 2>&1 || say "ncu could not profile $name: $OUT/ncu-$name.csv"
-    "$PYTHON" -m benchmarks.gpu.profile say "$OUT/ncu-$name.csv" | briefly 2
+    "$PYTHON" -m benchmarks.gpu.profile say "$OUT/ncu-$name.csv" | briefly 1
   done
   return "$failed"
 }
@@ -180,9 +181,10 @@ measure() {
   [ "$SIZE" != --quick ] || words+=(--quick)
   within "$LIMIT_S" "$PYTHON" -m benchmarks.gpu.measure "${words[@]}" >"$OUT/measure.log" 2>&1 ||
     code=$?
-  grep -E '^WRONG' "$OUT/measure.log" | briefly 8 || true
-  grep -E '^MISSED' "$OUT/measure.log" | head -n 14 | briefly 14 || true
-  grep -E '^(met|missed|not measured)[:, ]|^(saved|wrong)' "$OUT/measure.log" | briefly 10 || true
+  grep -E '^WRONG' "$OUT/measure.log" | briefly 3 || true
+  grep -E '^MISSED' "$OUT/measure.log" | head -n 6 | briefly 6 || true
+  grep -E '^benchmarks.gpu.measure' "$OUT/measure.log" | briefly 1 || true
+  grep -E '^(met|missed|not measured)[:, ]|^(saved|wrong)' "$OUT/measure.log" | briefly 8 || true
   return "$code"
 }
 

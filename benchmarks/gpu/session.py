@@ -19,7 +19,9 @@ SESSION: Final = pb.SessionRef(incarnation=1, session_id=1)
 
 
 class Session:
-    """Sequences 1 to ``batch`` have tables for ``tokens`` tokens each, and blocks of zeros."""
+    """Sequences 1 to ``batch`` have tables for ``tokens`` tokens each. Blocks hold whatever was in
+    memory.
+    """
 
     def __init__(
         self, layout: Layout, batch: int, tokens: int, device: torch.device, kernels: Kernels | None
@@ -33,7 +35,6 @@ class Session:
             device=device,
             kernels=kernels,
         )
-        self.executor.pools.device_tier.zero_()
         self._key, self._number = signing.new_key(), 0
         self.executor.install(SESSION.incarnation, self._key)
         grant = pb.SessionGrant(

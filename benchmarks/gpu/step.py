@@ -124,6 +124,8 @@ def compare(arguments: argparse.Namespace, device: torch.device) -> bool:
     """Whether replayed steps have the bits of steps by layers."""
     few = argparse.Namespace(**vars(arguments) | {"layers": min(2, arguments.layers)})
     twins = [Steps(few, device) for _ in range(2)]
+    for steps in twins:
+        steps.executor.pools.device_tier.zero_()
     step = twins[1].fixed()
     replay = captured(twins[1], step)
     for index in range(4):

@@ -60,9 +60,12 @@ class FixedRows:
         self._starts, self._lens = (np.zeros(n, np.int64) for n in self._sizes[1:])
         host = torch.zeros(sum(self._sizes), dtype=torch.int64)
         host[:num_tokens] = -1
-        self._empty = host.to(device, copy=True)
-        self._packed = self._empty.clone()
-        self._tables = torch.zeros((num_sequences, max_blocks), dtype=torch.int32, device=device)
+        # Torch lets nobody fill a tensor of its inference mode outside of that mode.
+        with torch.inference_mode(False):
+            self._empty = host.to(device, copy=True)
+            self._packed = self._empty.clone()
+            shape = num_sequences, max_blocks
+            self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._padded: dict[int, StepRows] = {}
 
     def padded(self, num_tokens: int) -> StepRows:

@@ -455,7 +455,8 @@ def test_a_survey_tells_the_time_of_each_split(
     monkeypatch.setattr(shapes, "SURVEY", (Shape(2, 40, 4, 2, 32), Shape(1, 90, 4, 2, 32, new=40)))
     measure.measure_survey(emulated())
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("survey: ")]
-    assert len(lines) == 2 * len(shapes.SPLITS) and "40 of batch 1 × 90" in lines[-1]
+    assert len(lines) == 4 and "40 of batch 1 × 90" in lines[2]
+    assert all(f"{split}: " in lines[i] for split in shapes.SPLITS for i in (1, 3))
 
 
 def test_without_a_gpu_the_measurement_says_so(

@@ -81,5 +81,14 @@ def test_a_batch_that_is_too_large_is_refused_by_name(bounds: StepBounds, name: 
     assert caught.value.field == f"bounds.{name}"
 
 
+def test_rows_made_in_torchs_inference_mode_are_filled_outside_of_it() -> None:
+    with torch.inference_mode():
+        fixed = FixedRows(BOUNDS, BLOCK_SIZE, CPU)
+    fixed.load(batch_of((2, 5, 1)))
+    with torch.inference_mode():
+        fixed.clear()
+    assert fixed.padded(1).slots.tolist() == [-1]
+
+
 def test_without_a_number_of_sequences_there_are_as_many_as_tokens() -> None:
     assert StepBounds(4, 100).num_sequences == 4
