@@ -20,7 +20,7 @@ RANGE_BLOCKS: Final = 64
 DIGEST_BYTES: Final = 16
 SALT_BYTES: Final = 16
 # Of one message: what takes some milliseconds to compare.
-MAX_DIGESTS: Final = 512
+MAX_DIGESTS: Final = 256
 _GENERATION_BYTES: Final = 8
 _PUBLICATION_BYTES: Final = 1 + 4 + 8 + DIGEST_BYTES + 16  # and its tokens
 
