@@ -36,7 +36,10 @@ _LOGGER: Final = logging.getLogger(__name__)
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
 _DNS: Final = "dns:///"
 _HEALTH_TIMEOUT_S: Final = 2.0
-_LOOK_S: Final = 2.0
+# How long to leave one that leads alone, and one that is away.
+_LEADS_S: Final = 5.0
+_AWAY_S: Final = 1.0
+_RESOLVE_S: Final = 5.0
 _STANDS_BY: Final = "NOT_SERVING"
 
 
@@ -71,7 +74,7 @@ class AheadClient:
                     self._tasks.pop(target).cancel()
                 for target in wanted - self._tasks.keys():
                     self._tasks[target] = asyncio.create_task(self._report_to(target))
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_RESOLVE_S)
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -81,13 +84,16 @@ class AheadClient:
         """Whenever the control plane there stands by."""
         tls = self._tls_of(target)
         while True:
+            delay_s = _AWAY_S
             try:
-                if await check(target, tls=tls, timeout_s=_HEALTH_TIMEOUT_S) == _STANDS_BY:
+                if await check(target, tls=tls, timeout_s=_HEALTH_TIMEOUT_S) != _STANDS_BY:
+                    delay_s = _LEADS_S
+                else:
                     async with open_channel(target, tls) as channel:
                         await self._report_on(channel)
             except KvplaneError as error:
                 _LOGGER.debug("control_plane=%s no report ahead: %s", target, error.reason)
-            await asyncio.sleep(_LOOK_S * random.uniform(0.5, 1.5))
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
 
     async def _report_on(self, channel: grpc.aio.Channel) -> None:
         stub = control_pb2_grpc.ControlPlaneServiceStub(channel)

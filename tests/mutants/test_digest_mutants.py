@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from control_plane.planning.pools import ahead
 from control_plane.planning.pools import digests as of_control
 from control_plane.planning.pools.digests import ShardDigests
+from control_plane.planning.pools.reports import Reports
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.registration_server import Registrar
+from control_plane.server.server import ControlPlaneServer
 from data_plane import block_digests as of_data
 from data_plane.block_digests import BlockDigests
 from data_plane.plans.publications import Publications
 from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
 from kvplane.wire import block_digests as wire
 
 
@@ -33,6 +41,8 @@ def _load(path: str) -> ModuleType:
 
 
 TESTS = _load("unit/registration/test_digests.py")
+ON_SOCKETS = _load("rpc/test_reports_ahead.py")
+NOTICED_WITHIN_S = 2.0
 
 
 def _each_record(patch: pytest.MonkeyPatch, change: Callable[[bytearray], None]) -> None:
@@ -223,3 +233,80 @@ def test_a_test_notices(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
         fault(patch)
         with pytest.raises((Exception, pytest.fail.Exception)):
             notice()
+
+
+def leaders_take_reports_ahead(patch: pytest.MonkeyPatch) -> None:
+    """What is told to who stands by is told to who leads, and goes nowhere."""
+    patch.setattr(Registrar, "_require_standing_by", lambda self, hello: None)
+
+
+def next_leaders_forget_what_they_were_told(patch: pytest.MonkeyPatch) -> None:
+    """All is reported again."""
+    patch.setattr(ahead.ReportsAhead, "take", lambda self, *_: None)
+
+
+def cut_reports_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A process that was cut off begins anew."""
+    patch.setattr(Reports, "knows", lambda self, hello: False)
+
+
+def ranges_may_be_left_out(patch: pytest.MonkeyPatch) -> None:
+    """What was not compared counts as equal."""
+    original = ShardDigests.finish
+    patch.setattr(ShardDigests, "finish", lambda self, all_ranges: original(self, all_ranges=False))
+
+
+NOTICED_ON_SOCKETS_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, tuple[str, ...]]] = {
+    leaders_take_reports_ahead: (
+        "test_a_report_ahead_ends_when_the_control_plane_leads",
+        ("connect", "election"),
+    ),
+    next_leaders_forget_what_they_were_told: (
+        "test_a_next_leader_that_was_told_all_asks_for_nothing",
+        ("election", "tmp_path"),
+    ),
+    cut_reports_are_forgotten: (
+        "test_a_report_that_was_cut_is_compared_when_its_process_comes_back",
+        ("connect",),
+    ),
+    ranges_may_be_left_out: (
+        "test_a_report_that_was_cut_is_compared_when_its_process_comes_back",
+        ("connect",),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", NOTICED_ON_SOCKETS_BY, ids=lambda fault: fault.__name__)
+async def test_a_test_on_sockets_notices(
+    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path
+) -> None:
+    name, wanted = NOTICED_ON_SOCKETS_BY[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises((Exception, pytest.fail.Exception)):
+            async with asyncio.timeout(NOTICED_WITHIN_S):
+                await _run(getattr(ON_SOCKETS, name), wanted, tmp_path)
+
+
+async def _run(test: Callable[..., Awaitable[None]], wanted: tuple[str, ...], folder: Path) -> None:
+    """A test, with what its fixtures would give it."""
+    servers: list[ControlPlaneServer] = []
+    channels: list[grpc.aio.Channel] = []
+
+    async def start(**settings: Any) -> ControlPlaneServer:
+        config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.5, **settings)
+        servers.append(await ControlPlaneServer.start(config))
+        return servers[-1]
+
+    def connect(server: ControlPlaneServer) -> Any:
+        channels.append(grpc.aio.insecure_channel(server.address))
+        return control_pb2_grpc.ControlPlaneServiceStub(channels[-1])
+
+    has = {"connect": connect, "election": f"file:{folder}/leader", "tmp_path": folder}
+    try:
+        await test(start, *(has[name] for name in wanted))
+    finally:
+        for channel in channels:
+            await channel.close()
+        for server in servers:
+            await server.stop()
