@@ -36,7 +36,7 @@ from benchmarks.control_plane.sizes import FULL, QUICK
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from data_plane.block_digests import BlockDigests
-from data_plane.plans.block_report import block_report, blocks_of
+from data_plane.plans.block_report import block_report
 from data_plane.plans.block_tables import BlockTables
 from data_plane.server.registration_stream import (
     BLOCKS_PER_REPORT,
@@ -66,20 +66,13 @@ class Plane:
             for told in part.report.publications:
                 tables.publications[0].keep(told, tables.generations[_DEVICE], "publications")
         self._tables = tables
-        self._digests = BlockDigests(tables)
+        self.digests = BlockDigests(tables)
         self.hello = messages.hello(num_blocks, 0)
-
-    def refresh_digests(self, max_ranges: int) -> bool:
-        return self._digests.refresh(max_ranges)
-
-    def digests(self, since: int = 0) -> tuple[int, list[cpb.BlockDigests]]:
-        return self._digests.messages(since)
 
     def report(
         self, blocks_per_part: int, among: list[cpb.BlockRanges] | None = None
     ) -> list[cpb.BlockReport]:
-        chosen = None if among is None else blocks_of(among, self._tables)
-        return block_report(self._tables, blocks_per_part, chosen)
+        return block_report(self._tables, blocks_per_part, among)
 
     def allocate(self, blocks: list[int]) -> None:
         """Allocate these again: their publications are dropped."""
@@ -172,10 +165,10 @@ class InProcess:
 
     def _report(self, compare: Callable[[Any], Any], report: Callable[[Any], Any]) -> None:
         plane = self._plane
-        while self._of_plane(lambda: plane.refresh_digests(128)):
+        while self._of_plane(lambda: plane.digests.refresh(128)):
             pass
         asked = cpb.ReportRequest()
-        for digests in self._of_plane(plane.digests)[1]:
+        for digests in self._of_plane(lambda: plane.digests.messages(0))[1]:
             asked = self._send(digests, compare) or asked
         parts = self._of_plane(lambda: plane.report(BLOCKS_PER_REPORT, [*asked.ranges]))
         for part in parts:

@@ -6,7 +6,8 @@ A range's digest is kept until a plan allocates one of its blocks, or one is pub
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,17 @@ from kvplane.wire import block_digests as wire
 
 
 class BlockDigests:
-    """Of the blocks of one data plane. Not thread-safe: the executor's lock guards it."""
+    """Of the blocks of one data plane. ``command``: what a call of this name is made inside of, for
+    the executor's lock.
+    """
 
-    def __init__(self, tables: BlockTables) -> None:
+    def __init__(
+        self,
+        tables: BlockTables,
+        command: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
         self._tables = tables
+        self._command = command
         self._salt = os.urandom(wire.SALT_BYTES)
         sizes = {place: len(changed) for place, changed in tables.changed_ranges.items()}
         self._digests = {
@@ -34,6 +42,10 @@ class BlockDigests:
 
     def refresh(self, max_ranges: int) -> bool:
         """Compute digests that are out of date, at most so many. Returns whether some are left."""
+        with self._command("digests"):
+            return self._refresh(max_ranges)
+
+    def _refresh(self, max_ranges: int) -> bool:
         for place, changed in self._tables.changed_ranges.items():
             stale = np.flatnonzero(changed)
             if len(stale):
@@ -47,11 +59,12 @@ class BlockDigests:
         """The digests of which some were computed after ``since``, 0 for all, the last message
         marked; and what to give next time.
         """
-        found = [message for place in self._digests for message in self._of_place(place, since)]
-        if not found:
-            found.append(control_pb2.BlockDigests(salt=self._salt, tier=pb.TIER_DEVICE))
-        found[-1].last = True
-        return self._num_refreshes, found
+        with self._command("digests"):
+            found = [message for place in self._digests for message in self._of_place(place, since)]
+            if not found:
+                found.append(control_pb2.BlockDigests(salt=self._salt, tier=pb.TIER_DEVICE))
+            found[-1].last = True
+            return self._num_refreshes, found
 
     def _compute(self, place: Place, run: NDArray[np.int64]) -> None:
         num_blocks = self._tables.num_blocks[place]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -30,7 +30,7 @@ from data_plane.memory.pool import Pools
 from data_plane.pieces import Pieces, finish, guarded
 from data_plane.places import check_group, place_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
-from data_plane.plans.block_report import block_report, blocks_of
+from data_plane.plans.block_report import Ranges, block_report
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.fixed_rows import StepBounds
 from data_plane.plans.sessions import Sessions, check_ordinal
@@ -105,7 +105,7 @@ class Executor:
             drain=self.kernels.streams.drain,
         )
         self._tables = BlockTables(self.pools.num_blocks, layout.block_size_tokens)
-        self._digests = BlockDigests(self._tables)
+        self.digests = BlockDigests(self._tables, self._command)
         self._sessions = Sessions()
         self._compute = ShardKernels(
             layout,
@@ -197,29 +197,13 @@ class Executor:
             self._tables.drop_all()
 
     def report(
-        self,
-        blocks_per_part: int = 2048,
-        among: Iterable[control_pb2.BlockRanges] | None = None,
+        self, blocks_per_part: int = 2048, among: Ranges | None = None
     ) -> list[control_pb2.BlockReport]:
-        """Generations and publications of all blocks ever allocated, or of those in the ranges
-        ``among``, in parts of up to ``blocks_per_part`` blocks. Raises InvalidRequestError for
-        ranges that are not there.
+        """Generations and publications of all blocks ever allocated, or of ranges of them, in parts
+        of up to ``blocks_per_part`` blocks. Raises InvalidRequestError for ranges of no blocks.
         """
         with self._command("report"):
-            chosen = None if among is None else blocks_of(among, self._tables)
-            return block_report(self._tables, blocks_per_part, chosen)
-
-    def refresh_digests(self, max_ranges: int) -> bool:
-        """Go on with ``digests``, by so many ranges of blocks. Returns whether some are left."""
-        with self._command("digests"):
-            return self._digests.refresh(max_ranges)
-
-    def digests(self, since: int = 0) -> tuple[int, list[control_pb2.BlockDigests]]:
-        """What the blocks are, in short, as of the last ``refresh_digests``; a number to give as
-        ``since`` for what will have changed.
-        """
-        with self._command("digests"):
-            return self._digests.messages(since)
+            return block_report(self._tables, blocks_per_part, among)
 
     def publish(self, publications: pb.Publications) -> int:
         """Keep the publications whose block still has their generation, and ignore the others.

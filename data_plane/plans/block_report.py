@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +17,19 @@ from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import block_digests, columns
 
 _NONE: Final = np.zeros(0, np.int64)
+Ranges: TypeAlias = Iterable[control_pb2.BlockRanges]
+"""Some blocks, as a control plane names them."""
 
 
 def block_report(
-    tables: BlockTables,
-    blocks_per_part: int,
-    among: Mapping[Place, NDArray[np.int64]] | None = None,
+    tables: BlockTables, blocks_per_part: int, ranges: Ranges | None = None
 ) -> list[control_pb2.BlockReport]:
     """Generations of all blocks that were ever allocated, then all publications; or those of the
-    blocks ``among`` alone, ascending, by place. At least one part; the last one has ``last`` set.
+    blocks in ``ranges`` alone. At least one part; the last one has ``last`` set.
+
+    Raises InvalidRequestError for ranges that are not there.
     """
+    among = None if ranges is None else _blocks_of(ranges, tables)
     parts = []
     for place, generations in tables.generations.items():
         chosen = np.arange(len(generations)) if among is None else among.get(place, _NONE)
@@ -54,12 +57,8 @@ def block_report(
     return parts
 
 
-def blocks_of(
-    ranges: Iterable[control_pb2.BlockRanges], tables: BlockTables
-) -> dict[Place, NDArray[np.int64]]:
-    """The blocks of ranges, ascending, by place. Raises InvalidRequestError for one that is not
-    there.
-    """
+def _blocks_of(ranges: Ranges, tables: BlockTables) -> dict[Place, NDArray[np.int64]]:
+    """The blocks of ranges, ascending, by place."""
     found = {}
     for i, of_place in enumerate(ranges):
         place = place_of(of_place.group, of_place.tier)

@@ -58,9 +58,9 @@ async def report_differences(
 
     Commands of engines run between the pieces of it.
     """
-    while await worker.run(partial(executor.refresh_digests, _RANGES_PER_PIECE)):
+    while await worker.run(partial(executor.digests.refresh, _RANGES_PER_PIECE)):
         pass
-    computed, digests = await worker.run(partial(executor.digests, since))
+    computed, digests = await worker.run(partial(executor.digests.messages, since))
     for part in digests:
         await stream.send(pb.RegisterRequest(digests=part))
     request = (await stream.expect("report_request")).report_request

@@ -16,7 +16,7 @@ from registration_messages import LAYOUT, chain, hello, publications
 from control_plane.planning.pools.ahead import ReportsAhead
 from control_plane.planning.pools.reports import Reports
 from data_plane.block_digests import BlockDigests
-from data_plane.plans.block_report import block_report, blocks_of
+from data_plane.plans.block_report import block_report
 from data_plane.plans.block_tables import BlockTables
 from kvplane.errors import InvalidRequestError, QuotaExceededError, StaleEpochError
 from kvplane.v1 import control_pb2 as pb
@@ -100,7 +100,7 @@ class Plane:
             asked = ahead.compare(self.hello, pb.BlockDigests.FromString(part.SerializeToString()))
         assert asked is not None
         meanwhile()
-        for part in block_report(self.tables, 3, blocks_of(asked.ranges, self.tables)):
+        for part in block_report(self.tables, 3, asked.ranges):
             ahead.report(self.hello, part)
         return {
             (of.tier, number)
