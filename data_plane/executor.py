@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from data_plane.block_digests import BlockDigests
 from data_plane.counters import ExecutorCounters
 from data_plane.fixed_step import FixedStep
 from data_plane.kernels.arguments import require
@@ -29,7 +30,7 @@ from data_plane.memory.pool import Pools
 from data_plane.pieces import Pieces, finish, guarded
 from data_plane.places import check_group, place_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
-from data_plane.plans.block_report import block_report
+from data_plane.plans.block_report import Ranges, block_report
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.fixed_rows import StepBounds
 from data_plane.plans.sessions import Sessions, check_ordinal
@@ -104,6 +105,7 @@ class Executor:
             drain=self.kernels.streams.drain,
         )
         self._tables = BlockTables(self.pools.num_blocks, layout.block_size_tokens)
+        self.digests = BlockDigests(self._tables, self._command)
         self._sessions = Sessions()
         self._compute = ShardKernels(
             layout,
@@ -194,12 +196,14 @@ class Executor:
             self._sessions.end_all(self.key_id)
             self._tables.drop_all()
 
-    def report(self, blocks_per_part: int = 2048) -> list[control_pb2.BlockReport]:
-        """Generations and publications of all blocks ever allocated, in parts of up to
-        ``blocks_per_part`` blocks.
+    def report(
+        self, blocks_per_part: int = 2048, among: Ranges | None = None
+    ) -> list[control_pb2.BlockReport]:
+        """Generations and publications of all blocks ever allocated, or of ranges of them, in parts
+        of up to ``blocks_per_part`` blocks. Raises InvalidRequestError for ranges of no blocks.
         """
         with self._command("report"):
-            return block_report(self._tables, blocks_per_part)
+            return block_report(self._tables, blocks_per_part, among)
 
     def publish(self, publications: pb.Publications) -> int:
         """Keep the publications whose block still has their generation, and ignore the others.

@@ -139,9 +139,12 @@ class DataPlane:
 class Server:
     """A control plane that runs as a process for as long as a block of code."""
 
-    def __init__(self, world: OverGrpc) -> None:
-        """The world gets its pauses at the end: those after ``count_pauses`` was called."""
+    def __init__(self, world: OverGrpc, *flags: str) -> None:
+        """The world gets its pauses at the end: those after ``count_pauses`` was called. ``flags``:
+        more of the program.
+        """
         self._world = world
+        self._flags = flags
         self._counts_from_s = math.inf
 
     def count_pauses(self) -> None:
@@ -159,7 +162,7 @@ class Server:
             flags += ["--metrics-port", "-1", "--lease-s", "3600"]
             flags += ["--heartbeat-s", str(_HEARTBEAT_S)]
             # 256 prompts of 32,768 tokens in one step.
-            flags += ["--max-message-bytes", str(1 << 26)]
+            flags += ["--max-message-bytes", str(1 << 26), *self._flags]
             output = stack.enter_context(log.open("wb"))
             process = subprocess.Popen(
                 [sys.executable, *program, *flags], stdout=output, stderr=subprocess.STDOUT

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import World
@@ -26,7 +27,7 @@ async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
     """Parts of 2,048 blocks until the pool is ready, and the longest time that others wait."""
     num_entries = sizes.num_rebuilt_prompts * sizes.prompt_blocks + 1
     num_blocks = num_entries + num_entries // 32
-    parts = await _published(num_blocks, sizes)
+    parts = await published(num_blocks, sizes)
     if isinstance(world, OverGrpc):
         return await _over_grpc(world, num_blocks, num_entries, parts)
     assert isinstance(world, InProcess), "there are two worlds"
@@ -68,7 +69,7 @@ async def _over_grpc(
             await connection.stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
             server.count_pauses()
             waits_s: list[float] = []
-            probe = asyncio.create_task(_probe(connection, waits_s))
+            probe = asyncio.create_task(ask_again_and_again(connection.stub, waits_s))
             began = time.perf_counter()
             await data_plane.report(parts)
             description = await connection.wait_ready()
@@ -81,12 +82,12 @@ async def _over_grpc(
     ]
 
 
-async def _probe(connection: Connection, waits_s: list[float]) -> None:
+async def ask_again_and_again(stub: Any, waits_s: list[float]) -> None:
     """How long another caller waits for an answer, all the time."""
     while True:
         began = time.perf_counter()
         try:
-            await connection.stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
+            await stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
         finally:
             waits_s.append(time.perf_counter() - began)
 
@@ -97,7 +98,7 @@ def _check(description: cpb.DescribePoolResponse, num_entries: int) -> None:
         raise RuntimeError(f"{num_cached} blocks were restored instead of {num_entries}")
 
 
-async def _published(num_blocks: int, sizes: Sizes) -> list[cpb.RegisterRequest]:
+async def published(num_blocks: int, sizes: Sizes) -> list[cpb.RegisterRequest]:
     """A report of prompts, which a control plane published in a pool of ``num_blocks``."""
     publications: list[cpb.PublishBlocks] = []
 

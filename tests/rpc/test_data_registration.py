@@ -12,7 +12,7 @@ from plan_author import DEVICE, blocks_of, publications, set_blocks, span, token
 from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
-from data_plane.server.registration_client import _BLOCKS_PER_REPORT
+from data_plane.server.registration_stream import BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
@@ -158,7 +158,7 @@ async def test_a_control_plane_of_a_lower_incarnation_gets_nothing(tmp_path: Pat
 
 
 async def test_large_reports_come_in_parts(tmp_path: Path) -> None:
-    num_blocks = _BLOCKS_PER_REPORT + 3
+    num_blocks = BLOCKS_PER_REPORT + 3
     async with serving(tmp_path, num_device_blocks=num_blocks) as (server, side):
         author = author_of(server, side)
         server.executor.open(author.grant())

@@ -198,7 +198,7 @@ class Pool:
 
     def end_build(self) -> None:
         """Use the pool that is built."""
-        self._adopt([rebuild.take() for rebuild in self.shards.reports.rebuilds])
+        self._adopt(self.shards.reports.take())
         self.is_building, self.built = False, True
 
     def _made(self, num_blocks: Sequence[dict[tpb.Tier, int]]) -> list[NativePool]:

@@ -9,6 +9,11 @@ namespace kvplane::blocks {
 
 namespace {
 
+template <typename T>
+void append(std::string& to, const T* values, size_t num = 1) {
+  to.append(reinterpret_cast<const char*>(values), num * sizeof(T));
+}
+
 constexpr uint32_t kNoRow = 0xFFFFFFFF;
 // How far ahead blocks are fetched from memory.
 constexpr uint32_t kAhead = 16;
@@ -32,7 +37,10 @@ void Rebuild::start_shard(uint32_t shard, uint32_t num_device_blocks, uint32_t n
   it.started = true;
   it.num_blocks[0] = num_device_blocks;
   it.num_blocks[1] = num_host_blocks;
-  for (int t = 0; t < 2; ++t) it.generations[t].resize(it.num_blocks[t]);
+  for (int t = 0; t < 2; ++t) {
+    it.generations[t].resize(it.num_blocks[t]);
+    it.changed[t].assign((it.num_blocks[t] + kRangeBlocks - 1) / kRangeBlocks, 1);
+  }
   it.row_of.resize(num_device_blocks, kNoRow);
   it.tokens = Slab<int32_t, 0>(block_size_);
 }
@@ -44,11 +52,14 @@ void Rebuild::add_blocks(uint32_t shard, Tier tier, Span<int32_t> indices,
   for (int64_t i = 0; i < generations.size; ++i)
     if (generations[i] < 1 || generations[i] > kMaxGeneration)
       throw ColumnError("generations", i, "must be from 1 to 2^62");
-  for (int64_t i = 0; i < indices.size; ++i)
-    it.generations[tier - 1][static_cast<size_t>(indices[i])] = generations[i];
+  for (int64_t i = 0; i < indices.size; ++i) {
+    const auto b = static_cast<size_t>(indices[i]);
+    it.generations[tier - 1][b] = generations[i];
+    it.changed[tier - 1][b / kRangeBlocks] = 1;
+  }
 }
 
-void Rebuild::add_publications(uint32_t shard, std::string_view root,
+void Rebuild::add_publications(uint32_t shard, std::string_view root, const Hash& scope,
                                const PublicationColumns& columns) {
   Shard& it = shards_[shard];
   check_indices(columns.indices, 0, it.num_blocks[0], "indices");
@@ -57,7 +68,7 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root,
     if (columns.token_ids[i] < 0) throw ColumnError("token_ids", i, "must not be negative");
   const auto [name, is_new] =
       root_ids_.try_emplace(std::string(root), static_cast<uint32_t>(roots_.size()));
-  if (is_new) roots_.emplace_back(&name->first, kNoEntry);
+  if (is_new) roots_.push_back({&name->first, kNoEntry, scope});
   for (int64_t i = 0; i < columns.indices.size; ++i) {
     uint32_t& r = it.row_of[static_cast<size_t>(columns.indices[i])];
     if (r == kNoRow) {
@@ -66,12 +77,55 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root,
     }
     Row& row = it.rows[r];
     row.block = static_cast<uint32_t>(columns.indices[i]);
+    it.changed[0][row.block / kRangeBlocks] = 1;
     row.root = name->second;
     row.generation = columns.generations[i];
     row.parent = static_cast<Block>(columns.parent_indices[i]);
     row.parent_generation = columns.parent_generations[i];
     std::copy_n(columns.hashes.data + i * 16, 16, row.hash.begin());
     std::copy_n(columns.token_ids.data + i * block_size_, block_size_, it.tokens.row(r));
+  }
+}
+
+std::string Rebuild::records(uint32_t shard, Tier tier, uint32_t begin, uint32_t end) const {
+  const Shard& it = shards_[shard];
+  const std::string unpublished(1 + 4 + 8 + 2 * sizeof(Hash) + block_size_ * sizeof(int32_t), 0);
+  std::string out;
+  for (uint32_t b = begin; b < end; ++b) {
+    const int64_t generation = it.generations[tier - 1][b];
+    append(out, &generation);
+    if (tier == kHost) continue;
+    const uint32_t r = it.row_of[b];
+    if (r == kNoRow || generation == 0 || it.rows[r].generation != generation) {
+      out += unpublished;
+      continue;
+    }
+    const Row& row = it.rows[r];
+    out.push_back(1);
+    append(out, &row.parent);
+    append(out, &row.parent_generation);
+    append(out, roots_[row.root].scope.data(), sizeof(Hash));
+    append(out, row.hash.data(), sizeof(Hash));
+    append(out, it.tokens.row(r), block_size_);
+  }
+  return out;
+}
+
+std::vector<int32_t> Rebuild::take_changed(uint32_t shard, Tier tier, uint32_t begin,
+                                           uint32_t end) {
+  std::vector<uint8_t>& changed = shards_[shard].changed[tier - 1];
+  std::vector<int32_t> taken;
+  for (uint32_t range = begin; range < end; ++range)
+    if (std::exchange(changed[range], uint8_t{0})) taken.push_back(static_cast<int32_t>(range));
+  return taken;
+}
+
+void Rebuild::forget(uint32_t shard, Tier tier, uint32_t begin, uint32_t end) {
+  Shard& it = shards_[shard];
+  for (uint32_t b = begin; b < end; ++b) {
+    it.generations[tier - 1][b] = 0;
+    it.changed[tier - 1][b / kRangeBlocks] = 1;
+    if (tier == kDevice && it.row_of[b] != kNoRow) it.rows[it.row_of[b]].generation = -1;
   }
 }
 
@@ -156,7 +210,7 @@ void Rebuild::do_one(int64_t i) {
     case Phase::kRest:
       return pool_->store(kDevice).restored_rest(pool_->store(kDevice).num_blocks - 1 - row);
     case Phase::kClose:
-      if (roots_[row].second != kNoEntry) pool_->close_root(roots_[row].second);
+      if (roots_[row].entry != kNoEntry) pool_->close_root(roots_[row].entry);
       return;
     default:
       return;
@@ -235,9 +289,9 @@ void Rebuild::enter_next() {
   const Row& row = first.rows[r];
   EntryId parent;
   if (row.parent == kNoBlock) {
-    auto& [name, root] = roots_[row.root];
-    if (root == kNoEntry) root = pool_->open_root(*name);
-    parent = root;
+    Root& root = roots_[row.root];
+    if (root.entry == kNoEntry) root.entry = pool_->open_root(*root.name);
+    parent = root.entry;
   } else {
     parent = entries_[first.row_of[row.parent]];
   }
