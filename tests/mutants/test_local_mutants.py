@@ -124,6 +124,13 @@ MORE = {
         KNOWN,
         "since_the_plan",
     ),
+    "bugs_end_the_thread": Fault(
+        CONNECTION,
+        'raise ConnectionError("internal error") from error',
+        "raise",
+        KNOWN,
+        "a_bug_ends",
+    ),
     "outputs_stay_in_the_region": Fault(
         "kvplane/transformers/region_layers.py",
         "return output if was_moved else output.copy_(known.output)",

@@ -160,6 +160,22 @@ async def test_what_others_did_since_the_plan_began_refuses_a_known_layer(
     assert torch.equal(rig.tier, before)
 
 
+async def test_a_bug_ends_the_connection_and_nothing_else(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        await rig.run()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(rig.server.executor.expectations, "expect", fail)
+    await rig.start()
+    assert await rig.peer.ended()
+    assert await rig.server._worker.run(lambda: 5) == 5
+    assert rig.server.local.num_regions == 0
+
+
 async def test_a_plan_that_was_run_elsewhere_is_not_written_again(rig: Rig) -> None:
     for _ in range(2):
         await rig.run()

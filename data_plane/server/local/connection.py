@@ -98,7 +98,13 @@ class LocalConnection:
             self._admit()
         except KvplaneError:
             return packets.receive(self._peer)
-        return self._known.serve(epoll, waits=waits)
+        try:
+            return self._known.serve(epoll, waits=waits)
+        except OSError:
+            raise
+        except Exception as error:  # a bug: the thread that all share goes on
+            _LOGGER.error("unexpected error method=local error=%s", frames_of(error))
+            raise ConnectionError("internal error") from error
 
     def end(self) -> None:
         """Close the socket and forget the region. Harmless when called again."""
