@@ -13,6 +13,7 @@
 #include "bound_layers.h"
 #include "kvplane/isa.h"
 #include "kvplane/params.h"
+#include "local/ends.h"
 #include "tensor_view.h"
 
 namespace py = pybind11;
@@ -99,6 +100,8 @@ PYBIND11_MODULE(_native, m) {
 
   bind_types(m);
   bind_bound_layers(m);
+  bind_served_layers(m);
+  bind_layer_calls(m);
 
   m.def("cpu_isa", &cpu_isa);
   m.def("cpu_isas", &cpu_isas);

@@ -19,6 +19,7 @@ import torch
 
 from data_plane.block_digests import BlockDigests
 from data_plane.counters import ExecutorCounters
+from data_plane.expected_layers import Expectations
 from data_plane.fixed_step import FixedStep
 from data_plane.kernels.arguments import require
 from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
@@ -130,6 +131,9 @@ class Executor:
         self._observe = observe
         self._lock = threading.RLock()
         self._depth = 0
+        self.expectations = Expectations(
+            self._plans, self._compute, self.layers, self._lock, observe
+        )
 
     @property
     def pool_id(self) -> str:

@@ -7,12 +7,15 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from kvplane_kernels._native import (
+    AnswerSocket,
     AttentionOptions,
     BoundBatch,
     BoundLayer,
     Dtype,
+    LayerCall,
     PagesView,
     ScalesView,
+    ServedLayers,
     TensorView,
     copy_blocks,
     cpu_isa,
@@ -28,12 +31,15 @@ from kvplane_kernels._native import (
 )
 
 __all__ = [
+    "AnswerSocket",
     "AttentionOptions",
     "BoundBatch",
     "BoundLayer",
     "Dtype",
+    "LayerCall",
     "PagesView",
     "ScalesView",
+    "ServedLayers",
     "TensorView",
     "copy_blocks",
     "cpu_isa",

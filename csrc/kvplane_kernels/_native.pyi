@@ -69,6 +69,50 @@ class BoundLayer:
         self, batch: BoundBatch, query: int, key: int, value: int, out: int, num_threads: int
     ) -> float: ...
 
+class ServedLayers:
+    """Answers packets on ``fd`` that ask for the expected layers: csrc/local/served_layers.h."""
+
+    def __init__(self, *, fd: int, spin_s: float, most_s: float) -> None: ...
+    def clear(self) -> None: ...
+    def add(
+        self,
+        *,
+        packet: bytes,
+        answer: bytes,
+        layer: BoundLayer,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+    ) -> None: ...
+    def begin(self, batches: Sequence[BoundBatch], next: int, num_threads: int) -> None: ...
+    def end(self) -> None: ...
+    def serve(self, epoll: int, waits: bool) -> bytes | None: ...
+    def take_times(self) -> list[tuple[float, float]]: ...
+
+class LayerCall:
+    """A layer's packet, its usual answer, and where its tensors are: address and bytes of each."""
+
+    def __init__(
+        self,
+        *,
+        packet: bytes,
+        usual: bytes,
+        query: tuple[int, int],
+        key: tuple[int, int],
+        value: tuple[int, int],
+        output: tuple[int, int],
+    ) -> None: ...
+
+class AnswerSocket:
+    """Waits for answers on ``fd``: csrc/local/layer_call.h. Raises OSError and TimeoutError."""
+
+    def __init__(self, *, fd: int, spin_s: float) -> None: ...
+    def receive(self, timeout_s: float) -> bytes: ...
+    def call(
+        self, layer: LayerCall, query: int, key: int, value: int, out: int, timeout_s: float
+    ) -> bytes | None: ...
+
 def cpu_isa() -> str: ...
 def cpu_isas() -> list[str]: ...
 def use_cpu_isa(isa: str) -> None: ...

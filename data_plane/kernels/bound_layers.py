@@ -121,21 +121,31 @@ class BoundLayers:
         ``batch`` has as many tokens as the query. Raises InvalidRequestError for a bad id or
         length.
         """
-        known, native = self._batches.get(batch.group, (None, None))
-        if known is not batch:
-            native = self._bind_batch(batch)
-            self._batches[batch.group] = batch, native
+        native = self.batch(batch)
         output = torch.empty(bound.output_shape, dtype=query.dtype)
         tensors = (query, key, value, output)
         began_s = time.perf_counter()
         try:
             write_s = bound.native.write_and_attend(
-                native, *(0 if t is None else t.data_ptr() for t in tensors), self._num_threads()
+                native, *(0 if t is None else t.data_ptr() for t in tensors), self.num_threads
             )
         except IndexError as error:
             field, _, wanted = str(error).partition(" must ")
             raise InvalidRequestError(f"must {wanted}", field=field) from None
         return output, write_s, time.perf_counter() - began_s - write_s
+
+    def batch(self, batch: Batch) -> Any:
+        """What the layers of ``batch`` share, as a native object; the latest is kept."""
+        known, native = self._batches.get(batch.group, (None, None))
+        if known is not batch:
+            native = self._bind_batch(batch)
+            self._batches[batch.group] = batch, native
+        return native
+
+    @property
+    def num_threads(self) -> int:
+        """For a call."""
+        return self._num_threads()
 
     def _bind_batch(self, batch: Batch) -> Any:
         return self._module.BoundBatch(

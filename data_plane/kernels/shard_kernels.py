@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,10 +157,23 @@ class ShardKernels:
         if self._bound is None or query.shape[0] != batch.num_tokens:
             return None
         bound = self._bound.find(layer, query, key, value, options)
+        return bound if bound is not None and self.sees(bound, batch) else None
+
+    def sees(self, bound: BoundLayer, batch: AttentionBatch) -> bool:
+        """Whether all that the layer's window looks at is still in the batch's tables."""
         most = batch.max_window_tokens
-        if bound is None or (most is not None and not 0 < bound.window_tokens <= most):
-            return None
-        return bound
+        return most is None or 0 < bound.window_tokens <= most
+
+    def native_batch(self, batch: AttentionBatch) -> Any:
+        """What layers that were bound take; not for kernels that bind none."""
+        assert self._bound is not None
+        return self._bound.batch(batch)
+
+    @property
+    def num_threads(self) -> int:
+        """Of a call of a layer that was bound."""
+        assert self._bound is not None
+        return self._bound.num_threads
 
     def bind(
         self,
@@ -186,15 +200,25 @@ class ShardKernels:
         """``write`` and ``attend`` of a layer that ``bound_layer`` found."""
         assert self._bound is not None
         output, *seconds = self._bound.run(bound, batch, query, key, value)
+        self.count(bound, batch.num_tokens, num_context_tokens, seconds)
+        return output
+
+    def count(
+        self,
+        bound: BoundLayer,
+        num_tokens: int,
+        num_context_tokens: int,
+        seconds: Sequence[float],
+    ) -> None:
+        """Note a call of a bound layer. ``seconds``: that writing and attending took."""
         token_bytes = _token_bytes(bound)
-        for name, duration_s, num_tokens in zip(
-            ("write", "attention"), seconds, (batch.num_tokens, num_context_tokens), strict=True
+        for name, duration_s, num_moved in zip(
+            ("write", "attention"), seconds, (num_tokens, num_context_tokens), strict=True
         ):
             self._counters.kernel_s[name] += duration_s
-            self._counters.kernel_bytes[name] += num_tokens * token_bytes
-        self._counters.num_written_tokens += batch.num_tokens
-        self._counters.num_attention_tokens += batch.num_tokens
-        return output
+            self._counters.kernel_bytes[name] += num_moved * token_bytes
+        self._counters.num_written_tokens += num_tokens
+        self._counters.num_attention_tokens += num_tokens
 
     def clear(self, blocks: BlocksByPlace) -> None:
         """Zero whole blocks, after all work queued before."""

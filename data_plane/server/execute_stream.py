@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,8 +26,8 @@ PIECE_S: Final = 0.01
 _MAX_KNOWN_LAYERS: Final = 1024
 
 
-@dataclass(slots=True)
-class _Layer:
+@dataclass(slots=True, eq=False)
+class Layer:
     """A LayerInput that was read, and its answer: that is all but a receipt, and but an output that
     has no range in the region.
     """
@@ -43,6 +43,15 @@ class _Layer:
     num_shared_bytes: int = 0
     """Of query, key and value, as far as they are in the region."""
     packet: bytes = b""
+    """The answer, as a packet."""
+    request: bytes = b""
+    """The packet that asked for it; empty where it came over gRPC."""
+
+
+# In place of layers whose tensors are not kept.
+_OVER_GRPC: Final = Layer(
+    -1, None, torch.empty(0), None, AttentionOptions(), None, pb.LayerOutput()
+)
 
 
 class ExecuteStream:
@@ -58,17 +67,42 @@ class ExecuteStream:
         """The session that it was opened for; 0 before."""
         self._executor = executor
         self._tenant = tenant
-        self._take_bytes = take_bytes
+        self.take_bytes = take_bytes
         self._plan_number: int | None = None
         self._region: Region | None = None
         # Layers by the packet that asked for them: a step sends the packets of the step before
         # again, as long as its tensors have the same shapes.
-        self._known: dict[bytes, _Layer] = {}
+        self._known: dict[bytes, Layer] = {}
+        self.usual: Sequence[Layer] = ()
+        """The layers of the latest plan that ran all of them here, once and in their order."""
+        self._ran: list[Layer] = []  # of the plan that runs
 
     def use_region(self, region: Region | None) -> None:
         """Let messages refer to ``region``, and to no other."""
         self._region = region
         self._known.clear()
+        self.usual, self._ran = (), []
+
+    @property
+    def plan(self) -> tuple[int, int] | None:
+        """The session and the number of the plan that layers belong to."""
+        return None if self._plan_number is None else (self.session_id, self._plan_number)
+
+    @property
+    def num_ran(self) -> int:
+        """How many layers of the plan have run here."""
+        return len(self._ran)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether these are the first of ``usual``, and there are more of those."""
+        num = len(self._ran)
+        return num < len(self.usual) and (not num or self._ran[-1] is self.usual[num - 1])
+
+    def note_ran(self, num_layers: int) -> None:
+        """So many of ``usual`` have run next."""
+        num = len(self._ran)
+        self._ran += self.usual[num : num + num_layers]
 
     def answer(self, request: pb.ExecuteRequest) -> Pieces[pb.ExecuteResponse]:
         """Raises KvplaneError."""
@@ -96,6 +130,7 @@ class ExecuteStream:
                 return (yield from self.answer(request)).SerializeToString()
             layer = self._read(request.layer, is_local=True)
             layer.packet = pb.ExecuteResponse(output=layer.answer).SerializeToString()
+            layer.request = packet
             if len(self._known) >= _MAX_KNOWN_LAYERS:
                 self._known.clear()
             self._known[packet] = layer
@@ -108,6 +143,7 @@ class ExecuteStream:
         version = protocol.negotiate(request.protocol, field="open.protocol")
         session_id = self._executor.open(request.grant, tenant=self._tenant)
         self.session_id, self._plan_number = session_id, None
+        self._ran = []
         opened = pb.ExecutionOpened(protocol_version=version, layers=self._executor.layers)
         return pb.ExecuteResponse(opened=opened)
 
@@ -119,6 +155,7 @@ class ExecuteStream:
             )
         started = self._executor.start(self.session_id, request.plan)
         self._plan_number = started.number
+        self._note_plan()
         return pb.ExecuteResponse(
             started=pb.PlanStarted(
                 plan_number=started.number,
@@ -128,7 +165,13 @@ class ExecuteStream:
             )
         )
 
-    def _read(self, request: pb.LayerInput, *, is_local: bool = False) -> _Layer:
+    def _note_plan(self) -> None:
+        """A plan begins."""
+        ran, self._ran = self._ran, []
+        if [layer.index for layer in ran] == [*self._executor.layers] and ran != [*self.usual]:
+            self.usual = tuple(ran)
+
+    def _read(self, request: pb.LayerInput, *, is_local: bool = False) -> Layer:
         """``is_local``: the tensors and the output have to be in the region."""
         self._running()
         query = None
@@ -160,14 +203,14 @@ class ExecuteStream:
             for name, tensor in (("query", query), ("key", key), ("value", value))
             if tensor is not None and (is_local or getattr(request, name).HasField("memory"))
         )
-        return _Layer(request.layer, query, key, value, options, output, layer, num_shared_bytes)
+        return Layer(request.layer, query, key, value, options, output, layer, num_shared_bytes)
 
-    def _run(self, layer: _Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
+    def _run(self, layer: Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """The output, None where it is in the region, and the receipt."""
         session_id, plan_number = self._running()
         executor = self._executor
         if layer.num_shared_bytes:
-            self._take_bytes(layer.num_shared_bytes)
+            self.take_bytes(layer.num_shared_bytes)
         query, key, value = layer.query, layer.key, layer.value
         if executor.device.type != "cpu":
             with device_errors():
@@ -187,6 +230,7 @@ class ExecuteStream:
             with device_errors():
                 layer.output.copy_(output)
             output = None
+        self._ran.append(layer if layer.request else _OVER_GRPC)
         return output, executor.receipt(session_id)
 
     def _running(self) -> tuple[int, int]:
@@ -220,7 +264,7 @@ def attention_options(message: pb.AttentionOptions, field: str) -> AttentionOpti
 
 
 def _response(
-    layer: _Layer, output: torch.Tensor | None, receipt: tpb.SignedPayload | None
+    layer: Layer, output: torch.Tensor | None, receipt: tpb.SignedPayload | None
 ) -> pb.ExecuteResponse:
     response = pb.ExecuteResponse(output=layer.answer)
     if output is not None:

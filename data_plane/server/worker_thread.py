@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from data_plane.pieces import Pieces, whole
 from data_plane.server.fair_queue import FairQueue, Lane
@@ -25,11 +25,26 @@ T = TypeVar("T")
 _Work = Callable[[], bool]  # runs the next piece of a command; returns whether it was the last
 
 
+class Waited(NamedTuple):
+    """What came of looking for packets. ``busy_s``: what those took that were answered.
+    ``has_packet``: whether there is one for ``serve``.
+    """
+
+    busy_s: float
+    has_packet: bool
+
+
+NOTHING: Final = Waited(0.0, False)
+
+
 class _Served(NamedTuple):
-    """A socket. ``serve``: what is to be done when it can be read; it must not raise."""
+    """A socket. ``serve``: what is to be done when it can be read. ``wait``: looks for packets, as
+    long as nothing else is ready at an epoll file, which it is given. Neither may raise.
+    """
 
     lane: Lane
     serve: Callable[[], Pieces[None]]
+    wait: Callable[[int], Waited] | None
 
 
 class WorkerThread:
@@ -49,6 +64,7 @@ class WorkerThread:
         self._queued: set[int] = set()  # sockets that have a command in the queue
         self._spin = Spin(spin_s)
         self._spin_until_s = 0.0
+        self._served_last: int | None = None  # the socket
         self._ready = select.epoll()
         self._doorbell = os.eventfd(0, os.EFD_CLOEXEC)
         self._ready.register(self._doorbell, select.EPOLLIN)
@@ -123,9 +139,23 @@ class WorkerThread:
 
         self._give(None, work)
 
-    def watch(self, fd: int, lane: Lane, serve: Callable[[], Pieces[None]]) -> None:
-        """On the thread: run ``serve``, which must not raise, whenever ``fd`` can be read."""
-        self._served[fd] = _Served(lane, serve)
+    @property
+    def spin_s(self) -> float:
+        """How long the thread looks for a packet."""
+        return self._spin.spin_s
+
+    def watch(
+        self,
+        fd: int,
+        lane: Lane,
+        serve: Callable[[], Pieces[None]],
+        wait: Callable[[int], Waited] | None = None,
+    ) -> None:
+        """On the thread: run ``serve`` whenever ``fd`` can be read. ``wait``, called after it,
+        looks for more, as long as nothing else is ready at the epoll file that it is given. Neither
+        may raise.
+        """
+        self._served[fd] = _Served(lane, serve, wait)
         self._ready.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
@@ -179,16 +209,32 @@ class WorkerThread:
         ready = self._look()
         # After `close` nothing rings any more, and its ring may have been heard before.
         if not ready and not len(self._commands) and not self._is_closing:
-            ready = self._spin.look(self._look, until_s=self._spin_until_s) or self._ready.poll()
+            ready = self._wait()
         for fd, _ in ready:
             if fd == self._doorbell:
                 os.eventfd_read(fd)
             elif fd not in self._queued:
                 self._queued.add(fd)
-                lane, serve = self._served[fd]
+                lane, serve, _ = self._served[fd]
                 self._commands.put(lane, partial(self._serve, fd, serve()))
         while self._given:
             self._commands.put(*self._given.popleft())
+
+    def _wait(self) -> list[tuple[int, int]]:
+        """What is ready first. The socket that was served last looks for its packets itself."""
+        fd = self._served_last
+        while fd in self._served and time.monotonic() < self._spin_until_s:
+            lane, _, wait = self._served[fd]
+            if wait is None:
+                return self._spin.look(self._look, until_s=self._spin_until_s) or self._ready.poll()
+            busy_s, has_packet = wait(self._ready.fileno())
+            if busy_s:
+                self._commands.charge(lane, busy_s)
+                self._spin_until_s = time.monotonic() + self._spin.spin_s
+            ready = [(fd, select.EPOLLIN)] if has_packet else self._look()
+            if ready or not busy_s:
+                return ready or self._ready.poll()
+        return self._ready.poll()
 
     def _look(self) -> list[tuple[int, int]]:
         return self._ready.poll(0)
@@ -201,4 +247,5 @@ class WorkerThread:
         except StopIteration:
             self._queued.discard(fd)
             self._spin_until_s = time.monotonic() + self._spin.spin_s
+            self._served_last = fd
             return True

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -25,7 +25,7 @@ from kvplane.errors import (
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.local import packets
-from kvplane.transport.local.connection import LocalConnection
+from kvplane.transport.local.connection import Addresses, LocalConnection
 from kvplane.transport.local.layer import LocalLayer
 from kvplane.transport.retry import retry_until
 from kvplane.transport.stream import Stream
@@ -33,6 +33,9 @@ from kvplane.v1 import data_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.protocol import check_chosen, supported
+
+if TYPE_CHECKING:
+    from kvplane_kernels import LayerCall
 
 _LOGGER: Final = logging.getLogger(__name__)
 # Data planes on this machine whose offers could not be taken: it is logged once.
@@ -188,6 +191,26 @@ class Execution:
             return False
         self._check_local(answer, layer)
         return True
+
+    def call_now(self, layer: LocalLayer, call: LayerCall, addresses: Addresses) -> bool | None:
+        """``layer_now`` that moves the tensors too. True where the output was moved, False where it
+        is in the region, None where ``layer_now`` would return False.
+        """
+        self._started_plan()
+        local, begun = self.local, self._begun
+        if local is None or (begun is not None and begun.by is not local):
+            return None
+        timeout_s = self._connection.timeout_s
+        try:
+            answer = local.call(call, addresses, timeout_s)
+            if begun is not None:  # that was the plan's answer
+                self._check_begun(_parse(layer.usual if answer is None else answer))
+                answer = local.receive(timeout_s)
+        except PlaneUnavailableError:
+            return None
+        if answer is not None:
+            self._check_local(answer, layer)
+        return answer is None
 
     def leave(self) -> None:
         """Give the shared memory up. The next call opens the stream again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -29,6 +29,8 @@ class _Known:
     layer: LocalLayer
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     output: torch.Tensor
+    call: Any
+    """The same for native code; None where there is none."""
 
 
 class RegionLayers:
@@ -59,7 +61,15 @@ class RegionLayers:
         known = self._find(index, query, key, value, options)
         if known is None:
             return None
-        for there, tensor in zip(known.inputs, (query, key, value), strict=True):
+        tensors = query, key, value
+        if known.call is not None and all(t.is_cpu and t.is_contiguous() for t in tensors):
+            output = torch.empty(known.output.shape, dtype=query.dtype)
+            addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
+            was_moved = self._execution.call_now(known.layer, known.call, addresses)
+            if was_moved is None:
+                return None
+            return output if was_moved else output.copy_(known.output)
+        for there, tensor in zip(known.inputs, tensors, strict=True):
             there.copy_(tensor)
         if not self._execution.layer_now(known.layer):
             return None
@@ -112,4 +122,4 @@ def _make(
         return flat.view(shape)
 
     inputs = view(layer.query), view(layer.key), view(layer.value)
-    return _Known(layer, inputs, view(layer.output))
+    return _Known(layer, inputs, view(layer.output), layer.native(local))

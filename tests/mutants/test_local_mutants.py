@@ -8,6 +8,9 @@ import pytest
 from source_faults import Fault, assert_noticed
 
 LOCAL = "tests/rpc/test_local_executions.py"
+KNOWN = "tests/rpc/test_known_layers.py"
+EXPECTED = "data_plane/expected_layers.py"
+KNOWN_LAYERS = "data_plane/server/local/known_layers.py"
 WORKER = "tests/unit/executor/test_worker_thread.py"
 REGION = "data_plane/server/local/region.py"
 ENDPOINT = "data_plane/server/local/endpoint.py"
@@ -96,6 +99,44 @@ MORE = {
         "self._commands.put(None, partial(self._serve, fd, serve()))",
         WORKER,
         "turns",
+    ),
+    "what_others_published_is_written": Fault(
+        EXPECTED, "self._plans.check_may_write(session, run)", "pass", KNOWN, "since_the_plan"
+    ),
+    "plans_that_have_run_are_written_again": Fault(
+        EXPECTED, "or run.is_complete:", "and False:", KNOWN, "run_elsewhere"
+    ),
+    "known_layers_are_not_noted": Fault(
+        EXPECTED, "run.progress.finish_layer(call.index)", "pass", KNOWN, "counted"
+    ),
+    "known_layers_are_free": Fault(KNOWN_LAYERS, "stream.take_bytes(", "str(", KNOWN, "counted"),
+    "outputs_are_written_over_what_is_read": Fault(
+        KNOWN_LAYERS,
+        "if any(_overlap(output, tensor) for tensor in (query, key, value)):",
+        "if False:",
+        KNOWN,
+        "over_the_tensors",
+    ),
+    "callers_of_known_layers_are_not_looked_up": Fault(
+        CONNECTION,
+        "self._admit()\n        except KvplaneError:\n            return packets",
+        "pass\n        except KvplaneError:\n            return packets",
+        KNOWN,
+        "since_the_plan",
+    ),
+    "bugs_end_the_thread": Fault(
+        CONNECTION,
+        'raise ConnectionError("internal error") from error',
+        "raise",
+        KNOWN,
+        "a_bug_ends",
+    ),
+    "outputs_stay_in_the_region": Fault(
+        "kvplane/transformers/region_layers.py",
+        "return output if was_moved else output.copy_(known.output)",
+        "return output",
+        KNOWN,
+        "same_bits",
     ),
     "plans_begun_are_not_checked": Fault(
         "kvplane/clients/execution.py",

@@ -10,7 +10,9 @@ from typing import Final
 from data_plane.executor import Executor
 from data_plane.pieces import Pieces
 from data_plane.server.execute_stream import ExecuteStream
+from data_plane.server.local.known_layers import KnownLayers
 from data_plane.server.local.region import Region
+from data_plane.server.worker_thread import NOTHING, Waited
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.serving.logs import frames_of
 from kvplane.transport.local import packets
@@ -30,12 +32,14 @@ class LocalConnection:
         stream: ExecuteStream,
         executor: Executor,
         *,
+        spin_s: float,
         admit: Callable[[], None],
         on_error: Callable[[KvplaneError], None],
         on_end: Callable[[LocalConnection], None],
     ) -> None:
-        """``admit`` raises for a caller that may call no more. ``on_error`` gets every error that
-        is answered; ``on_end`` is called once, before the socket is closed.
+        """``spin_s``: how long ``wait`` looks for a packet. ``admit`` raises for a caller that may
+        call no more. ``on_error`` gets every error that is answered; ``on_end`` is called once,
+        before the socket is closed.
         """
         self.stream = stream
         self.session_id = stream.session_id
@@ -46,6 +50,9 @@ class LocalConnection:
         self._on_end = on_end
         self._has_ended = False
         stream.use_region(region)
+        self._known = KnownLayers(peer.fileno(), stream, executor, spin_s=spin_s)
+        self._num_answered = 0  # here
+        self._packet: bytes | None = None  # that ``wait`` has found
 
     def fileno(self) -> int:
         """Of the socket."""
@@ -58,17 +65,54 @@ class LocalConnection:
         if self._has_ended:
             return
         try:
-            packet = packets.receive(self._peer)
+            packet, self._packet = self._packet, None
+            if packet is None:
+                packet = self._serve_known(-1, waits=False)
             if packet is not None:
+                self._num_answered += 1
                 packets.send(self._peer, (yield from self._answer(packet)))
         except OSError:
             self.end()
+
+    def wait(self, epoll: int) -> Waited:
+        """Look for packets for a while, and answer those whose answers are known to be right; until
+        something else is ready at ``epoll``.
+        """
+        if self._has_ended:
+            return NOTHING
+        busy_s = self._known.busy_s
+        try:
+            self._packet = self._serve_known(epoll, waits=True)
+        except OSError:
+            self.end()
+        return Waited(self._known.busy_s - busy_s, self._packet is not None)
+
+    @property
+    def num_packets(self) -> int:
+        """Packets answered."""
+        return self._num_answered + self._known.num_served
+
+    def _serve_known(self, epoll: int, *, waits: bool) -> bytes | None:
+        """Also a packet that is to be answered."""
+        try:
+            self._admit()
+        except KvplaneError:
+            return packets.receive(self._peer)
+        try:
+            return self._known.serve(epoll, waits=waits)
+        except OSError:
+            raise
+        except Exception as error:  # a bug: the thread that all share goes on
+            _LOGGER.error("unexpected error method=local error=%s", frames_of(error))
+            raise ConnectionError("internal error") from error
 
     def end(self) -> None:
         """Close the socket and forget the region. Harmless when called again."""
         if not self._has_ended:
             self._has_ended = True
             self.stream.use_region(None)
+            self._packet = None
+            self._known.close()
             self._on_end(self)
             self._peer.close()
 

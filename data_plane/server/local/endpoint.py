@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Final
 
 from data_plane.executor import Executor
-from data_plane.pieces import Pieces
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.fair_queue import Lane
 from data_plane.server.local.connection import LocalConnection
@@ -76,8 +75,7 @@ class LocalEndpoint:
 
         Raises InvalidRequestError when there can be no socket in ``folder``.
         """
-        self.num_packets = 0
-        """Packets answered."""
+        self._num_packets = 0  # of connections that have ended
         self._executor = executor
         self._worker = worker
         self._num_regions = num_regions
@@ -89,6 +87,13 @@ class LocalEndpoint:
         self._connections: dict[ExecuteStream, LocalConnection] = {}
         self._folder, self._listener = _listen(folder)
         self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def num_packets(self) -> int:
+        """Packets answered."""
+        return self._num_packets + sum(
+            connection.num_packets for connection in list(self._connections.values())
+        )
 
     @property
     def num_regions(self) -> int:
@@ -193,13 +198,14 @@ class LocalEndpoint:
             region,
             offer.stream,
             self._executor,
+            spin_s=self._worker.spin_s,
             admit=offer.admit,
             on_error=self._on_error,
             on_end=self._forget,
         )
         self._connections[offer.stream] = connection
         lane = Lane(offer.payer, connection.session_id)
-        self._worker.watch(peer.fileno(), lane, partial(self._serve, connection))
+        self._worker.watch(peer.fileno(), lane, connection.serve, connection.wait)
         try:
             socket.send_fds(peer, [joined.SerializeToString()], [region.fd], packets.NO_WAIT)
         except OSError:
@@ -235,10 +241,6 @@ class LocalEndpoint:
         except OSError as error:
             raise InternalError(f"no shared memory: {error}") from error
 
-    def _serve(self, connection: LocalConnection) -> Pieces[None]:
-        self.num_packets += 1
-        return connection.serve()
-
     def _end(self, stream: ExecuteStream) -> None:
         if stream in self._connections:
             self._connections[stream].end()
@@ -249,6 +251,7 @@ class LocalEndpoint:
 
     def _forget(self, connection: LocalConnection) -> None:
         del self._connections[connection.stream]
+        self._num_packets += connection.num_packets
         self._worker.unwatch(connection.fileno())
 
     def _sweep(self) -> None:

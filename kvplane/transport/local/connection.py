@@ -9,8 +9,9 @@ import os
 import select
 import socket
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
 from kvplane.errors import (
     DeadlineExceededError,
@@ -21,6 +22,17 @@ from kvplane.transport.local import packets
 from kvplane.transport.local.spin import Spin
 from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import from_wire
+
+try:
+    import kvplane_kernels as native
+except ImportError:  # the same is done in Python
+    native = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from kvplane_kernels import LayerCall
+
+
+Addresses = tuple[int, int, int, int]
 
 _JOIN_S: Final = 2.0
 # For how long an answer is looked for before this thread sleeps; on an event loop, which serves
@@ -39,6 +51,9 @@ class LocalConnection:
         self.memory = memory
         self._peer: socket.socket | None = peer
         self._spin, self._spin_on_loop = Spin(_SPIN_S), Spin(_SPIN_ON_LOOP_S)
+        self._native = None
+        if native is not None:
+            self._native = native.AnswerSocket(fd=peer.fileno(), spin_s=_SPIN_S)
         self._poll = select.poll()
         self._poll.register(peer, select.POLLIN)
 
@@ -85,7 +100,7 @@ class LocalConnection:
             packets.send(self._open_peer(), packet)
         except OSError as error:
             self.close()
-            raise PlaneUnavailableError(f"the local connection broke: {error}") from error
+            raise _broke(error) from error
 
     def receive(self, timeout_s: float) -> bytes:
         """The answer to the oldest request that has none, waited for by this thread. Raises
@@ -93,13 +108,36 @@ class LocalConnection:
         """
         try:
             peer = self._open_peer()
+            if self._native is not None:
+                with _errors(timeout_s):
+                    return self._native.receive(timeout_s)
             deadline_s = time.monotonic() + timeout_s
             while (answer := self._receive(peer, self._spin)) is None:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise DeadlineExceededError(f"no answer within {timeout_s:g} s")
+                    raise _late(timeout_s)
                 self._poll.poll(1000 * left_s)
             return answer
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_native(self) -> bool:
+        """Whether ``call`` can be used."""
+        return self._native is not None
+
+    def call(self, layer: LayerCall, addresses: Addresses, timeout_s: float) -> bytes | None:
+        """Put a layer's tensors into the region, send its packet, wait for an answer, and take the
+        output from the region if that is the usual one. Returns None then, otherwise the answer.
+        ``addresses``: of query, key, value and output, each contiguous. Raises as ``send`` and
+        ``receive``.
+        """
+        try:
+            self._open_peer()
+            assert self._native is not None
+            with _errors(timeout_s):
+                return self._native.call(layer, *addresses, timeout_s)
         except BaseException:
             self.close()
             raise
@@ -133,10 +171,29 @@ class LocalConnection:
         try:
             return packets.receive(peer)
         except OSError as error:
-            raise PlaneUnavailableError(f"the local connection broke: {error}") from error
+            raise _broke(error) from error
 
     def _look(self) -> list[tuple[int, int]]:
         return self._poll.poll(0)
+
+
+def _late(timeout_s: float) -> DeadlineExceededError:
+    return DeadlineExceededError(f"no answer within {timeout_s:g} s")
+
+
+def _broke(error: OSError) -> PlaneUnavailableError:
+    return PlaneUnavailableError(f"the local connection broke: {error}")
+
+
+@contextmanager
+def _errors(timeout_s: float) -> Iterator[None]:
+    """Those of native code as ours."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise _late(timeout_s) from error
+    except OSError as error:
+        raise _broke(error) from error
 
 
 async def _readable(peer: socket.socket) -> None:

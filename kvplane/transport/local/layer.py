@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.layout import dtype_to_wire
@@ -11,6 +13,14 @@ from kvplane.transport.local import packets
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+
+try:
+    import kvplane_kernels
+except ImportError:  # then no connection is native
+    kvplane_kernels = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from kvplane_kernels import LayerCall
 
 Shape = tuple[int, ...]
 
@@ -29,6 +39,26 @@ class LocalLayer:
     key: tuple[int, Shape]
     value: tuple[int, Shape]
     output: tuple[int, Shape] | None
+
+    def native(self, connection: LocalConnection) -> LayerCall | None:
+        """For ``LocalConnection.call``, while its memory is mapped; None where there is no native
+        code, and without a query.
+        """
+        if not connection.is_native or self.query is None or self.output is None:
+            return None
+        first = ctypes.addressof(ctypes.c_char.from_buffer(connection.memory))
+
+        def at(there: tuple[int, Shape]) -> tuple[int, int]:
+            return first + there[0], Tensor.size_bytes(self.dtype, there[1])
+
+        return kvplane_kernels.LayerCall(
+            packet=self.packet,
+            usual=self.usual,
+            query=at(self.query),
+            key=at(self.key),
+            value=at(self.value),
+            output=at(self.output),
+        )
 
     @classmethod
     def make(

@@ -1,0 +1,112 @@
+// The local execution's two ends as Python classes. They run without the interpreter's lock.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "local/layer_call.h"
+#include "local/served_layers.h"
+
+namespace kvplane {
+
+inline void raise_if(int error) {
+  if (error == 0) return;
+  errno = error;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw pybind11::error_already_set();
+}
+
+// Waits for the next packet. Raises OSError, TimeoutError, and what a signal's handler raises.
+inline void wait_for_packet(AnswerSocket& answers, double end_s) {
+  while (true) {
+    bool got = false;
+    {
+      const pybind11::gil_scoped_release released;
+      got = answers.wait(end_s);
+    }
+    raise_if(answers.socket().error());
+    if (got) return;
+    if (now_s() >= end_s) {
+      PyErr_SetString(PyExc_TimeoutError, "no packet");
+      throw pybind11::error_already_set();
+    }
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  }
+}
+
+inline void bind_served_layers(pybind11::module_& m) {
+  namespace py = pybind11;
+  using py::arg;
+  py::class_<ServedLayers>(m, "ServedLayers", py::module_local())
+      .def(py::init<int, double, double>(), py::kw_only(), arg("fd"), arg("spin_s"), arg("most_s"))
+      .def("clear", &ServedLayers::clear)
+      .def(
+          "add",
+          [](ServedLayers& self, const py::bytes& packet, const py::bytes& answer,
+             const BoundLayer& layer, uintptr_t query, uintptr_t key, uintptr_t value,
+             uintptr_t out) { self.add(packet, answer, layer, query, key, value, out); },
+          py::kw_only(), arg("packet"), arg("answer"), arg("layer"), arg("query"), arg("key"),
+          arg("value"), arg("out"))
+      .def("begin", &ServedLayers::begin, arg("batches"), arg("next"), arg("num_threads"))
+      .def("end", &ServedLayers::end)
+      .def(
+          "serve",
+          [](ServedLayers& self, int epoll, bool waits) -> py::object {
+            std::optional<std::string> packet;
+            {
+              const py::gil_scoped_release released;
+              packet = self.serve(epoll, waits);
+            }
+            raise_if(self.error());
+            if (!packet) return py::none();
+            return py::bytes(*packet);
+          },
+          arg("epoll"), arg("waits"))
+      .def("take_times", &ServedLayers::take_times);
+}
+
+inline void bind_layer_calls(pybind11::module_& m) {
+  namespace py = pybind11;
+  using py::arg;
+  using PyRange = std::pair<uintptr_t, size_t>;
+  py::class_<LayerCall>(m, "LayerCall", py::module_local())
+      .def(py::init([](const py::bytes& packet, const py::bytes& usual, PyRange query, PyRange key,
+                       PyRange value, PyRange output) {
+             const auto range = [](PyRange pair) { return Range{pair.first, pair.second}; };
+             return LayerCall{packet, usual, range(query), range(key), range(value), range(output)};
+           }),
+           py::kw_only(), arg("packet"), arg("usual"), arg("query"), arg("key"), arg("value"),
+           arg("output"));
+  py::class_<AnswerSocket>(m, "AnswerSocket", py::module_local())
+      .def(py::init<int, double>(), py::kw_only(), arg("fd"), arg("spin_s"))
+      .def(
+          "receive",
+          [](AnswerSocket& self, double timeout_s) {
+            wait_for_packet(self, now_s() + timeout_s);
+            return py::bytes(self.socket().packet());
+          },
+          arg("timeout_s"))
+      .def(
+          "call",
+          [](AnswerSocket& self, const LayerCall& call, uintptr_t query, uintptr_t key,
+             uintptr_t value, uintptr_t out, double timeout_s) -> py::object {
+            {
+              const py::gil_scoped_release released;
+              call.put(query, key, value);
+              self.send(call.packet);
+            }
+            raise_if(self.socket().error());
+            wait_for_packet(self, now_s() + timeout_s);
+            if (!self.socket().is(call.usual)) return py::bytes(self.socket().packet());
+            call.take(out);
+            return py::none();
+          },
+          arg("layer"), arg("query"), arg("key"), arg("value"), arg("out"), arg("timeout_s"));
+}
+
+}  // namespace kvplane

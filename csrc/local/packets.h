@@ -1,0 +1,117 @@
+// The Unix socket of a local execution without an interpreter's lock: what
+// kvplane/transport/local/{packets,spin}.py say in Python.
+#pragma once
+
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvplane {
+
+inline constexpr size_t kMaxPacketBytes = 131072;
+
+// The monotonic clock, as Python's time.monotonic.
+inline double now_s() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// One end of a socket, with room for a packet. Used by one thread at a time.
+class PacketSocket {
+ public:
+  explicit PacketSocket(int fd) : fd_(fd), buffer_(kMaxPacketBytes) {}
+
+  int fd() const { return fd_; }
+
+  // Whether there is a packet, or an error: see `error`.
+  bool receive() {
+    const ssize_t size = recv(fd_, buffer_.data(), buffer_.size(), MSG_DONTWAIT | MSG_TRUNC);
+    if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
+    if (size < 0) {
+      error_ = errno;
+    } else if (size == 0 || static_cast<size_t>(size) > kMaxPacketBytes) {
+      error_ = size == 0 ? ECONNRESET : EMSGSIZE;
+    } else {
+      size_ = static_cast<size_t>(size);
+    }
+    return true;
+  }
+
+  // Never waits. A peer that does not read what it was sent is an error too.
+  bool send_now(const std::string& packet) {
+    if (send(fd_, packet.data(), packet.size(), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) return true;
+    error_ = errno;
+    return false;
+  }
+
+  bool is(const std::string& packet) const {
+    return size_ == packet.size() && packet.compare(0, size_, buffer_.data(), size_) == 0;
+  }
+
+  std::string packet() const { return {buffer_.data(), size_}; }
+
+  // Of errno, 0 for none. It stays.
+  int error() const { return error_; }
+
+ private:
+  const int fd_;
+  std::vector<char> buffer_;
+  size_t size_ = 0;
+  int error_ = 0;
+};
+
+// How one thread looks for what others send, for a while before it sleeps. Where other threads want
+// its core it does not look: the scheduler takes the core from who only looks for milliseconds at a
+// time. It tries again after a pause, which doubles as long as that goes on.
+class Spin {
+ public:
+  explicit Spin(double spin_s) : spin_s_(spin_s) {}
+
+  // Calls `find` until it returns true, or the time is over. Returns what it returned last.
+  template <typename Find>
+  bool look(const Find& find) {
+    double now = now_s();
+    const double end = now + spin_s_;
+    while (true) {
+      const bool found = find();
+      const double before = now;
+      now = now_s();
+      if (now - before > kInterruptedS && was_preempted()) pause(now);
+      if (found || now >= end || now < not_before_) return found;
+    }
+  }
+
+ private:
+  static constexpr double kInterruptedS = 0.0003;
+  static constexpr double kFirstPauseS = 0.01;
+  static constexpr double kLongestPauseS = 1.0;
+
+  // Whether another thread took the core since the last call. A hypervisor that did so leaves it to
+  // nobody here.
+  bool was_preempted() {
+    rusage used;
+    getrusage(RUSAGE_THREAD, &used);
+    return std::exchange(num_preemptions_, used.ru_nivcsw) != used.ru_nivcsw;
+  }
+
+  void pause(double now) {
+    const bool goes_on = now < not_before_ + kLongestPauseS;
+    pause_s_ = goes_on ? std::min(2 * pause_s_, kLongestPauseS) : kFirstPauseS;
+    not_before_ = now + pause_s_;
+  }
+
+  const double spin_s_;
+  double not_before_ = -kLongestPauseS;
+  double pause_s_ = kFirstPauseS;
+  long num_preemptions_ = 0;
+};
+
+}  // namespace kvplane

@@ -1,0 +1,271 @@
+"""Layers that a client on this machine asks for by the packets of the plan before: native code
+answers them, as Python would, and refuses what Python would refuse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import torch
+from data_server import author_of, serving
+from local_peer import LocalPeer, plan_of_two_tokens
+from plan_author import PlanAuthor, dense_attention, publications, tokens
+
+from data_plane.server.local.connection import LocalConnection
+from data_plane.server.server import DataPlaneServer
+from kvplane import DataClient
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import (
+    BlockNotWritableError,
+    DeadlineExceededError,
+    SessionExpiredError,
+    UnauthenticatedError,
+)
+from kvplane.transformers.region_layers import RegionLayers
+from kvplane.transport.local import connection as client_connection
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+from kvplane.wire.error_messages import from_wire
+
+NUM_PLANS = 4  # of two tokens, in one block
+NUM_LAYERS = 2
+
+
+class Rig:
+    """A data plane, and a client that has run ``number`` plans of two tokens."""
+
+    def __init__(self, server: DataPlaneServer, author: PlanAuthor, peer: LocalPeer) -> None:
+        self.server = server
+        self.author = author
+        self.peer = peer
+        self.number = 0
+
+    @property
+    def connection(self) -> LocalConnection:
+        """The data plane's end."""
+        return next(iter(self.server.local._connections.values()))
+
+    async def num_known(self) -> int:
+        """Packets that native code has answered: it says so when something else is to be done."""
+        return await self.server._worker.run(lambda: self.connection._known.num_served)
+
+    @property
+    def tier(self) -> torch.Tensor:
+        """A copy of the pool's memory."""
+        return self.server.executor.pools.device_tier.clone()
+
+    async def start(self) -> None:
+        self.number += 1
+        plan = plan_of_two_tokens(self.author, self.number)
+        assert (await self.peer.ask(plan=plan)).started.num_tokens == 2
+
+    async def layer(self, layer: int) -> pb.ExecuteResponse:
+        """Tensors of another seed in each plan."""
+        return await self.peer.ask(layer=self.peer.layer(layer, 2, seed=100 * self.number))
+
+    async def run(self) -> pb.ExecuteResponse:
+        """A plan and its layers. Returns the last answer, of output that is right."""
+        await self.start()
+        for layer in range(NUM_LAYERS):
+            answer = await self.layer(layer)
+            assert answer.output.layer == layer
+            self.check_output()
+        assert self.author.read_receipt(answer.output.receipt).plan_number == self.number
+        return answer
+
+    def check_output(self) -> None:
+        """The layer's, after all plans so far."""
+        seeds = [100 * number for number in range(1, self.number + 1)]
+        key, value = (torch.cat([tokens(2, seed=seed + i) for seed in seeds]) for i in (1, 2))
+        want = dense_attention(tokens(2, 4, seed=seeds[-1]), key, value)
+        torch.testing.assert_close(self.peer.output(2), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with (
+        serving(tmp_path, local_region_bytes=1 << 20, local_spin_s=1.0) as (server, side),
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        author = author_of(server, side)
+        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        peer = await LocalPeer.joined(stub, author.grant())
+        yield Rig(server, author, peer)
+        peer.close()
+        peer.memory = None
+        server.executor.check_integrity()
+
+
+def error_of(answer: pb.ExecuteResponse) -> Exception:
+    assert answer.WhichOneof("message") == "error", answer
+    return from_wire(answer.error)
+
+
+async def test_known_layers_are_computed_counted_and_charged_like_others(rig: Rig) -> None:
+    taken: list[int] = []
+    counters, local = rig.server.executor.counters, rig.server.local
+    for number in range(1, NUM_PLANS + 1):
+        await rig.run()
+        if number == 1:
+            rig.connection.stream.take_bytes = taken.append
+            assert await rig.num_known() == 0
+    # Not the last layers, whose answers have the receipts.
+    assert await rig.num_known() == (NUM_PLANS - 1) * (NUM_LAYERS - 1)
+    assert taken == [2 * 8 * 16 * 4] * (NUM_PLANS - 1) * NUM_LAYERS
+    assert counters.num_written_tokens == 2 * NUM_PLANS * NUM_LAYERS
+    assert counters.num_attention_tokens == 2 * NUM_PLANS * NUM_LAYERS
+    assert local.num_packets == NUM_PLANS * (1 + NUM_LAYERS)
+    rig.peer.close()
+    async with asyncio.timeout(10):
+        while local.num_regions:
+            await asyncio.sleep(0.01)
+    assert local.num_packets == NUM_PLANS * (1 + NUM_LAYERS)
+
+
+def publish(rig: Rig) -> type[Exception]:
+    """The block that the plan writes, as others may."""
+    rig.server.executor.publish(publications((0, 1)))
+    return BlockNotWritableError
+
+
+def fence(rig: Rig) -> type[Exception]:
+    rig.server.executor.fence(rig.author.session(1), 1)
+    return SessionExpiredError
+
+
+def revoke(rig: Rig) -> type[Exception]:
+    def admit() -> None:
+        raise UnauthenticatedError("is not on the list")
+
+    rig.connection._admit = admit
+    return UnauthenticatedError
+
+
+@pytest.mark.parametrize("happens", [publish, fence, revoke])
+async def test_what_others_did_since_the_plan_began_refuses_a_known_layer(
+    rig: Rig, happens: Callable[[Rig], type[Exception]]
+) -> None:
+    for _ in range(2):
+        await rig.run()
+    await rig.start()
+    expected = await rig.server._worker.run(lambda: happens(rig))
+    before = rig.tier
+    assert type(error_of(await rig.layer(0))) is expected
+    assert torch.equal(rig.tier, before)
+
+
+async def test_a_bug_ends_the_connection_and_nothing_else(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        await rig.run()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(rig.server.executor.expectations, "expect", fail)
+    await rig.start()
+    assert await rig.peer.ended()
+    assert await rig.server._worker.run(lambda: 5) == 5
+    assert rig.server.local.num_regions == 0
+
+
+async def test_a_plan_that_was_run_elsewhere_is_not_written_again(rig: Rig) -> None:
+    for _ in range(2):
+        await rig.run()
+    await rig.start()
+    async with grpc.aio.insecure_channel(rig.server.address) as channel:
+        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        other = await LocalPeer.joined(stub, rig.author.grant())
+        await other.ask(plan=plan_of_two_tokens(rig.author, 3))
+        for layer in range(NUM_LAYERS):
+            answer = await other.ask(layer=other.layer(layer, 2, seed=300))
+        assert answer.output.HasField("receipt")
+        before = rig.tier
+        rig.number = 9  # other keys and values
+        assert (await rig.layer(0)).output.layer == 0
+        assert torch.equal(rig.tier, before)
+        other.close()
+        other.memory = None
+
+
+async def test_other_packets_between_known_ones_are_answered_in_order(rig: Rig) -> None:
+    for _ in range(2):
+        await rig.run()
+    await rig.start()
+    num_known = await rig.num_known()
+    error_of(await rig.peer.ask(b"\xff\xff"))
+    assert (await rig.layer(0)).output.layer == 0
+    assert await rig.num_known() == num_known + 1
+    assert (await rig.layer(0)).output.layer == 0  # again
+    rig.check_output()
+    assert await rig.num_known() == num_known + 1
+    assert (await rig.layer(1)).output.HasField("receipt")
+    await rig.run()  # of which only the first plans' layers are known
+    rig.check_output()
+
+
+async def test_an_output_over_the_tensors_is_left_to_python(rig: Rig) -> None:
+    """There it is computed beside them, and copied."""
+    for number in (1, 2, 3):
+        await rig.start()
+        for layer in range(NUM_LAYERS):
+            request = rig.peer.layer(layer, 2, seed=100 * number)
+            request.output.offset_bytes = request.query.memory.offset_bytes
+            assert (await rig.peer.ask(layer=request)).output.layer == layer
+    assert await rig.num_known() == 0
+
+
+async def test_while_a_client_is_looked_for_others_are_served(rig: Rig) -> None:
+    """Both at once would take a second: that is how long packets are looked for."""
+    for _ in range(3):
+        await rig.run()
+        began_s = time.monotonic()
+        assert await rig.server._worker.run(lambda: 5) == 5
+        assert time.monotonic() - began_s < 0.8
+
+
+@pytest.mark.parametrize("native", [True, False])
+async def test_both_clients_get_the_same_bits(
+    rig: Rig, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With native code, and in Python."""
+    if not native:
+        monkeypatch.setattr(client_connection, "native", None)
+    rig.peer.call.cancel()
+    async with DataClient(rig.server.address) as client:
+        execution = await client.open(rig.author.grant())
+        layers = RegionLayers(execution)
+        for number in range(1, NUM_PLANS + 1):
+            plan = plan_of_two_tokens(rig.author, number)
+            assert await asyncio.to_thread(layers.begin, plan, 2)
+            tensors = [tokens(2, 4 if i == 0 else 2, seed=100 * number + i) for i in range(3)]
+            for layer in range(NUM_LAYERS):
+                out = await asyncio.to_thread(layers.layer, layer, *tensors, AttentionOptions())
+                rig.number = number
+                rig.peer.output = lambda _, out=out: out  # type: ignore[method-assign,misc]
+                rig.check_output()
+            assert rig.author.read_receipt(execution.receipt).plan_number == number
+        assert (execution.local._native is not None) == native
+        await execution.close()
+
+
+async def test_a_native_call_that_gets_no_answer_ends_in_time(rig: Rig) -> None:
+    rig.peer.call.cancel()
+    async with DataClient(rig.server.address, timeout_s=0.3) as client:
+        execution = await client.open(rig.author.grant())
+        layers = RegionLayers(execution)
+        await execution.start(plan_of_two_tokens(rig.author))
+        tensors: list[Any] = [tokens(2, 4), tokens(2), tokens(2)]
+        rig.server._worker.post(lambda: time.sleep(1.0))
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.to_thread(layers.layer, 0, *tensors, AttentionOptions())
+        assert execution.local is None
+        assert await asyncio.to_thread(layers.layer, 0, *tensors, AttentionOptions()) is None
+        await execution.close()
