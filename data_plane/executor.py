@@ -31,7 +31,7 @@ from data_plane.memory.pool import Pools
 from data_plane.pieces import Pieces, finish, guarded
 from data_plane.places import check_group, place_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
-from data_plane.plans.block_report import Ranges, block_report
+from data_plane.plans.block_report import Parts, Ranges, block_report
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.fixed_rows import StepBounds
 from data_plane.plans.sessions import Sessions, check_ordinal
@@ -200,12 +200,8 @@ class Executor:
             self._sessions.end_all(self.key_id)
             self._tables.drop_all()
 
-    def report(
-        self, blocks_per_part: int = 2048, among: Ranges | None = None
-    ) -> list[control_pb2.BlockReport]:
-        """Generations and publications of all blocks ever allocated, or of ranges of them, in parts
-        of up to ``blocks_per_part`` blocks. Raises InvalidRequestError for ranges of no blocks.
-        """
+    def report(self, blocks_per_part: int = 2048, among: Ranges | None = None) -> Parts:
+        """All blocks that were ever allocated, or those in ranges, by ``block_report``."""
         with self._command("report"):
             return block_report(self._tables, blocks_per_part, among)
 

@@ -19,13 +19,13 @@ from kvplane.wire import block_digests, columns
 _NONE: Final = np.zeros(0, np.int64)
 Ranges: TypeAlias = Iterable[control_pb2.BlockRanges]
 """Some blocks, as a control plane names them."""
+Parts: TypeAlias = list[control_pb2.BlockReport]
 
 
-def block_report(
-    tables: BlockTables, blocks_per_part: int, ranges: Ranges | None = None
-) -> list[control_pb2.BlockReport]:
+def block_report(tables: BlockTables, blocks_per_part: int, ranges: Ranges | None = None) -> Parts:
     """Generations of all blocks that were ever allocated, then all publications; or those of the
-    blocks in ``ranges`` alone. At least one part; the last one has ``last`` set.
+    blocks in ``ranges`` alone; up to ``blocks_per_part`` in a part. At least one part; the last one
+    has ``last`` set.
 
     Raises InvalidRequestError for ranges that are not there.
     """
