@@ -26,9 +26,6 @@ BASIC = {
         "if False:",
         SOCKETS,
     ),
-    "what_a_request_holds_is_not_counted": Fault(
-        "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
-    ),
     "shards_that_live_are_taken_over": Fault(
         "control_plane/server/registration_server.py",
         "if time.monotonic() - old.heard_s <",
@@ -41,17 +38,20 @@ BASIC = {
         "if False:",
         SOCKETS,
     ),
+    "who_moves_too_much_is_not_refused": Fault(
+        "kvplane/serving/byte_quota.py", "if may_refuse and overdrawn_s > 0:", "if False:", QUOTA
+    ),
+}
+MORE = {
+    "what_a_request_holds_is_not_counted": Fault(
+        "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
+    ),
     "what_a_plan_claims_is_believed": Fault(
         "data_plane/plans/change_columns.py",
         'column(columns.INT32, "indices", int(counts[sets].sum()))',
         "pass",
         PLANS,
     ),
-    "who_moves_too_much_is_not_refused": Fault(
-        "kvplane/serving/byte_quota.py", "if may_refuse and overdrawn_s > 0:", "if False:", QUOTA
-    ),
-}
-MORE = {
     "what_is_refused_is_counted": Fault(
         "kvplane/serving/byte_quota.py",
         "            if may_refuse and",
