@@ -12,6 +12,10 @@ PYTEST_ARGS ?=
 # that a busy machine held up is no fault of the change. One that is listed often wants mending.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --reruns 1
 
+# Tests start hundreds of processes, and pytest rewrites modules of hypothesis where it finds no
+# bytecode of its own: each start would take a second longer.
+unexport PYTHONDONTWRITEBYTECODE
+
 help:  ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
 

@@ -29,6 +29,7 @@ PATH="$(dirname "$PYTHON"):$PATH" "$PYTHON" -m pip --disable-pip-version-check i
   --root-user-action ignore --no-deps --no-build-isolation --upgrade --target "$BUILD/site" \
   --config-settings=build-dir="$BUILD/cmake" --config-settings=install.strip=false \
   --config-settings=cmake.build-type=RelWithDebInfo \
+  --config-settings=cmake.define.KVPLANE_WERROR=ON \
   --config-settings=cmake.define.KVPLANE_SANITIZE=address,undefined \
   --config-settings=cmake.define.KVPLANE_COVERAGE="${KVPLANE_COVERAGE:-OFF}" \
   "$(realpath "${SOURCES:-csrc/blocks}")"

@@ -5,6 +5,7 @@
 #   KVPLANE_TORCH=cpu   install torch's CPU build, a tenth of the download
 #                       (default: the build that the package index provides)
 #   KVPLANE_CUDA=OFF    do not build the CUDA kernels where nvcc is found; saves a minute or two
+#   CUDAARCHS=90-real   what the CUDA kernels are built for (default: 80-real;90)
 #   PYTHON=python3.12   the interpreter to use
 #                       (default: the first suitable one of python3.11 to python3.14 and python3)
 set -euo pipefail
@@ -102,7 +103,7 @@ sources_digest() { # $1: the folder, rest: what find leaves out
 kernels_digest() {
   {
     sources_digest csrc -not -path 'csrc/blocks/*'
-    echo "${KVPLANE_CUDA:-}" "$(command -v nvcc || true)"
+    echo "${KVPLANE_CUDA:-}" "${CUDAARCHS:-}" "$(command -v nvcc || true)"
   } | digest
 }
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from warm_pytest import TESTS_FAILED, run_pytest
+
 ROOT = Path(__file__).parents[2]
-TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
-
-
 PARTS = (
     *("kvplane", "control_plane", "data_plane", "engine", "demo"),
     *("examples", "models", "scripts", "tests", "pyproject.toml"),
@@ -36,18 +33,11 @@ def assert_noticed(fault: Fault, folder: Path) -> None:
     for part in PARTS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, folder / part)
-    path = folder / fault.file
-    sound = path.read_text()
+    file = folder / fault.file
+    sound = file.read_text()
     assert sound.count(fault.old) == 1
-    path.write_text(sound.replace(fault.old, fault.new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.tests]
-    done = subprocess.run(
-        [*command, "-k", fault.only] if fault.only else command,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == TESTS_FAILED, done.stdout + done.stderr
+    file.write_text(sound.replace(fault.old, fault.new))
+    only = ["-k", fault.only] if fault.only else []
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = run_pytest(fault.tests, *only, cwd=folder, env={"PYTHONPATH": path})
+    assert done.returncode == TESTS_FAILED, done.stdout

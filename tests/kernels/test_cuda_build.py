@@ -86,7 +86,7 @@ def built(folder: Path, **settings: str) -> tuple[Path, str]:
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
     command += ["-w", str(folder), f"--config-settings=build-dir={folder / 'build'}"]
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    env = {name: value for name, value in os.environ.items() if name != "KVPLANE_CUDA"}
+    env = {n: value for n, value in os.environ.items() if n not in ("KVPLANE_CUDA", "CUDAARCHS")}
     done = subprocess.run(
         [*command, str(ROOT / "csrc")],
         env=env | {"PATH": path} | settings,

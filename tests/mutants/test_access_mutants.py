@@ -25,21 +25,29 @@ BASIC = {
         "if not caller.may_register(hello.pool_id):",
         "if False:",
         SOCKETS,
-    ),
-    "what_a_request_holds_is_not_counted": Fault(
-        "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
+        "pools_key",
     ),
     "shards_that_live_are_taken_over": Fault(
         "control_plane/server/registration_server.py",
         "if time.monotonic() - old.heard_s <",
         "if 0 >",
         "tests/rpc/test_control_registration.py",
+        "nobody_takes_the_shard",
     ),
     "grants_open_for_other_tenants": Fault(
         "data_plane/executor.py",
         "if tenant is not None and verified.tenant != tenant:",
         "if False:",
         SOCKETS,
+        "another_tenants_grant",
+    ),
+    "who_moves_too_much_is_not_refused": Fault(
+        "kvplane/serving/byte_quota.py", "if may_refuse and overdrawn_s > 0:", "if False:", QUOTA
+    ),
+}
+MORE = {
+    "what_a_request_holds_is_not_counted": Fault(
+        "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
     ),
     "what_a_plan_claims_is_believed": Fault(
         "data_plane/plans/change_columns.py",
@@ -47,11 +55,6 @@ BASIC = {
         "pass",
         PLANS,
     ),
-    "who_moves_too_much_is_not_refused": Fault(
-        "kvplane/serving/byte_quota.py", "if may_refuse and overdrawn_s > 0:", "if False:", QUOTA
-    ),
-}
-MORE = {
     "what_is_refused_is_counted": Fault(
         "kvplane/serving/byte_quota.py",
         "            if may_refuse and",

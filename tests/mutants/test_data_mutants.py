@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_pytest import TESTS_FAILED, run_pytest
 
 ROOT = Path(__file__).parents[2]
-TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 
 EXECUTOR = "executor/test_executor.py"
 SESSIONS = "executor/test_executor_sessions.py"
@@ -107,11 +105,10 @@ MORE = {
 
 def assert_noticed(mutant: str, tests: str) -> None:
     paths = (ROOT / "tests" / "mutants" / "data", ROOT / "tests" / "helpers", ROOT)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-p", "data_mutants", "-m", "not nightly", f"tests/unit/{tests}"]
-    env = os.environ | {"DATA_MUTANT": mutant, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == TESTS_FAILED, result.stdout + result.stderr
+    env = {"DATA_MUTANT": mutant, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = ("-p", "data_mutants", "-m", "not nightly", f"tests/unit/{tests}")
+    result = run_pytest(*command, cwd=ROOT, env=env)
+    assert result.returncode == TESTS_FAILED, result.stdout
     assert "1 failed" in result.stdout
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_pytest import TESTS_FAILED, run_pytest
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = "tests/kernels"
-TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 
 ATTENTION = "test_paged_attention.py"
 OPTIONS = "test_attention_options.py"
@@ -62,14 +60,10 @@ MORE = {
 
 def assert_noticed(mutant: str, tests: str) -> None:
     plugins = ROOT / "tests" / "mutants" / "kernels"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-p", "kernel_mutants", "-m", "not nightly", f"{KERNEL_TESTS}/{tests}"]
-    env = os.environ | {
-        "KERNEL_MUTANT": mutant,
-        "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT))),
-    }
-    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == TESTS_FAILED, result.stdout + result.stderr
+    env = {"KERNEL_MUTANT": mutant, "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT)))}
+    command = ("-p", "kernel_mutants", "-m", "not nightly", f"{KERNEL_TESTS}/{tests}")
+    result = run_pytest(*command, cwd=ROOT, env=env)
+    assert result.returncode == TESTS_FAILED, result.stdout
     assert "1 failed" in result.stdout
 
 

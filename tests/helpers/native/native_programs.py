@@ -9,7 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "csrc" / "blocks"
-SANITIZERS = "address,undefined"
 
 
 def cmake(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,24 +23,15 @@ def cmake(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def built_programs(build: Path) -> dict[str, Path]:
-    """The test programs, by name."""
-    configured = cmake(
-        *("-S", str(SOURCES), "-B", str(build), "-G", "Ninja"),
-        *("-DKVPLANE_BLOCKS_TESTS=ON", "-DKVPLANE_WERROR=ON", f"-DKVPLANE_SANITIZE={SANITIZERS}"),
-    )
-    assert configured.returncode == 0, configured.stdout + configured.stderr
-    made = cmake("--build", str(build))
-    assert made.returncode == 0, made.stdout + made.stderr
-    return {path.stem: build / path.stem for path in (SOURCES / "tests").glob("test_*.cpp")}
-
-
-def built_alone(sources: Path, name: str, build: Path) -> Path:
-    """The test program ``name`` of a copy of csrc/blocks, built alone but for the policies."""
-    program = build / name
-    flags = ("-std=c++17", "-O1", "-g", "-D_GLIBCXX_ASSERTIONS", f"-fsanitize={SANITIZERS}")
+def built(name: str, folder: Path, sources: Path = SOURCES) -> Path:
+    """The test program ``name`` of csrc/blocks, or of a copy of it, with the policies that it
+    tests; the other programs are of headers alone.
+    """
+    program = folder / name
+    flags = ("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-D_GLIBCXX_ASSERTIONS")
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     used = sorted((sources / "eviction").rglob("*.cpp")) if name == "test_eviction" else []
     used.append(sources / "tests" / f"{name}.cpp")
-    command = [os.environ.get("CXX", "g++"), *flags, "-I", sources, *used, "-o", program]
-    subprocess.run(command, check=True)
+    command = [os.environ.get("CXX", "g++"), *flags, *sanitizers, "-I", sources]
+    subprocess.run([*command, *used, "-o", program], check=True)
     return program

@@ -14,8 +14,8 @@ class Mutant:
     new: str
 
 
-# Each of these is compiled and caught in a few seconds.
-QUICK = {
+# Each of these is found by the tests of one pool.
+FAULTS = {
     "published_before_it_is_written": Mutant(
         "index/publish.cpp",
         "std::min(sequence.num_written, sequence.tokens.size) / block_size_,",
@@ -29,8 +29,6 @@ QUICK = {
     "found_where_another_session_computes_it": Mutant(
         "steps/admit.cpp", "|| leader.slot != session.slot ||", "||"
     ),
-}
-MORE = {
     "written_in_place_though_shared": Mutant(
         "steps/append.cpp",
         "return piece.num_owners == 1 &&\n         store(kDevice).is_writable(b, "

@@ -101,7 +101,6 @@ def headroom_in_an_empty_pool(patch: pytest.MonkeyPatch) -> None:
 QUICK = (
     duplicates_run_again,
     positions_ignored,
-    receipts_of_one_shard_suffice,
     headroom_in_an_empty_pool,
 )
 SLOW = (
@@ -109,4 +108,5 @@ SLOW = (
     fence_ignored,
     publications_kept_quiet,
     namespaces_shared,
+    receipts_of_one_shard_suffice,
 )

@@ -13,27 +13,25 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
-from native_programs import SOURCES, built_alone, built_programs, cmake
+from native_programs import SOURCES, built, cmake
 
-NAMES = sorted(path.stem for path in (SOURCES / "tests").glob("test_*.cpp"))
+WRITER = "test_proto_writer"
+NAMES = sorted({path.stem for path in (SOURCES / "tests").glob("test_*.cpp")} - {WRITER})
 LARGEST = 2**64 - 1
 # Compilers share the machine with other tests.
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return built_programs(tmp_path_factory.mktemp("build"))
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_ends_well(programs: dict[str, Path], name: str) -> None:
-    done = subprocess.run([programs[name]], capture_output=True, timeout=60, check=False)
+def test_a_program_ends_well(name: str, tmp_path: Path) -> None:
+    program = built(name, tmp_path)
+    done = subprocess.run([program], capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> None:
-    written = subprocess.run([programs["test_proto_writer"]], capture_output=True, check=True)
+def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
+    program = built(WRITER, tmp_path)
+    written = subprocess.run([program], capture_output=True, check=True)
     messages = list(cut(written.stdout))
     values = [0, *(v for bit in range(64) for v in (1 << bit, (1 << bit) - 1)), LARGEST]
     texts = [b"", *(t for bit in range(64) for t in (b"a" * bit, b"\0" * 5 * bit)), b"z" * 70000]
@@ -57,12 +55,13 @@ def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> Non
 @pytest.mark.parametrize(
     ("program", "file", "right", "wrong", "wanted"),
     [
-        (
+        pytest.param(
             "test_id_map",
             "containers/id_map.h",
             "((next - home) & mask) <",
             "((next - home) & mask) >",
             "not so:",
+            marks=pytest.mark.nightly,
         ),
         (
             "test_id_map",
@@ -72,18 +71,19 @@ def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> Non
             "Assertion",
         ),
         (
-            "test_proto_writer",
+            WRITER,
             "steps/proto_writer.h",
             "num_values * sizeof(T)",
             "2 * num_values * sizeof(T)",
             "AddressSanitizer",
         ),
-        (
+        pytest.param(
             "test_eviction",
             "eviction/lru.cpp",
             "while (!tree_.can_evict(links_[end].newer))",
             "while (false)",
             "has_idle_below",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "test_eviction",
@@ -118,14 +118,14 @@ def test_a_planted_fault_is_found(
     source = (copy / file).read_text()
     assert source.count(right) == 1
     (copy / file).write_text(source.replace(right, wrong))
-    built = built_alone(copy, program, tmp_path)
-    done = subprocess.run([built], capture_output=True, timeout=20, check=False)
+    faulty = built(program, tmp_path, copy)
+    done = subprocess.run([faulty], capture_output=True, timeout=20, check=False)
     assert done.returncode != 0 and wanted in done.stderr.decode()
 
 
 def test_without_the_header_of_xxhash_cmake_names_the_package_to_install(tmp_path: Path) -> None:
     hidden = "-DCMAKE_IGNORE_PATH=/usr/include;/usr/local/include"
-    done = cmake("-S", str(SOURCES), "-B", str(tmp_path), "-DKVPLANE_BLOCKS_TESTS=ON", hidden)
+    done = cmake("-S", str(SOURCES), "-B", str(tmp_path), hidden)
     assert done.returncode != 0
     said = " ".join(done.stderr.split())
     assert "xxhash.h is needed (on Debian: apt install libxxhash-dev)" in said

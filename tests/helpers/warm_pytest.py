@@ -1,0 +1,99 @@
+"""Runs of pytest in processes of their own that need not import torch and gRPC each.
+
+What plants a fault does it before the project is imported, so each such run is a process. They are
+forked from one that has imported what the project uses, and nothing of the project.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
+# None that has plugins for pytest, such as hypothesis: pytest has to be the first to import those.
+IMPORTED = ("grpc.aio", "grpc_status.rpc_status", "numpy", "torch", "xxhash")
+
+
+def run_pytest(
+    *arguments: str | Path, cwd: Path, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """As ``python -m pytest -q -x`` with the arguments, in ``cwd``. What it prints, to either
+    stream, is in stdout.
+
+    env: on top of this process's environment.
+    """
+    listed = ["-q", "-x", "-p", "no:cacheprovider", *map(str, arguments)]
+    with tempfile.NamedTemporaryFile() as out:
+        job = {"arguments": listed, "cwd": str(cwd), "env": {**os.environ, **env}, "out": out.name}
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        answer = ""
+        try:
+            server.stdin.write(json.dumps(job) + "\n")
+            server.stdin.flush()
+            answer = server.stdout.readline()
+        finally:
+            if not answer:  # it has died, or the time of the test that waits is up
+                os.killpg(server.pid, signal.SIGKILL)
+                _server.cache_clear()
+        return subprocess.CompletedProcess(listed, int(answer), Path(out.name).read_text())
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that forks. It ends when this one does, as its standard input ends."""
+    return subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def serve() -> None:
+    """Run what each line of standard input asks for, and print its exit code."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            run(json.loads(line))
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+def run(job: dict[str, Any]) -> NoReturn:
+    """In the child: be as a new process."""
+    code = TESTS_FAILED + 1
+    try:
+        files = [os.open(os.devnull, os.O_RDONLY), os.open(job["out"], os.O_WRONLY | os.O_APPEND)]
+        for stream, file in enumerate((*files, files[1])):
+            os.dup2(file, stream)
+        os.chdir(job["cwd"])
+        os.environ.clear()
+        os.environ.update(job["env"])
+        sys.path[:0] = [job["cwd"], *job["env"].get("PYTHONPATH", "").split(os.pathsep)]
+        code = int(pytest.main(job["arguments"]))
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
