@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import uvicorn
 
+from kvplane.transport.renewed import renewed_context
+
 _GRACE_S: Final = 5
 
 
@@ -41,11 +43,14 @@ class HttpServer(uvicorn.Server):
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        self._certificate, self._key = certificate, key
         self._port_file = port_file
         self._logger = logger
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to listen. Later connections get the certificate that the files have by then."""
+        if self._certificate is not None and self._key is not None:
+            self.config.ssl = renewed_context(self._certificate, self._key)
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         if self._port_file is not None:

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import re
 import socket
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from kvplane.errors import InvalidRequestError
+from kvplane.transport.renewed import renewed_context
 
 # Connections served at one time; others are closed.
 _MAX_THREADS: Final = 8
@@ -114,9 +114,8 @@ def serve_metrics(
         server = make_server(host, port, answer, _HttpServer, _Handler)
     except OSError as error:
         raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
-    if access.certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(access.certificate, access.key)
+    if access.certificate is not None and access.key is not None:
+        context = renewed_context(access.certificate, access.key)
         # The handshake is made by the connection's thread, not by the one that accepts.
         server.socket = context.wrap_socket(
             server.socket, server_side=True, do_handshake_on_connect=False

@@ -14,26 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvplane.serving.certificates import ServerTls, credentials
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 
 MAX_CONNECTION_CALLS: Final = 256
 _MOST_FILES: Final = 65_536
 
 _LOGGER: Final = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTls:
-    """PEM files. With ``client_ca`` every client must present a certificate that it signed."""
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +94,11 @@ def build(
         ("grpc.keepalive_timeout_ms", 10_000),
     ]
     server = grpc.aio.server(interceptors=list(interceptors), options=options)
-    tls_credentials = credentials(tls) if tls is not None else None
     ports = []
     for address in filter(None, (bind, also_bind)):
         try:
-            if tls_credentials is not None:
-                ports.append(server.add_secure_port(address, tls_credentials))
+            if tls is not None:
+                ports.append(server.add_secure_port(address, credentials(tls)))
             else:
                 ports.append(server.add_insecure_port(address))
         except RuntimeError as error:
@@ -154,13 +144,3 @@ async def wait_for_signal() -> None:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Reads the files. Raises OSError."""
-    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-    if tls.client_ca is None:
-        return grpc.ssl_server_credentials([pair])
-    return grpc.ssl_server_credentials(
-        [pair], root_certificates=tls.client_ca.read_bytes(), require_client_auth=True
-    )

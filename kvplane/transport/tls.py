@@ -12,6 +12,8 @@ import grpc
 import grpc.aio
 
 from kvplane.errors import InvalidRequestError
+from kvplane.transport.renewed import server_context
+from kvplane.transport.renewed_channel import RenewedChannel
 from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 
@@ -30,6 +32,11 @@ class TlsOptions:
     server_name: str = ""
     token_file: Path | None = None
 
+    @property
+    def files(self) -> tuple[Path | None, ...]:
+        """Those that a channel is opened with."""
+        return self.ca_file, self.cert_file, self.key_file
+
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files. Raises InvalidRequestError naming the option at fault."""
         if (self.cert_file is None) != (self.key_file is None):
@@ -37,6 +44,13 @@ class TlsOptions:
             raise InvalidRequestError(
                 "is missing: a certificate and its key are needed together", field=missing
             )
+        if self.cert_file is not None and self.key_file is not None:
+            try:
+                server_context(self.cert_file, self.key_file)
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"is no certificate of tls.key_file: {error}", field="tls.cert_file"
+                ) from error
         channel = grpc.ssl_channel_credentials(
             root_certificates=_read(self.ca_file, "tls.ca_file"),
             private_key=_read(self.key_file, "tls.key_file"),
@@ -92,7 +106,10 @@ def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") ->
     name = tls.server_name or (hosts[0] if len(hosts) > 1 else "")
     if name:
         options["grpc.ssl_target_name_override"] = name
-    return grpc.aio.secure_channel(target, tls.credentials(), options=[*options.items()])
+    every = [*options.items()]
+    return RenewedChannel(
+        lambda: grpc.aio.secure_channel(target, tls.credentials(), options=every), tls.files
+    )
 
 
 def _by_turns(health_of: str) -> str:

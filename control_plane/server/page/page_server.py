@@ -22,8 +22,9 @@ from typing import Any, Final
 
 from kvplane.errors import KvplaneError, NotPermittedError
 from kvplane.serving.access import ROLES, AccessList, Caller
+from kvplane.serving.certificates import ServerTls
 from kvplane.serving.logs import frames_of
-from kvplane.serving.server import ServerTls
+from kvplane.transport.renewed import renewed_context
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -198,12 +199,7 @@ def _token(authorization: str) -> str | None:
 def _context(tls: ServerTls | None) -> ssl.SSLContext | None:
     if tls is None:
         return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(tls.certificate, tls.key)
-    if tls.client_ca is not None:
-        context.load_verify_locations(tls.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    return renewed_context(tls.certificate, tls.key, tls.client_ca)
 
 
 def _head(status: str, headers: Mapping[str, str]) -> bytes:

@@ -42,9 +42,9 @@ from kvplane.errors import (
 )
 from kvplane.serving.access import AccessList
 from kvplane.serving.byte_quota import ByteQuota
+from kvplane.serving.certificates import ServerTls, credentials
 from kvplane.serving.identity import Gate
 from kvplane.serving.logs import frames_of
-from kvplane.serving.server import ServerTls, credentials
 from kvplane.shard import Shard
 from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb

@@ -31,6 +31,7 @@ from kvplane.errors import (
     QuotaExceededError,
 )
 from kvplane.serving.byte_quota import ByteQuota
+from kvplane.transport.renewed import Renewed
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
 from kvplane.wire.error_codec import from_rpc_error
@@ -248,7 +249,7 @@ class GrpcTransport:
     """Pushes by gRPC, each on a connection of its own. ``tls``: None for in the clear."""
 
     def __init__(self, tls: TlsOptions | None) -> None:
-        self._credentials = None if tls is None else tls.credentials()
+        self._credentials = None if tls is None else Renewed(tls.credentials, tls.files)
         self._options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
         if tls is not None and tls.server_name:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
@@ -257,7 +258,7 @@ class GrpcTransport:
         if self._credentials is None:
             channel = grpc.insecure_channel(address, self._options)
         else:
-            channel = grpc.secure_channel(address, self._credentials, self._options)
+            channel = grpc.secure_channel(address, self._credentials.get(), self._options)
         call = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks.future(requests)
         return _GrpcPush(call, channel)
 

@@ -1,0 +1,56 @@
+"""A gRPC server's certificate, which may be replaced while it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvplane.transport.renewed import Renewed, server_context
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """PEM files. With ``client_ca`` every client must present a certificate that it signed."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+def credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """For one address. The files are looked at for each connection; those that are wrong by then
+    change nothing. Raises OSError for files that are wrong now.
+    """
+    files = tls.key, tls.certificate, tls.client_ca
+    renewed = Renewed(lambda: _read(tls), files)
+    given = renewed.get()
+
+    def changed() -> Any:  # None where nothing did, which gRPC's stubs do not know
+        nonlocal given
+        present = renewed.get()
+        if present is given:
+            return None
+        given = present
+        return present
+
+    return grpc.dynamic_ssl_server_credentials(
+        given, changed, require_client_authentication=tls.client_ca is not None
+    )
+
+
+def _read(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    """Raises OSError."""
+    before = _contents(tls)
+    server_context(tls.certificate, tls.key, tls.client_ca)
+    if _contents(tls) != before:
+        raise OSError("the files are being replaced")
+    key, certificate, client_ca = before
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+
+
+def _contents(tls: ServerTls) -> tuple[bytes, bytes, bytes | None]:
+    client_ca = None if tls.client_ca is None else tls.client_ca.read_bytes()
+    return tls.key.read_bytes(), tls.certificate.read_bytes(), client_ca

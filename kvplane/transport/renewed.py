@@ -1,0 +1,96 @@
+"""What is made from files, and made again when they change: certificates and keys.
+
+Files that are wrong, such as a certificate without its key while both are being replaced, change
+nothing and are logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from kvplane.errors import InvalidRequestError
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Renewed(Generic[T]):
+    """A value made from files. Thread-safe."""
+
+    def __init__(
+        self, make: Callable[[], T], files: Sequence[Path | None], *, interval_s: float = 0.0
+    ) -> None:
+        """``make`` raises OSError or InvalidRequestError for files that are wrong; at first it is
+        called here. ``interval_s``: how often the files are looked at, at most.
+        """
+        self._make = make
+        self._files = [file for file in files if file is not None]
+        self._interval_s = interval_s
+        self._next_look_s = 0.0
+        self._lock = threading.Lock()
+        self._stamps = self._look()
+        self._value = make()
+
+    def get(self) -> T:
+        """The value that the files have, or had when they were right last."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return self._value
+        with self._lock:
+            self._next_look_s = now_s + self._interval_s
+            stamps = self._look()
+            if stamps == self._stamps:
+                return self._value
+            self._stamps = stamps
+            names = " ".join(map(str, self._files))
+            try:
+                self._value = self._make()
+            except (OSError, InvalidRequestError) as error:
+                _LOGGER.error("not renewed files=%s error=%s", names, error)
+            else:
+                _LOGGER.info("renewed files=%s", names)
+            return self._value
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        """What changes when the files do."""
+        stamps: list[tuple[int, int, int] | None] = []
+        for file in self._files:
+            try:
+                status = file.stat()
+            except OSError:
+                stamps.append(None)
+            else:
+                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
+        return stamps
+
+
+def server_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """A server's context with a certificate and its key. ``client_ca``: signs the certificates that
+    clients must present. All are PEM files. Raises OSError for those that are wrong.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key, password="")  # it never asks the terminal
+    if client_ca is not None:
+        context.load_verify_locations(client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def renewed_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """``server_context`` whose connections have what the files have when they begin."""
+    files = certificate, key, client_ca
+    renewed = Renewed(lambda: server_context(*files), files)
+
+    def renew(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: object) -> None:
+        connection.context = renewed.get()
+
+    context = server_context(*files)
+    context.sni_callback = renew
+    return context

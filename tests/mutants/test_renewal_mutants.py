@@ -1,0 +1,42 @@
+"""The tests of renewed certificates fail when a step is taken out of a copy of the tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from source_faults import Fault, assert_noticed
+
+TESTS = "tests/rpc/test_renewed_certificates.py"
+FAULTS = {
+    "files_are_read_once": Fault(
+        "kvplane/transport/renewed.py", "if stamps == self._stamps:", "if True:", TESTS
+    ),
+    "a_certificate_is_taken_without_its_key": Fault(
+        "kvplane/serving/certificates.py",
+        "    server_context(tls.certificate, tls.key, tls.client_ca)\n",
+        "",
+        TESTS,
+    ),
+    "a_client_takes_a_certificate_without_its_key": Fault(
+        "kvplane/transport/tls.py",
+        "                server_context(self.cert_file, self.key_file)\n",
+        "                pass\n",
+        TESTS,
+    ),
+    "calls_end_with_the_certificate": Fault(
+        "kvplane/transport/renewed_channel.py",
+        "if channel is not self._present and not self._calls[channel]:",
+        "if channel is not self._present:",
+        TESTS,
+    ),
+    "connections_keep_the_first_context": Fault(
+        "kvplane/transport/renewed.py", "    context.sni_callback = renew\n", "", TESTS
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_the_tests_catch(fault: Fault, tmp_path: Path) -> None:
+    assert_noticed(fault, tmp_path)

@@ -1,0 +1,240 @@
+"""Certificates that are replaced on disk are used by the next connection, over real sockets; what
+is open goes on, and files that are wrong change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from sdk_peers import interceptor
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ControlClient, TlsOptions
+from kvplane.serving import server as serving
+from kvplane.serving.http_server import HttpServer
+from kvplane.serving.identity import caller
+from kvplane.transport import renewed_channel
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
+
+NAME = "localhost"
+
+
+class Authority:
+    """Signs certificates in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.ca = folder / "ca.pem"
+        self._run("req", "-x509", "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem")
+
+    def sign(self, name: str) -> tuple[bytes, bytes]:
+        """A certificate that names ``name`` and localhost, and its key."""
+        self._run("req", "-subj", f"/CN={name}", "-keyout", "one.key", "-out", "one.csr")
+        (self.folder / "one.ext").write_text(f"subjectAltName=DNS:{NAME}\n")
+        signed = "x509 -req -in one.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 9"
+        subprocess.run(
+            ["openssl", *signed.split(), "-extfile", "one.ext", "-out", "one.pem"],
+            cwd=self.folder,
+            check=True,
+            capture_output=True,
+        )
+        return (self.folder / "one.pem").read_bytes(), (self.folder / "one.key").read_bytes()
+
+    def _run(self, command: str, *arguments: str) -> None:
+        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        subprocess.run(
+            ["openssl", command, *key, *arguments],
+            cwd=self.folder,
+            check=True,
+            capture_output=True,
+        )
+
+
+class Files:
+    """A certificate and its key."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.certificate, self.key = folder / f"{name}.pem", folder / f"{name}.key"
+
+    def put(self, pair: tuple[bytes, bytes]) -> None:
+        for path, content in zip((self.certificate, self.key), pair, strict=True):
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(content)
+            partial.replace(path)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("pki") / "ca")
+
+
+@pytest.fixture(scope="module")
+def pairs(authority: Authority) -> list[tuple[bytes, bytes]]:
+    return [authority.sign(name) for name in ("first", "second")]
+
+
+@pytest.fixture
+def files(tmp_path: Path, pairs: list[tuple[bytes, bytes]]) -> Files:
+    files = Files(tmp_path, "server")
+    files.put(pairs[0])
+    return files
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewed_channel, "_LOOK_INTERVAL_S", 0.0)
+
+
+@pytest.fixture
+async def server(files: Files) -> AsyncIterator[ControlPlaneServer]:
+    server = await ControlPlaneServer.start(
+        ControlPlaneConfig(
+            bind="127.0.0.1:0",
+            plane_bind="127.0.0.1:0",
+            metrics_port=0,
+            metrics_tls=True,
+            page_port=0,
+            tls_certificate=files.certificate,
+            tls_key=files.key,
+            grace_s=0.5,
+        )
+    )
+    yield server
+    await server.stop()
+
+
+async def shown(authority: Authority, address: str) -> str:
+    """The common name of the certificate that a new connection is shown."""
+
+    def look() -> str:
+        context = ssl.create_default_context(cafile=authority.ca)
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        host, _, port = address.rpartition(":")
+        with (
+            socket.create_connection((host, int(port)), 10) as plain,
+            context.wrap_socket(plain, server_hostname=NAME) as secure,
+        ):
+            [[(_, name)]] = secure.getpeercert()["subject"]  # type: ignore[index]
+            return str(name)
+
+    return await asyncio.to_thread(look)
+
+
+def tls_of(authority: Authority, **more: Any) -> TlsOptions:
+    return TlsOptions(ca_file=authority.ca, server_name=NAME, **more)
+
+
+async def test_the_next_connection_has_the_new_certificate_and_streams_go_on(
+    authority: Authority,
+    pairs: list[tuple[bytes, bytes]],
+    files: Files,
+    server: ControlPlaneServer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ports = [server.address, f"127.0.0.1:{server.metrics_port}", server.page_address]
+    async with ControlClient(server.address, tls=tls_of(authority)) as client:
+        request = pb.DescribeControlPlaneRequest()
+        stub = client._stub
+        stream = stub.Step(timeout=30)
+        await stream.wait_for_connection()
+        assert [await shown(authority, port) for port in ports] == ["first"] * 3
+        files.put(pairs[1])
+        assert [await shown(authority, port) for port in ports] == ["second"] * 3
+
+        files.put((pairs[0][0], pairs[1][1]))  # a certificate, and the key of another one
+        assert [await shown(authority, port) for port in ports] == ["second"] * 3
+        for content in (b"", b"no certificate"):
+            files.certificate.write_bytes(content)
+            assert [await shown(authority, port) for port in ports] == ["second"] * 3
+        files.key.unlink()
+        assert [await shown(authority, port) for port in ports] == ["second"] * 3
+        errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert all(record.getMessage().startswith("not renewed files=") for record in errors)
+        assert len(errors) >= 4 * len(ports)
+
+        files.put(pairs[0])
+        assert [await shown(authority, port) for port in ports] == ["first"] * 3
+        assert (await stub.DescribeControlPlane(request, timeout=10)).incarnation
+        assert not stream.done()
+        stream.cancel()
+
+
+async def test_an_http_server_too(
+    authority: Authority, pairs: list[tuple[bytes, bytes]], files: Files, tmp_path: Path
+) -> None:
+    """Of the router and the engine."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    port_file = tmp_path / "port"
+    server = HttpServer(
+        app,
+        "127.0.0.1:0",
+        certificate=files.certificate,
+        key=files.key,
+        port_file=port_file,
+        logger=logging.getLogger(__name__),
+    )
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(20):
+        while not port_file.exists():
+            await asyncio.sleep(0.01)
+    address = f"127.0.0.1:{port_file.read_text().strip()}"
+    for pair, name in zip(pairs, ("first", "second"), strict=True):
+        files.put(pair)
+        assert await shown(authority, address) == name
+    server.should_exit = True
+    await serving
+
+
+class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer):
+    """Tells the tenant that it takes the caller for, and answers each step."""
+
+    async def ListPools(self, request: Any, context: Any) -> pb.ListPoolsResponse:
+        return pb.ListPoolsResponse(pool_ids=[caller().tenant])
+
+    async def Step(self, requests: Any, context: Any) -> AsyncIterator[pb.StepResponse]:
+        async for _ in requests:
+            yield pb.StepResponse()
+
+
+async def test_a_client_shows_its_new_certificate_at_its_next_call(
+    authority: Authority, pairs: list[tuple[bytes, bytes]], files: Files, tmp_path: Path
+) -> None:
+    server_tls = serving.ServerTls(files.certificate, files.key, authority.ca)
+    server = serving.build(
+        "127.0.0.1:0", tls=server_tls, max_message_bytes=1 << 20, interceptors=[interceptor()]
+    )
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(WhoAmI(), server.grpc_server)
+    await server.start([])
+    own = Files(tmp_path, "client")
+    own.put(pairs[0])
+    tls = tls_of(authority, cert_file=own.certificate, key_file=own.key)
+    async with ControlClient(server.address, tls=tls) as client:
+        stream = client._stub.Step(timeout=60)
+        for pair, name in [(pairs[0], "first"), (pairs[1], "second"), (pairs[1], "second")]:
+            own.put(pair)
+            assert await client.list_pools() == [name]
+            await stream.write(pb.StepRequest())
+            assert isinstance(await stream.read(), pb.StepResponse)
+        own.certificate.write_bytes(pairs[0][0])  # its key is another's
+        assert await client.list_pools() == ["second"]
+        own.certificate.unlink()
+        assert await client.list_pools() == ["second"]
+        assert not stream.done()
+    assert await asyncio.wait_for(stream.code(), 10) == grpc.StatusCode.CANCELLED
+    await server.stop(0)
