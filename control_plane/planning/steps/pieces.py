@@ -5,6 +5,7 @@ A generator yields after each piece, of a millisecond or a few, and returns what
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Iterator
 from typing import Final, TypeVar
 
@@ -18,6 +19,11 @@ Pieces = Generator[None, None, T]
 
 PIECE_TOKENS: Final = 65_536
 """Tokens that are taken in at a time: a millisecond or two."""
+PIECE_BLOCKS: Final = 16_384
+"""Blocks that are published, or written to a plan's tables, at a time: so too."""
+MANY_TOKENS: Final = 4 * PIECE_TOKENS
+"""More than this of them makes a request take some milliseconds."""
+_HASHED_BYTES: Final = 1 << 20
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 
@@ -29,6 +35,16 @@ def finished(pieces: Pieces[T]) -> T:
             next(pieces)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
+
+
+def digest_in_pieces(payload: bytes) -> Pieces[bytes]:
+    """``signing.digest`` of what took some time to encode, if it is large."""
+    digest, view = hashlib.sha256(), memoryview(payload)
+    for begin in range(0, len(payload), _HASHED_BYTES):
+        if len(payload) > _HASHED_BYTES:
+            yield
+        digest.update(view[begin : begin + _HASHED_BYTES])
+    return digest.digest()
 
 
 def num_tokens_of(operation: cpb.Operation) -> int:
