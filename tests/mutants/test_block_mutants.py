@@ -16,7 +16,7 @@ from native_programs import SOURCES, cmake
 ROOT = Path(__file__).parents[2]
 TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (
-    "admit", "growth", "tokens", "tiers", "aborts", "input", "walk",
+    "admit", "growth", "tokens", "tiers", "aborts", "input", "plain", "walk",
 )]  # fmt: skip
 TESTS[:0] = ["tests/unit/blocks/test_announcing.py", "tests/unit/blocks/test_rebuilding.py"]
 GROUP_TESTS = {
