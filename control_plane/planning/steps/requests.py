@@ -156,12 +156,12 @@ class Requests:
                     num_tokens = 0
                 num_tokens += num_tokens_of(request.operations[i])
                 if operation[0] == "append" and num_tokens >= PIECE_TOKENS:
+                    yield
                     yield from planner.append_in_pieces(i, operation[1], add())
                     continue
             run(i, operation, add())
         if in_pieces:
             yield
-        if in_pieces:
             yield from finish_in_pieces(member, request.number, result, request.traceparent)
         else:
             finish_plan(member, request.number, result, request.traceparent)
