@@ -73,6 +73,8 @@ def changed(**fields: bytes) -> cpb.Operation:
         changed(sequence_ids=b""),
         changed(sequence_ids=columns.pack(INT64, [1])),
         changed(first_positions=bytes(15)),
+        changed(first_positions=bytes(24)),
+        changed(num_slots=columns.pack(INT32, [1, 1, 1])),
         changed(num_slots=columns.pack(INT32, [1])),
         changed(num_tokens=columns.pack(INT32, [3, -1])),
         changed(num_tokens=columns.pack(INT32, [1, 2])),
