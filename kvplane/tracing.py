@@ -76,6 +76,11 @@ def use_application() -> None:
     _tracer = trace.get_tracer("kvplane")
 
 
+def is_on() -> bool:
+    """Whether spans are made."""
+    return _tracer is not None
+
+
 def span(
     name: str, parent: str = "", kind: Kind = "INTERNAL", **attributes: Value
 ) -> AbstractContextManager[Any]:

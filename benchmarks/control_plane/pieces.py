@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from array import array
+from typing import Any
 
+from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.in_process import TENANT, CorePool
 from benchmarks.control_plane.messages import prompt
@@ -23,15 +25,24 @@ _FORKS_A_STEP = 4_000
 
 
 async def pieces(world: World, sizes: Sizes) -> list[Row]:
-    """Resync, abort and end a session of many forks, and compute long prompts again, the longest
-    piece of each. Without the request's bytes and the answer's.
+    """Resync, abort and end a session of many forks; compute long prompts again after an abort,
+    publish them, and send their tables whole after another: the longest piece of each. Without the
+    request's bytes and the answer's.
     """
     rows = []
     for name in ("resync", "abort", "close"):
         longest_s = [await _of_forks(world, sizes, name) for _ in range(sizes.num_aborts)]
         rows.append(Row.of_seconds(f"pieces/{name}_{sizes.num_forks}_forks", longest_s))
-    longest_s = [await _of_prompts(world, sizes) for _ in range(sizes.num_aborts)]
-    return [*rows, Row.of_seconds("pieces/compute_64x2048_again", longest_s)]
+    for num in (sizes.num_aborted_sequences // 4, sizes.num_aborted_sequences):
+        measured = [await _of_prompts(world, sizes, num) for _ in range(sizes.num_aborts)]
+        about = f"{num}x{sizes.prompt_blocks}"
+        for name, *each_s in zip(
+            (f"compute_{about}_again", f"publish_{about}", f"whole_tables_{about}"),
+            *measured,
+            strict=True,
+        ):
+            rows.append(Row.of_seconds(f"pieces/{name}", each_s))
+    return rows
 
 
 async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
@@ -57,14 +68,13 @@ async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
         if name == "close":
             return _closed(pool, ref)
         if name == "resync":
-            return _longest(pool, cpb.ResyncRequest(session=ref, number=number))
+            return _longest(pool, cpb.ResyncRequest(session=ref, number=number))[1]
         abort = cpb.AbortPlanRequest(session=ref, number=number, plan_number=number - 1)
-        return _longest(pool, abort)
+        return _longest(pool, abort)[1]
 
 
-async def _of_prompts(world: World, sizes: Sizes) -> float:
-    """As many prompts as one message holds."""
-    num = sizes.num_aborted_sequences // 4
+async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, float, float]:
+    """Of so many prompts; one message holds 64 of 32,768 tokens unless it may be larger."""
     async with world.pool(num * (sizes.prompt_blocks + 1) * 17 // 16) as pool:
         assert isinstance(pool, CorePool), "measured in process only"
         engine = await pool.engine()
@@ -76,7 +86,20 @@ async def _of_prompts(world: World, sizes: Sizes) -> float:
         ref, number = _numbered(pool)
         lengths = [sizes.prompt_tokens] * num
         again = ops.appends(ids, [0] * num, lengths, lengths, b"".join(prompts))
-        return _longest(pool, cpb.StepRequest(session=ref, number=number, operations=[again]))
+        request = cpb.StepRequest(session=ref, number=number, operations=[again])
+        answer, compute_s = _longest(pool, request)
+        receipt = messages.receipt(pool.key, ref, number, answer.result.plan)
+        request = cpb.StepRequest(session=ref, number=number + 1, receipts=[receipt])
+        _, publish_s = _longest(pool, request)
+        ones = [1] * num
+        append = ops.appends(ids, lengths, ones, ones, ones)
+        request = cpb.StepRequest(session=ref, number=number + 2, operations=[append])
+        pool.core.answer(request, TENANT)
+        abort = cpb.AbortPlanRequest(session=ref, number=number + 3, plan_number=number + 2)
+        pool.core.answer(abort, TENANT)
+        request = cpb.StepRequest(session=ref, number=number + 4, operations=[append])
+        _, tables_s = _longest(pool, request)
+        return compute_s, publish_s, tables_s
 
 
 def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
@@ -85,15 +108,17 @@ def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
     return session.ref, session.numbers.last + 1
 
 
-def _longest(pool: CorePool, request: Request) -> float:
+def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
+    """The answer, and the seconds of the longest piece. Fails if the server would not pause."""
+    assert pool.core.takes_long(request)
     left = pool.core.in_pieces(request, TENANT)
     longest_s = 0.0
     while True:
         began_s = time.thread_time()
         try:
             next(left)
-        except StopIteration:
-            return max(longest_s, time.thread_time() - began_s)
+        except StopIteration as end:
+            return end.value, max(longest_s, time.thread_time() - began_s)
         longest_s = max(longest_s, time.thread_time() - began_s)
 
 

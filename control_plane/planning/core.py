@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, cast
 
+from kvplane_blocks import PlainStep
+
 from control_plane.planning import integrity, queries
 from control_plane.planning.admission.decisions import AdmissionConfig
 from control_plane.planning.config import CoreConfig
@@ -35,6 +37,7 @@ from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.silent_shards import lost_sessions
 from control_plane.planning.steps import checks
 from control_plane.planning.steps.pieces import Pieces, finished
+from control_plane.planning.steps.plain_steps import PlainAnswer, PlainSteps
 from control_plane.planning.steps.planner import Planner, check, read_operations
 from control_plane.planning.steps.plans import sign_grant
 from control_plane.planning.steps.requests import Request, Requests
@@ -108,6 +111,7 @@ class ControlPlane:
         self._requests = Requests(
             config, self._quotas, observer, self._sharing_of, self._require_open
         )
+        self._plain_steps = PlainSteps(config, self._sharing_of, is_observed=observer is not None)
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -257,6 +261,16 @@ class ControlPlane:
         """One of the four requests."""
         session = self._session(request.session, tenant)
         return finished(self._requests.answer(session, request))
+
+    def plain_step(self, request: PlainStep, tenant: str) -> PlainAnswer | None:
+        """``step`` of a request of the most common shapes. None when it has to be read as a message
+        and given to ``answer``; nothing is changed then but what that would do too.
+        """
+        session = self._sessions.get(request.session_id)
+        if session is None or session.tenant != tenant or request.incarnation != self.incarnation:
+            return None
+        self._renew(session)
+        return self._plain_steps.answer(session, request)
 
     def takes_long(self, request: Request) -> bool:
         """Whether to run one of the four requests by ``in_pieces``."""

@@ -13,6 +13,7 @@ from typing import Final
 from control_plane.planning.observing import PoolObservation
 from control_plane.planning.pools.statistics import EVICTION_REASONS
 from control_plane.planning.session import END_CAUSES
+from control_plane.planning.steps.plain_steps import PlainAnswer
 from control_plane.server import metric_declarations as declared
 from kvplane.serving.histogram import Histogram
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, Counts, PlaneMetrics, Samples
@@ -80,6 +81,13 @@ class ControlPlaneMetrics(PlaneMetrics):
             if done.WhichOneof("done") is not None:
                 num_done = _num_items(operation, kind) - len(done.failures)
                 self.operations.inc(kind, "ok", by=num_done)
+
+    def count_plain_step(self, answer: PlainAnswer, duration_s: float) -> None:
+        """The same of a plain step, of which all items were done."""
+        self._step_duration.add(duration_s)
+        self.num_plans += answer.has_plan
+        if answer.kind:
+            self.operations.inc(answer.kind, "ok", by=answer.num_done)
 
     def read_pools(self, observe: Callable[[], Observed]) -> None:
         """Export what ``observe`` says of the pools at each scrape."""

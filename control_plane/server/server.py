@@ -7,7 +7,10 @@ import logging
 import time
 from typing import Final
 
+from kvplane_blocks import PlainStep
+
 from control_plane.planning.core import ControlPlane
+from control_plane.planning.steps.plain_steps import may_be_plain
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.election.choice import elector_of
 from control_plane.server.election.elector import Elector
@@ -78,6 +81,7 @@ class ControlPlaneServer(PlaneServer):
             self.metrics,
             max_counts=max_counts,
             also_bind=config.plane_bind,
+            quick={"Step": PlainStep.read} if may_be_plain(config.core) else None,
         )
         about = {"version": __version__, "incarnation": str(incarnation)}
         self._page = PageServer(core.view_pools, self._access, about)

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 import grpc.aio
 from google.protobuf import duration_pb2
+from kvplane_blocks import PlainStep
 
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.steps.requests import Request
@@ -154,9 +155,10 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                     continue
                 if request is None:
                     return
+                session_id = _session_id(request)
                 answer = await self._answer(request, caller().tenant)
-                if answer.HasField("result"):  # the session is this caller's
-                    session_id = request.session.session_id
+                if isinstance(answer, bytes) or answer.HasField("result"):
+                    # The session is this caller's.
                     stream.session_ids.add(session_id)
                     self._step_streams[session_id] = stream
                 await stream.write(answer)
@@ -174,11 +176,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def SubmitReceipts(
         self, request: pb.SubmitReceiptsRequest, context: _Context
     ) -> pb.SubmitReceiptsResponse:
-        await self._long.wait(request.session.session_id)
-        try:
-            return self._core.submit_receipts(request, caller().tenant)
-        finally:  # what was applied before a refusal may have published blocks
-            self.flush()
+        return cast(pb.SubmitReceiptsResponse, await self._run(request, caller().tenant))
 
     async def AbortPlan(
         self, request: pb.AbortPlanRequest, context: _Context
@@ -239,8 +237,15 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> AsyncIterator[pb.RegisterResponse]:
         return self._registrar.serve(request_iterator, caller())
 
-    async def _answer(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
+    async def _answer(
+        self, request: pb.StepRequest | PlainStep, tenant: str
+    ) -> pb.StepResponse | bytes:
         try:
+            if isinstance(request, PlainStep):
+                answer = await self._plain_step(request, tenant)
+                if answer is not None:
+                    return answer
+                request = pb.StepRequest.FromString(request.data)
             return await self._step(request, tenant)
         except KvplaneError as error:
             return self._refuse(request.number, error)
@@ -262,6 +267,24 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._metrics.count_step(request.operations, response.result, time.perf_counter() - begin)
         return response
 
+    async def _plain_step(self, request: PlainStep, tenant: str) -> bytes | None:
+        """The encoded answer; None where the request has to be a message."""
+        if tracing.is_on():
+            return None
+        begin = time.perf_counter()
+        await self._long.wait(request.session_id)
+        answer = self._core.plain_step(request, tenant)
+        if answer is None:
+            return None
+        self.flush()
+        duration_s = time.perf_counter() - begin
+        if answer.response is None:
+            self._metrics.count_plain_step(answer, duration_s)
+        else:
+            operations = pb.StepRequest.FromString(request.data).operations
+            self._metrics.count_step(operations, answer.response.result, duration_s)
+        return answer.encoded
+
     async def _run(self, request: Request, tenant: str) -> Any:
         """The core's answer to a request that has a number, after those of its session that came
         before.
@@ -276,6 +299,10 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             self.flush()
 
 
+def _session_id(request: pb.StepRequest | PlainStep) -> int:
+    return request.session_id if isinstance(request, PlainStep) else request.session.session_id
+
+
 class _StepStream:
     """A Step stream, to which answers are written and news are pushed."""
 
@@ -284,8 +311,8 @@ class _StepStream:
         self._context = context
         self._lock = asyncio.Lock()
 
-    async def write(self, response: pb.StepResponse) -> None:
-        """Write a message after those before it."""
+    async def write(self, response: pb.StepResponse | bytes) -> None:
+        """Write a message, or an encoded one, after those before it."""
         async with self._lock:
             await self._context.write(response)
 

@@ -70,7 +70,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         stream = call.wrap_stream(
             handler.unary_stream or handler.stream_stream, bool(handler.unary_stream)
         )
-        return grpc.stream_stream_rpc_method_handler(stream, None, encode)
+        return grpc.stream_stream_rpc_method_handler(stream, None, _passing_bytes(encode))
 
 
 class _Call:
@@ -167,6 +167,13 @@ class _Call:
         )
         public = InternalError(f"internal error; the server's log has more of request {request_id}")
         return grpc.StatusCode.INTERNAL, rpc_status.to_status(to_rich_status(public))
+
+
+def _passing_bytes(encode: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
+    """``encode``, but for answers that the handler has encoded itself."""
+    if encode is None:
+        return None
+    return lambda answer: answer if type(answer) is bytes else encode(answer)
 
 
 def _request_id(context: _Context) -> str:

@@ -53,12 +53,13 @@ class PlaneServer:
         max_counts: Mapping[str, int] | None = None,
         also_bind: str = "",
         quota: ByteQuota | None = None,
+        quick: Mapping[str, Callable[[bytes], Any | None]] | None = None,
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer.
         ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
         ``also_bind``: a second address, or empty. ``quota``: of the bytes of each caller's
-        requests; None for none.
+        requests; None for none. ``quick``: by method's name, see ``Admission.quick``.
 
         Raises OSError when an address cannot be bound or a TLS file cannot be read, and
         InvalidRequestError when something is wrong in the access list.
@@ -74,6 +75,7 @@ class PlaneServer:
             for method in service_descriptor.methods
         }
         quota = ByteQuota() if quota is None else quota
+        quick = {f"/{service_name}/{name}": read for name, read in (quick or {}).items()}
         budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
         metrics.rpc.received = budget
         self._server = serving.build(
@@ -85,7 +87,7 @@ class PlaneServer:
             max_connection_calls=config.max_connection_calls,
             interceptors=[
                 WrongServiceInterceptor(service_name),
-                ErrorInterceptor(metrics.rpc, Admission(self._gate, bounds, budget, quota)),
+                ErrorInterceptor(metrics.rpc, Admission(self._gate, bounds, budget, quick, quota)),
             ],
         )
         add_service(service, self._server.grpc_server)

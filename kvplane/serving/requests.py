@@ -32,6 +32,9 @@ class Admission:
     gate: Gate
     bounds: Mapping[str, MessageBounds]
     budget: ReceiveBudget
+    quick: Mapping[str, Callable[[bytes], Any | None]] = field(default_factory=dict)
+    """By method: reads requests of a common shape, which hold no more than they may, without a
+    message. None of others."""
     quota: ByteQuota = field(default_factory=ByteQuota)
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Large requests are decoded and begun in turn, so that others come between them."""
@@ -57,6 +60,7 @@ class Requests:
         """
         self._gate, self._budget, self._large = admission.gate, admission.budget, admission.large
         self._bounds, self._quota = admission.bounds.get(method), admission.quota
+        self._quick = admission.quick.get(method)
         self._method = method
         self._decode = decode
         self._context = context
@@ -87,6 +91,10 @@ class Requests:
         self._num_held = len(data)
         if self._bounds is not None:  # it is a method of the contract
             self._quota.take(self._caller, len(data))
+            if self._quick is not None and len(data) < _LARGE_BYTES:
+                quick = self._quick(data)
+                if quick is not None:
+                    return quick
             self._bounds.check(data)
         if len(data) >= _LARGE_BYTES:
             await self._large.acquire()

@@ -81,6 +81,18 @@ class Sharing:
         self._observer = observer
         self._line = Line(DeviceBlocks(pool, self.members), config)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits: an operation is the core's own call, and ``started`` if that was an
+        admission.
+        """
+        return self._line.is_idle
+
+    @property
+    def num_headroom(self) -> int:
+        """Blocks that an admission leaves free."""
+        return self._line.num_headroom()
+
     # Sessions
 
     def open(self, session: Session) -> Member:
@@ -291,15 +303,26 @@ class Sharing:
         ids = [message.sequence_id]
         if message.fork_sequence_ids:
             ids += columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
+        num_looked_up = 0
+        if member.revoked and not message.skip_prefix_lookup:
+            num_looked_up = len(message.token_ids) // 4
+        self.started(member, key, ids, num_looked_up, num_cached)
+
+    def started(
+        self, member: Member, key: int, ids: list[int], num_looked_up: int, num_cached: int
+    ) -> None:
+        """Sequences were admitted together, the first of which was looked up by so many tokens.
+        ``key``: a new one of the member's groups, or that of the admission that waited.
+        """
         member.groups.add(key, ids)
         if member.waiting is not None and member.waiting.key == key:
             member.waiting = None
-        was_cut = message.sequence_id in member.revoked
+        was_cut = ids[0] in member.revoked
         for sequence_id in ids if member.revoked else ():
             member.revoked.pop(sequence_id, None)
-        if was_cut and not message.skip_prefix_lookup:
+        if was_cut and num_looked_up:
             statistics = self._pool.statistics
-            statistics.reread_lookup_tokens += len(message.token_ids) // 4
+            statistics.reread_lookup_tokens += num_looked_up
             statistics.reread_hit_tokens += num_cached
         self._line.started(member.session.id, key, self._pool.now_s)
 

@@ -38,6 +38,7 @@ class Answer:
     __slots__ = ("_error", "_message", "content")
 
     def __init__(self, content: bytes, message: Any, error: KvplaneError | None) -> None:
+        """``message``: or an encoded StepResponse."""
         self.content = content
         self._message = message
         # A copy without a traceback, which would keep the request alive.
@@ -47,6 +48,8 @@ class Answer:
         """The message. Raises the error instead when there is one."""
         if self._error is not None:
             raise _copy(self._error)
+        if isinstance(self._message, bytes):
+            self._message = cpb.StepResponse.FromString(self._message)
         return self._message
 
 
@@ -88,7 +91,7 @@ class Numbering:
         self.last += 1
 
     def remember(self, content: bytes, message: Any, error: KvplaneError | None = None) -> None:
-        """Remember what came of the last number."""
+        """Remember what came of the last number: a message, or an encoded StepResponse."""
         self._answers[self.last] = Answer(content, message, error)
         while len(self._answers) > self._num_kept:
             self._answers.popitem(last=False)

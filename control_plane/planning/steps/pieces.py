@@ -5,6 +5,7 @@ A generator yields after each piece, of a millisecond or a few, and returns what
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Iterator
 from typing import Final, TypeVar
 
@@ -18,6 +19,11 @@ Pieces = Generator[None, None, T]
 
 PIECE_TOKENS: Final = 65_536
 """Tokens that are taken in at a time: a millisecond or two."""
+PIECE_BLOCKS: Final = 16_384
+"""Blocks that are published, or written to a plan's tables, at a time: so too."""
+MANY_TOKENS: Final = 4 * PIECE_TOKENS
+"""More than this of them makes a request take some milliseconds."""
+_HASHED_BYTES: Final = 1 << 20
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 
@@ -31,6 +37,16 @@ def finished(pieces: Pieces[T]) -> T:
             return end.value  # type: ignore[no-any-return]
 
 
+def digest_in_pieces(payload: bytes) -> Pieces[bytes]:
+    """``signing.digest`` of what took some time to encode, if it is large."""
+    digest, view = hashlib.sha256(), memoryview(payload)
+    for begin in range(0, len(payload), _HASHED_BYTES):
+        if len(payload) > _HASHED_BYTES:
+            yield
+        digest.update(view[begin : begin + _HASHED_BYTES])
+    return digest.digest()
+
+
 def num_tokens_of(operation: cpb.Operation) -> int:
     """Tokens that an operation brings."""
     num_bytes = len(operation.append.token_ids) + len(operation.admit.token_ids)
@@ -42,17 +58,22 @@ def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
     append of which the columns do not fit together stays whole, to be refused as such.
     """
     num = len(message.sequence_ids) // _ID_BYTES
+    token_ids = message.token_ids  # each look at a message's bytes copies all of them
     try:
         num_tokens = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
     except InvalidRequestError:
         num_tokens = None
-    if num_tokens is None or not _fit(message, num, sum(num_tokens), min(num_tokens, default=0)):
+    if (
+        num_tokens is None
+        or min(num_tokens, default=0) < 0
+        or len(token_ids) != 4 * sum(num_tokens)
+        or not _fit(message, num)
+    ):
         yield 0, message
         return
-    # Each look at a message's bytes copies all of them.
     sequence_ids, first_positions = message.sequence_ids, message.first_positions
     num_slots, lookahead = message.num_slots, message.num_lookahead_slots
-    token_ids, given_column = message.token_ids, message.num_tokens
+    given_column = message.num_tokens
     first = first_token = token = 0
     for item, given in enumerate(num_tokens, 1):
         token += given
@@ -73,13 +94,11 @@ def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
         first, first_token = item, token
 
 
-def _fit(message: cpb.Append, num: int, num_tokens: int, fewest: int) -> bool:
-    """Whether the columns are those of ``num`` items with so many tokens in all."""
+def _fit(message: cpb.Append, num: int) -> bool:
+    """Whether the columns, but those of tokens, are those of ``num`` items."""
     return (
         num > 0
-        and fewest >= 0
         and len(message.sequence_ids) == len(message.first_positions) == 8 * num
         and len(message.num_slots) == 4 * num
         and len(message.num_lookahead_slots) in (0, 4 * num)
-        and len(message.token_ids) == 4 * num_tokens
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from control_plane.planning.session import PlanRecord, Session
 from control_plane.planning.sharing.member import Member
+from control_plane.planning.steps.pieces import PIECE_BLOCKS, Pieces, digest_in_pieces
 from kvplane import tracing
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -19,21 +20,51 @@ def finish_plan(
     """End the step that was begun. Its plan, if there is anything to carry out, is in flight from
     now on and goes into ``answer``. ``traceparent``: what data planes trace it in, if it is one.
     """
+    payload = _finish(member, traceparent)
+    if payload is not None:
+        _sign(member.session, number, payload, signing.digest(payload), answer.plan)
+
+
+def finish_in_pieces(
+    member: Member,
+    number: int,
+    answer: cpb.StepResult | cpb.ResyncResponse,
+    traceparent: str = "",
+) -> Pieces[None]:
+    """``finish_plan``, with stops while whole tables are written and while the plan is hashed."""
+    session = member.session
+    while session.native.prepare(session.slot, PIECE_BLOCKS):
+        yield
+    payload = _finish(member, traceparent)
+    if payload is None:
+        return
+    begin_plan(session, number, b"")  # no receipt can come before the answer
+    digest = yield from digest_in_pieces(payload)
+    _sign(session, number, payload, digest, answer.plan)
+
+
+def begin_plan(session: Session, number: int, digest: bytes) -> bytes:
+    """The plan is in flight from now on; returns its signature."""
+    session.plans[number] = PlanRecord(digest, session.pool.now_s)
+    session.last_plan = number
+    return signing.sign_digest(session.pool.key, signing.PLAN, digest)
+
+
+def _finish(member: Member, traceparent: str) -> bytes | None:
     session = member.session
     prefix = session.plan_prefix
     if tracing.checked(traceparent):
         prefix += tpb.Plan(traceparent=traceparent).SerializeToString()
-    payload = session.native.finish(session.slot, prefix)
     member.is_drafted = False
-    if payload is None:
-        return
-    digest = signing.digest(payload)
-    session.plans[number] = PlanRecord(digest, session.pool.now_s)
-    session.last_plan = number
-    plan = answer.plan
+    return session.native.finish(session.slot, prefix)
+
+
+def _sign(
+    session: Session, number: int, payload: bytes, digest: bytes, plan: tpb.SignedPayload
+) -> None:
     plan.type = signing.PLAN
     plan.payload = payload
-    plan.signature = signing.sign_digest(session.pool.key, signing.PLAN, digest)
+    plan.signature = begin_plan(session, number, digest)
 
 
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 
 from control_plane.planning.session import Session
+from control_plane.planning.steps.pieces import PIECE_BLOCKS, Pieces, finished
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -29,6 +30,11 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> No
     InvalidRequestError, ProtocolMismatchError, StaleEpochError or StaleIncarnationError naming
     ``receipts[i]``; then none is applied.
     """
+    finished(take_in_pieces(session, payloads))
+
+
+def take_in_pieces(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Pieces[None]:
+    """``take_receipts``, with a stop after each piece of what the plans have published."""
     if not payloads:
         return
     highest = list(session.receipted)
@@ -47,7 +53,10 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> No
             _check(session, receipt, at)
         if number in session.plans and number > highest[shard]:
             highest[shard] = number
-    _apply(session, highest)
+    is_news = min(highest) > session.done
+    apply_receipts(session, highest)
+    while is_news and session.native.receipted(session.slot, session.done, PIECE_BLOCKS):
+        yield
 
 
 def _check(session: Session, receipt: tpb.Receipt, at: str) -> None:
@@ -77,12 +86,9 @@ def _check(session: Session, receipt: tpb.Receipt, at: str) -> None:
         raise BadSignatureError("is of another plan", field=f"{at}.plan_digest")
 
 
-def _apply(session: Session, highest: list[int]) -> None:
+def apply_receipts(session: Session, highest: list[int]) -> None:
+    """Shards have run plans up to these, by their index; all but what the native core does."""
     session.receipted = highest
-    done = min(highest)
-    if done <= session.done:
-        return
-    session.done = done
+    session.done = done = max(session.done, min(highest))
     for number in [number for number in session.plans if number <= done]:
         del session.plans[number]
-    session.native.receipted(session.slot, done)

@@ -20,10 +20,15 @@ from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
 from control_plane.planning.steps.numbering import content_of
-from control_plane.planning.steps.pieces import PIECE_TOKENS, Pieces, num_tokens_of
+from control_plane.planning.steps.pieces import (
+    MANY_TOKENS,
+    PIECE_TOKENS,
+    Pieces,
+    num_tokens_of,
+)
 from control_plane.planning.steps.planner import Planner, check_no_plan, read_operations
-from control_plane.planning.steps.plans import finish_plan
-from control_plane.planning.steps.receipts import take_receipts
+from control_plane.planning.steps.plans import finish_in_pieces, finish_plan
+from control_plane.planning.steps.receipts import take_in_pieces, take_receipts
 from control_plane.planning.traffic import TrafficObserver, observed
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import control_pb2 as cpb
@@ -31,7 +36,7 @@ from kvplane.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 # More than this of it makes a request take some milliseconds.
-_MANY_TOKENS: Final = 4 * PIECE_TOKENS
+_MANY_TOKENS: Final = MANY_TOKENS
 _FEW_OPERATIONS: Final = 4
 _MANY_SEQUENCES: Final = 4096
 _MANY_BLOCKS: Final = 65_536
@@ -65,12 +70,16 @@ class Requests:
 
     def takes_long(self, session: Session, request: Request) -> bool:
         """Whether others should be served while the request runs."""
+        native, slot = session.native, session.slot
+        if request.receipts and native.num_tokens_in_flight(slot) > _MANY_TOKENS:
+            return True
+        if type(request) is cpb.SubmitReceiptsRequest:
+            return False
         if type(request) is cpb.StepRequest:
             if _brings_many_tokens(request.operations):
                 return True
             if not session.resync_due:
                 return False
-        native, slot = session.native, session.slot
         return native.num_sequences(slot) > _MANY_SEQUENCES or session.num_held() > _MANY_BLOCKS
 
     def answer(self, session: Session, request: Request, *, in_pieces: bool = False) -> Pieces[Any]:
@@ -129,7 +138,7 @@ class Requests:
     def _step(
         self, member: Member, request: cpb.StepRequest, in_pieces: bool
     ) -> Pieces[cpb.StepResponse]:
-        self._take_past(member, request)
+        yield from self._take_past(member, request, in_pieces)
         session = member.session
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
@@ -147,12 +156,15 @@ class Requests:
                     num_tokens = 0
                 num_tokens += num_tokens_of(request.operations[i])
                 if operation[0] == "append" and num_tokens >= PIECE_TOKENS:
+                    yield
                     yield from planner.append_in_pieces(i, operation[1], add())
                     continue
             run(i, operation, add())
         if in_pieces:
             yield
-        finish_plan(member, request.number, result, request.traceparent)
+            yield from finish_in_pieces(member, request.number, result, request.traceparent)
+        else:
+            finish_plan(member, request.number, result, request.traceparent)
         pool = session.pool
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()
@@ -161,8 +173,7 @@ class Requests:
     def _submit_receipts(
         self, member: Member, request: cpb.SubmitReceiptsRequest, in_pieces: bool
     ) -> Pieces[cpb.SubmitReceiptsResponse]:
-        self._take_past(member, request)
-        yield from ()  # it is one piece
+        yield from self._take_past(member, request, in_pieces)
         pool = member.session.pool
         return cpb.SubmitReceiptsResponse(usage=pool.usage(), revision=pool.revision())
 
@@ -170,7 +181,7 @@ class Requests:
         self, member: Member, request: cpb.AbortPlanRequest, in_pieces: bool
     ) -> Pieces[cpb.AbortPlanResponse]:
         session = member.session
-        take_receipts(session, self._bounded(request.receipts))
+        yield from self._take_receipts(session, request, in_pieces)
         abort_from(session, request.plan_number)
         session.pool.statistics.num_aborts += 1
         if in_pieces:
@@ -183,7 +194,7 @@ class Requests:
         self, member: Member, request: cpb.ResyncRequest, in_pieces: bool
     ) -> Pieces[cpb.ResyncResponse]:
         session = member.session
-        take_receipts(session, self._bounded(request.receipts))
+        yield from self._take_receipts(session, request, in_pieces)
         abort_plans(session, next_plan=request.number)
         session.pool.statistics.num_resyncs += 1
         if in_pieces:
@@ -194,13 +205,26 @@ class Requests:
             yield
         response = cpb.ResyncResponse(sequences=sequences)
         session.native.begin(session.slot, request.number)
-        finish_plan(member, request.number, response)
+        if in_pieces:
+            yield from finish_in_pieces(member, request.number, response)
+        else:
+            finish_plan(member, request.number, response)
         return response
 
+    def _take_receipts(self, session: Session, request: Request, in_pieces: bool) -> Pieces[None]:
+        receipts = self._bounded(request.receipts)
+        if in_pieces:
+            yield from take_in_pieces(session, receipts)
+        else:
+            take_receipts(session, receipts)
+
     def _take_past(
-        self, member: Member, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
-    ) -> None:
-        take_receipts(member.session, self._bounded(request.receipts))
+        self,
+        member: Member,
+        request: cpb.StepRequest | cpb.SubmitReceiptsRequest,
+        in_pieces: bool,
+    ) -> Pieces[None]:
+        yield from self._take_receipts(member.session, request, in_pieces)
         if request.HasField("deferred_tokens"):
             take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
 

@@ -75,6 +75,47 @@ const Sequence& sequence_of(const P& pool, Slot slot, int64_t id) {
   return *sequence;
 }
 
+inline py::tuple as_tuple(const Failure& failure) {
+  return py::make_tuple(failure.item, static_cast<int>(failure.code), failure.a, failure.b,
+                        failure.c);
+}
+
+inline py::tuple as_tuple(const std::variant<Admitted, Failure>& result) {
+  if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
+  const auto& admitted = std::get<Admitted>(result);
+  return py::make_tuple(admitted.num_cached_tokens, admitted.num_blocks,
+                        admitted.num_scheduled_tokens);
+}
+
+inline py::object as_list(const std::vector<Failure>& failures) {
+  if (failures.empty()) return py::none();
+  py::list list;
+  for (const Failure& failure : failures) list.append(as_tuple(failure));
+  return list;
+}
+
+// Bytes that are written where they lie.
+inline py::bytes make_bytes(size_t num_bytes) {
+  auto bytes = py::reinterpret_steal<py::bytes>(
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num_bytes)));
+  if (!bytes) throw py::error_already_set();
+  return bytes;
+}
+
+// The plan of the step that was begun; None when there is nothing to carry out.
+template <typename P>
+py::object finish_plan(P& pool, Slot slot, const py::bytes& prefix) {
+  py::object plan = py::none();
+  const auto make = [&](size_t num_bytes) {
+    plan = make_bytes(num_bytes);
+    return PyBytes_AS_STRING(plan.ptr());
+  };
+  in_groups(pool, [&](Groups groups) {
+    return Pool::finish(groups, slot, std::string_view(prefix), make);
+  });
+  return plan;
+}
+
 inline std::vector<int64_t> read_generations(const py::bytes& column) {
   const auto span = read<int64_t>(column, "generations");
   return {span.data, span.data + span.size};

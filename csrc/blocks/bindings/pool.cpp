@@ -216,8 +216,15 @@ void bind_sessions(py::class_<P>& pool) {
   pool.def("end_dry_run", &P::end_dry_run);
   pool.def(
       "receipted",
-      [](P& self, Slot slot, int64_t plan) { self.receipted(checked(self, slot), plan); },
-      py::arg("slot"), py::arg("plan"));
+      [](P& self, Slot slot, int64_t plan, int64_t max_blocks) {
+        return self.receipted(checked(self, slot), plan, max_blocks);
+      },
+      py::arg("slot"), py::arg("plan"),
+      py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
+  pool.def(
+      "num_tokens_in_flight",
+      [](const P& self, Slot slot) { return self.num_tokens_in_flight(checked(self, slot)); },
+      py::arg("slot"));
   pool.def(
       "abort",
       [](P& self, Slot slot, int64_t next_plan) {

@@ -26,27 +26,8 @@ void check_tokens(Span<int32_t> num_tokens, Span<int32_t> token_ids, int32_t at_
                           std::to_string(token_ids.size * 4) + " bytes");
 }
 
-py::tuple as_tuple(const Failure& failure) {
-  return py::make_tuple(failure.item, static_cast<int>(failure.code), failure.a, failure.b,
-                        failure.c);
-}
-
-py::object as_list(const std::vector<Failure>& failures) {
-  if (failures.empty()) return py::none();
-  py::list list;
-  for (const Failure& failure : failures) list.append(as_tuple(failure));
-  return list;
-}
-
 py::tuple as_tuple(const ItemResults& results) {
   return py::make_tuple(pack(results.values), as_list(results.failures));
-}
-
-py::tuple as_tuple(const std::variant<Admitted, Failure>& result) {
-  if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
-  const auto& admitted = std::get<Admitted>(result);
-  return py::make_tuple(admitted.num_cached_tokens, admitted.num_blocks,
-                        admitted.num_scheduled_tokens);
 }
 
 Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const py::bytes& fork_ids,
@@ -195,20 +176,17 @@ void bind_steps_of(py::class_<P>& pool) {
       },
       py::arg("slot"), py::arg("sequence_id"), py::arg("num_blocks"));
   pool.def(
-      "finish",
-      [](P& self, Slot slot, const py::bytes& prefix) -> py::object {
+      "prepare",
+      [](P& self, Slot slot, int64_t max_blocks) {
         checked(self, slot);
-        py::object plan = py::none();
-        const auto make = [&](size_t num_bytes) {
-          plan = py::reinterpret_steal<py::object>(
-              PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num_bytes)));
-          if (!plan) throw py::error_already_set();
-          return PyBytes_AS_STRING(plan.ptr());
-        };
-        in_groups(self, [&](Groups groups) {
-          return Pool::finish(groups, slot, std::string_view(prefix), make);
-        });
-        return plan;
+        return in_groups(self,
+                         [&](Groups groups) { return Pool::prepare(groups, slot, max_blocks); });
+      },
+      py::arg("slot"), py::arg("max_blocks"));
+  pool.def(
+      "finish",
+      [](P& self, Slot slot, const py::bytes& prefix) {
+        return finish_plan(self, checked(self, slot), prefix);
       },
       py::arg("slot"), py::arg("prefix"));
   pool.def(

@@ -85,8 +85,10 @@ std::vector<Failure> GroupedPool::deferred_tokens(Slot slot, const DeferredColum
   return {};
 }
 
-void GroupedPool::receipted(Slot slot, int64_t plan) {
-  for (Pool* pool : pools_) pool->receipted(slot, plan);
+bool GroupedPool::receipted(Slot slot, int64_t plan, int64_t max_blocks) {
+  bool is_left = false;
+  for (Pool* pool : pools_) is_left = pool->receipted(slot, plan, max_blocks) || is_left;
+  return is_left;
 }
 
 int64_t GroupedPool::release_retained(Slot slot, Span<int32_t> tokens) {

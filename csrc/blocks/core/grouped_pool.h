@@ -48,7 +48,8 @@ class GroupedPool {
   std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
   int64_t cut(Slot slot, int64_t sequence_id);
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
-  void receipted(Slot slot, int64_t plan);
+  bool receipted(Slot slot, int64_t plan, int64_t max_blocks = std::numeric_limits<int64_t>::max());
+  int64_t num_tokens_in_flight(Slot slot) const { return first().num_tokens_in_flight(slot); }
   int64_t release_retained(Slot slot, Span<int32_t> tokens);
   // Leading full blocks that an admission would find: their entries in the first group.
   std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;

@@ -74,6 +74,11 @@ Slot Pool::open_session(std::string_view root, uint32_t owner) {
 
 void Pool::end_session(Slot slot) {
   Session& session = sessions_[slot];
+  // A receipt that was taken in part: what is left of it ends as plans in flight do.
+  auto& receipted = session.receipting.plans;
+  session.plans.insert(session.plans.begin(), std::make_move_iterator(receipted.begin()),
+                       std::make_move_iterator(receipted.end()));
+  session.receipting = Receipting{};
   session.plans.push_back(std::move(session.record));
   session.record = PlanRecord{};
   end_draft(session);
@@ -256,7 +261,8 @@ void Pool::check() const {
   size_t num_ghosts = 0;
   for (const Session& session : sessions_) {
     for (const Release& release : session.releases) {
-      require(release.plan > session.done, "a release waits for a plan that has run");
+      require(release.plan > session.done || !session.open || !session.receipting.plans.empty(),
+              "a release waits for a plan that has run");
       for (int t = 0; t < 2; ++t)
         for (const Block b : release.blocks[t]) ++pending[t][b];
     }
@@ -276,6 +282,7 @@ void Pool::check() const {
         for (const uint32_t piece : sequence.tokens.pieces) token_owners[piece] += 0;
       }
     };
+    for (const PlanRecord& record : session.receipting.plans) check_record(record);
     for (const PlanRecord& record : session.plans) check_record(record);
     check_record(session.record);
     for (const auto& [tier, block] : session.kept) ++pins[tier - 1][block];

@@ -194,13 +194,18 @@ class Pool final : private Listener {
                                              Tier destination, int64_t headroom);
   int64_t cut(Slot slot, int64_t sequence_id);
   static bool reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks);
+  // Writes whole tables to the plan, where they are due; whether some are left for the next call.
+  static bool prepare(Groups groups, Slot slot, int64_t max_blocks);
   // Writes the plan to where `make(num_bytes)` says; false when there is nothing to carry out.
   static bool finish(Groups groups, Slot slot, std::string_view prefix,
                      const std::function<char*(size_t)>& make);
 
   // What follows
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
-  void receipted(Slot slot, int64_t plan);
+  // Plans up to `plan` have run. Whether some of what follows is left for the next call, which is
+  // then to come before anything else of the session.
+  bool receipted(Slot slot, int64_t plan, int64_t max_blocks = std::numeric_limits<int64_t>::max());
+  int64_t num_tokens_in_flight(Slot slot) const;
   static void abort(Groups groups, Slot slot, int64_t next_plan);
 
   // Queries
@@ -404,7 +409,9 @@ class Pool final : private Listener {
 
   // Plans (plans.cpp)
   void transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens);
-  void write_whole_tables(Session& session, Draft& draft);
+  bool write_whole_tables(Session& session, int64_t max_blocks);
+  void write_whole_table(Session& session, Sequence& sequence);
+  void write_transfers_into_tables(Session& session);
   void end_draft(Session& session);
   void save(Session& session, Block b);
   void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
@@ -416,6 +423,7 @@ class Pool final : private Listener {
 
   // Publication (publish.cpp)
   void publish(Session& session, uint32_t index);
+  void end_receipted(Session& session);
   void advance(Session& session, uint32_t index, int64_t done);
   bool set_chain(Session& session, Sequence& sequence);
   void enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens, Block b);

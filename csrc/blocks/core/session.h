@@ -100,6 +100,7 @@ struct Transfer {
 // What a plan in flight changes once it has run, or undoes when it is aborted.
 struct PlanRecord {
   int64_t number = 0;
+  int64_t num_tokens = 0;                              // that it computes
   std::vector<std::pair<uint32_t, uint32_t>> touched;  // (sequence, uid): have spans or transfers
   std::vector<Transfer> transfers;
   std::vector<Demotion> demotions;
@@ -110,6 +111,22 @@ struct Release {
   int64_t plan;
   double since_s;                // when the first of them was released
   std::vector<Block> blocks[2];  // by tier
+};
+
+// Plans that have run, of which the sequences are advanced some at a time.
+struct Receipting {
+  std::vector<PlanRecord> plans;
+  size_t next_plan = 0;
+  size_t next_touched = 0;  // of this plan
+};
+
+// Whole tables that are written to the draft some at a time.
+struct WholeTables {
+  bool begun = false;
+  std::vector<uint32_t> indices;  // of the sequences
+  size_t next = 0;
+  std::unordered_map<uint32_t, const Sequence*> sent;  // first piece -> a table that begins with it
+  std::unordered_set<uint64_t> in_tables;
 };
 
 struct Session {
@@ -123,6 +140,7 @@ struct Session {
   // Of one that ended: the sequences that are still to be released.
   std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;
+  Receipting receipting;  // empty but between two pieces of a receipt
   std::deque<Release> releases;
   int64_t done = 0;  // highest plan receipted
   int64_t last_plan = 0;
@@ -131,7 +149,8 @@ struct Session {
   int64_t num_entries = 0;  // of its tables, shared or not
   int64_t num_tokens = 0;   // known ones of its live sequences, shared or not
   Draft draft;
-  PlanRecord record;  // of the draft
+  PlanRecord record;   // of the draft
+  WholeTables tables;  // of the draft
   // Of the draft: blocks that its transfers write, which are not allocated twice in one plan; those
   // of them that nothing refers to any more, pinned until the plan is made; what it allocates.
   std::unordered_set<uint64_t> destinations;

@@ -40,6 +40,10 @@ constexpr std::string_view kRootPrefix("kvplane.v1.tenant\0", 18);
 
 }  // namespace
 
+Hash digest_of(std::string_view first, std::string_view second) {
+  return hash_of(first.data(), first.size(), second.data(), second.size());
+}
+
 Hash root_hash(std::string_view root) {
   return hash_of(kRootPrefix.data(), kRootPrefix.size(), root.data(), root.size());
 }

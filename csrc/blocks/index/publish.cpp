@@ -7,27 +7,48 @@
 
 namespace kvplane::blocks {
 
-void Pool::receipted(Slot slot, int64_t plan) {
+bool Pool::receipted(Slot slot, int64_t plan, int64_t max_blocks) {
   Session& session = sessions_[slot];
-  if (plan <= session.done) return;
-  session.done = plan;
-  std::vector<PlanRecord> finished;
-  while (!session.plans.empty() && session.plans.front().number <= plan) {
-    finished.push_back(std::move(session.plans.front()));
-    session.plans.pop_front();
+  auto& [plans, next_plan, next_touched] = session.receipting;
+  if (plan > session.done) {
+    session.done = plan;
+    while (!session.plans.empty() && session.plans.front().number <= plan) {
+      plans.push_back(std::move(session.plans.front()));
+      session.plans.pop_front();
+    }
+  } else if (plans.empty()) {
+    return false;
   }
-  for (const PlanRecord& record : finished)
-    for (const auto& [index, uid] : record.touched)
-      if (sequences_[index].uid == uid) advance(session, index, plan);
-  while (!session.releases.empty() && session.releases.front().plan <= plan) {
+  // A sequence counts as a block, and so does each block that it publishes.
+  const int64_t published_before = counters_.num_publications;
+  for (int64_t num = 0; next_plan < plans.size(); ++next_plan, next_touched = 0)
+    for (const auto& touched = plans[next_plan].touched; next_touched < touched.size(); ++num) {
+      if (num + counters_.num_publications - published_before >= max_blocks) return true;
+      const auto& [index, uid] = touched[next_touched++];
+      if (sequences_[index].uid == uid) advance(session, index, session.done);
+    }
+  end_receipted(session);
+  return false;
+}
+
+// All sequences of the plans that have run were advanced.
+void Pool::end_receipted(Session& session) {
+  while (!session.releases.empty() && session.releases.front().plan <= session.done) {
     end_release(session.releases.front());
     session.releases.pop_front();
   }
-  for (const PlanRecord& record : finished) {
+  for (const PlanRecord& record : session.receipting.plans) {
     for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it)
       if (it->pins) store(it->source.tier).unpin(it->source.block);
-    end_demotions(session, record, true, plan);
+    end_demotions(session, record, true, session.done);
   }
+  session.receipting = Receipting{};
+}
+
+int64_t Pool::num_tokens_in_flight(Slot slot) const {
+  int64_t num = 0;
+  for (const PlanRecord& record : sessions_[slot].plans) num += record.num_tokens;
+  return num;
 }
 
 // Plans up to `done` have run: what they wrote of the sequence is published.

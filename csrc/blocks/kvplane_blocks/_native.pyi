@@ -30,6 +30,9 @@ _Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
 """Published blocks of one root: the root, and columns of indices, generations, indices and
 generations of their parents, hashes, token ids."""
 
+_Done = bytes | tuple[int, int, int]
+"""Of an append: blocks of each table. Of an admission: cached tokens, blocks, scheduled tokens."""
+
 LATER: Final = 2
 NEVER: Final = 3
 LATER_HEADROOM: Final = 4
@@ -53,6 +56,46 @@ TOO_MANY_ENTRIES: Final = 24
 
 class ColumnError(ValueError):
     """Columns cannot be read: args are the column, the index or -1, and what is wrong."""
+
+MAX_PLAIN_RECEIPTS: Final = 8
+
+class PlainStep:
+    """An encoded StepRequest of the most common shapes: receipts, and at most one operation; no
+    deferred tokens and no traceparent. The operation is an append, whose columns fit together and
+    have no lookahead, or an admission with no other fields than ``max_total_tokens``.
+    """
+
+    @staticmethod
+    def read(data: bytes) -> PlainStep | None:
+        """None for anything else, also for an encoding that protobuf's own writers do not make."""
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def session_id(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def kind(self) -> str:
+        """The operation's name, "admit" or "append"; empty when there is none."""
+    @property
+    def num_items(self) -> int:
+        """Of an append."""
+    @property
+    def sequence_id(self) -> int:
+        """Of an admission."""
+    @property
+    def num_tokens(self) -> int:
+        """That the operation brings."""
+    @property
+    def content(self) -> bytes:
+        """What ``content_of`` says of the message."""
+    @property
+    def receipts(self) -> list[tuple[int, int, bytes, bytes]]:
+        """The plan and the shard that each claims to be of, its payload and its signature, none of
+        which is checked. Their type is that of receipts.
+        """
 
 class _Sessions:
     """What one layer group and several of them do alike; the module has no such class."""
@@ -120,7 +163,38 @@ class _Sessions:
     ) -> int | _Failure: ...
     def cut(self, slot: int, sequence_id: int) -> int: ...
     def reserve(self, slot: int, sequence_id: int, num_blocks: int) -> bool: ...
+    def prepare(self, slot: int, max_blocks: int) -> bool:
+        """Before ``finish``: write about so many blocks of whole tables, where they are due.
+        Returns whether some are left.
+        """
     def finish(self, slot: int, prefix: bytes) -> bytes | None: ...
+    def plain_step(
+        self,
+        slot: int,
+        request: PlainStep,
+        done: int,
+        headroom: int,
+        most_tokens: int,
+        prefix: bytes,
+    ) -> tuple[_Done | None, list[_Failure] | None, bytes | None, float] | bool | None:
+        """``receipted`` with plan ``done``, ``begin``, ``append`` or ``admit``, and ``finish``:
+        what the operation came to, the items refused, the plan, and the seconds of the operation.
+
+        None, with nothing changed, when whole tables are due, plans in flight compute more than
+        ``most_tokens``, or an append might not find room. False when an admission was refused: then
+        all but the receipts is to be done again.
+        """
+    def plain_answer(
+        self,
+        number: int,
+        done: _Done | None,
+        payload: bytes | None,
+        signature: bytes,
+        revision: int,
+    ) -> bytes:
+        """The encoded StepResponse. ``done``: of the operation; None when there was none.
+        ``payload``: of the plan, or None.
+        """
     def deferred_tokens(
         self,
         slot: int,
@@ -130,7 +204,12 @@ class _Sessions:
         num_tokens: bytes,
         token_ids: bytes,
     ) -> _Failure | None: ...
-    def receipted(self, slot: int, plan: int) -> None: ...
+    def receipted(self, slot: int, plan: int, max_blocks: int = ...) -> bool:
+        """Plans up to this one have run. ``max_blocks``: about as many are published at a time; if
+        True is returned, the same call is to follow before anything else of the session.
+        """
+    def num_tokens_in_flight(self, slot: int) -> int:
+        """Tokens that plans in flight compute."""
     def abort(self, slot: int, next_plan: int) -> None: ...
     def resync_due(self, slot: int) -> bool: ...
     def plans_in_flight(self, slot: int) -> int: ...

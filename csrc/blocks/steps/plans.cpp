@@ -53,7 +53,16 @@ void Pool::end_draft(Session& session) {
   session.kept.clear();
   session.destinations.clear();
   session.allocated.clear();
+  session.tables = WholeTables{};
   session.draft.clear();
+}
+
+bool Pool::prepare(Groups groups, Slot slot, int64_t max_blocks) {
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Session& session = groups[g]->sessions_[slot];
+    if (session.resync_due && groups[g]->write_whole_tables(session, max_blocks)) return true;
+  }
+  return false;
 }
 
 bool Pool::finish(Groups groups, Slot slot, std::string_view prefix,
@@ -88,8 +97,8 @@ bool Pool::has_plan(const Session& session) const {
 void Pool::complete_draft(Session& session) {
   Draft& draft = session.draft;
   if (session.resync_due) {
-    draft.changes.clear();
-    write_whole_tables(session, draft);
+    write_whole_tables(session, std::numeric_limits<int64_t>::max());
+    write_transfers_into_tables(session);
     return;
   }
   for (const Transfer& transfer : session.record.transfers)
@@ -106,40 +115,57 @@ void Pool::end_step(Session& session) {
   session.resync_due = false;
 }
 
-// All tables as they are now, and the transfers that fill blocks of theirs. A table that shares its
-// first pieces with one before it is sent as a fork of that one.
-void Pool::write_whole_tables(Session& session, Draft& draft) {
-  std::unordered_map<uint32_t, const Sequence*> sent;  // first piece -> a table that begins with it
-  std::unordered_set<uint64_t> in_tables;
-  TableChanges& changes = draft.changes;
-  changes.indices.reserve(static_cast<size_t>(session.num_held));
-  changes.generations.reserve(static_cast<size_t>(session.num_held));
-  for (const uint32_t index : indices_of(session.slot)) {
-    Sequence& sequence = sequences_[index];
-    sequence.table_sent = sequence.table.size > 0;
-    if (!sequence.table.size) continue;
-    int64_t first = sequence.num_trimmed;
-    ChangeKind kind = ChangeKind::kReplace;
-    const auto [it, is_first] = sent.try_emplace(sequence.table.pieces[0], &sequence);
-    const int64_t num_shared = is_first ? 0 : num_shared_pieces(sequence.table, it->second->table);
-    if (!is_first && num_shared >= first) {
-      changes.fork(sequence.id, it->second->id, num_shared);
-      if (num_shared == sequence.table.size) continue;
-      first = num_shared;
-      kind = ChangeKind::kSet;
-    }
-    changes.set(kind, sequence.id, sequence.tier, first, sequence.table.size - first);
-    size_t i = changes.indices.size();
-    add_entries(sequence, first, sequence.table.size, changes);
-    changes.allocated.resize(changes.indices.size());
-    if (session.allocated.empty() && session.record.transfers.empty()) continue;
-    for (; i < changes.indices.size(); ++i) {
-      const uint64_t key = key_of(sequence.tier, static_cast<Block>(changes.indices[i]));
-      // Only the first table that refers to a block says that it is allocated.
-      changes.allocated[i] = session.allocated.erase(key) > 0;
-      in_tables.insert(key);
-    }
+// All tables as they are now. A table that shares its first pieces with one before it is sent as a
+// fork of that one. Whether some are left, with this many blocks written.
+bool Pool::write_whole_tables(Session& session, int64_t max_blocks) {
+  WholeTables& tables = session.tables;
+  TableChanges& changes = session.draft.changes;
+  if (!std::exchange(tables.begun, true)) {
+    changes.clear();
+    changes.indices.reserve(static_cast<size_t>(session.num_held));
+    changes.generations.reserve(static_cast<size_t>(session.num_held));
+    changes.allocated.reserve(static_cast<size_t>(session.num_held));
+    tables.indices = indices_of(session.slot);
   }
+  const size_t first_index = changes.indices.size() + changes.kinds.size();
+  for (; tables.next < tables.indices.size(); ++tables.next) {
+    if (static_cast<int64_t>(changes.indices.size() + changes.kinds.size() - first_index) >=
+        max_blocks)
+      return true;
+    write_whole_table(session, sequences_[tables.indices[tables.next]]);
+  }
+  return false;
+}
+
+void Pool::write_whole_table(Session& session, Sequence& sequence) {
+  TableChanges& changes = session.draft.changes;
+  sequence.table_sent = sequence.table.size > 0;
+  if (!sequence.table.size) return;
+  int64_t first = sequence.num_trimmed;
+  ChangeKind kind = ChangeKind::kReplace;
+  const auto [it, is_first] = session.tables.sent.try_emplace(sequence.table.pieces[0], &sequence);
+  const int64_t num_shared = is_first ? 0 : num_shared_pieces(sequence.table, it->second->table);
+  if (!is_first && num_shared >= first) {
+    changes.fork(sequence.id, it->second->id, num_shared);
+    if (num_shared == sequence.table.size) return;
+    first = num_shared;
+    kind = ChangeKind::kSet;
+  }
+  changes.set(kind, sequence.id, sequence.tier, first, sequence.table.size - first);
+  size_t i = changes.indices.size();
+  add_entries(sequence, first, sequence.table.size, changes);
+  changes.allocated.resize(changes.indices.size());
+  if (session.allocated.empty() && session.record.transfers.empty()) return;
+  for (; i < changes.indices.size(); ++i) {
+    const uint64_t key = key_of(sequence.tier, static_cast<Block>(changes.indices[i]));
+    // Only the first table that refers to a block says that it is allocated.
+    changes.allocated[i] = session.allocated.erase(key) > 0;
+    session.tables.in_tables.insert(key);
+  }
+}
+
+// The transfers that fill blocks of whole tables.
+void Pool::write_transfers_into_tables(Session& session) {
   // A block that a later operation of this step replaced is in no table, so the data plane never
   // learns of it: a copy of such a block is made from the block that it was itself copied from.
   Origins origins;
@@ -150,9 +176,9 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
     origins.insert_or_assign(to, origin);
     // Nothing was ever written to a block that the step allocated and gave up again.
     if (session.allocated.count(key_of(origin.tier, origin.block))) continue;
-    if (in_tables.count(key_of(to.tier, to.block)) &&
+    if (session.tables.in_tables.count(key_of(to.tier, to.block)) &&
         store(to.tier).generation(to.block) == to.generation)
-      draft.transfers.add(origin, to);
+      session.draft.transfers.add(origin, to);
   }
 }
 

@@ -17,6 +17,8 @@ from kvplane.v1 import types_pb2 as tpb
 
 DEVICE, HOST = 1, 2
 NO_BLOCK = 0xFFFFFFFF
+FEW_BLOCKS = 2
+"""That half of all plans publish, or write to whole tables, at a time."""
 
 Failure = tuple[int, int, int, int, int]
 Rows = tuple[list[int], list[Failure]]
@@ -300,6 +302,8 @@ class Caller(View):
 
     def finish(self) -> MadePlan | None:
         """End the step: its plan, or None."""
+        while self.number % 2 and self.pool.prepare(self.slot, FEW_BLOCKS):
+            pass
         payload = self.pool.finish(self.slot, b"")
         return None if payload is None else decoded(payload)
 
@@ -362,7 +366,11 @@ class Caller(View):
 
     def receipted(self, plan: int | None = None) -> None:
         """The plan, by default the last one, has run."""
-        self.pool.receipted(self.slot, self.pool.last_plan(self.slot) if plan is None else plan)
+        plan = self.pool.last_plan(self.slot) if plan is None else plan
+        if plan % 2:
+            self.pool.receipted(self.slot, plan)
+        while self.pool.receipted(self.slot, plan, FEW_BLOCKS):
+            pass
 
     def abort(self) -> None:
         """All plans in flight; takes a number."""

@@ -29,6 +29,28 @@ FAULTS = {
     "found_where_another_session_computes_it": Mutant(
         "steps/admit.cpp", "|| leader.slot != session.slot ||", "||"
     ),
+    "columns_of_other_lengths_are_plain": Mutant(
+        "steps/plain_step.cpp",
+        "(num >= 0 && column.size != num)",
+        "(num >= 0 && column.size < num)",
+    ),
+    "what_a_plain_step_has_not_is_passed_over": Mutant(
+        "steps/plain_step.cpp",
+        "  if (!is_whole(fields)) return std::nullopt;",
+        "  if (fields.failed()) return std::nullopt;",
+    ),
+    "a_long_number_is_plain": Mutant("steps/plain_step.cpp", "if (!byte) break;", ""),
+    "a_receipt_that_is_taken_in_pieces_forgets_some": Mutant(
+        "index/publish.cpp",
+        "const auto& [index, uid] = touched[next_touched++];",
+        "const auto& [index, uid] = touched[next_touched++];\n"
+        "      if (max_blocks == 2 && num == 1) continue;",
+    ),
+    "whole_tables_in_pieces_leave_one_out": Mutant(
+        "steps/plans.cpp",
+        "        max_blocks)\n      return true;",
+        "        max_blocks)\n      return ++tables.next, true;",
+    ),
     "written_in_place_though_shared": Mutant(
         "steps/append.cpp",
         "return piece.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
@@ -181,8 +203,8 @@ FAULTS = {
     ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "index/publish.cpp",
-        "session.releases.front().plan <= plan)",
-        "session.releases.front().plan <= plan + 1)",
+        "session.releases.front().plan <= session.done)",
+        "session.releases.front().plan <= session.done + 1)",
     ),
 }
 # What only pools of several layer groups show.

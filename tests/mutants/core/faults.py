@@ -29,8 +29,8 @@ def receipts_of_one_shard_suffice(patch: pytest.MonkeyPatch) -> None:
     def apply(session: Session, highest: list[int]) -> None:
         original(session, [max(highest)] * len(highest))
 
-    original = receipts._apply
-    patch.setattr(receipts, "_apply", apply)
+    original = receipts.apply_receipts
+    patch.setattr(receipts, "apply_receipts", apply)
 
 
 def fence_ignored(patch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_model import LATER, World, status_of
+from core_model import LATER, Engine, World, status_of
 
 from control_plane.planning import queries
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
-from control_plane.planning.steps import pieces, requests
+from control_plane.planning.session import Session
+from control_plane.planning.steps import pieces, plans, receipts, requests
 from kvplane import ops
 from kvplane.errors import SessionNotFoundError
 from kvplane.v1 import control_pb2 as cpb
-from kvplane.wire import columns
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 
 SEVERAL = 24
+SIX = range(1, 7)
 
 
 def in_pieces(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any, str], Any]:
@@ -42,6 +45,8 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     """Pieces of a few tokens and sequences."""
     for module in (requests, pieces):
         patch.setattr(module, "PIECE_TOKENS", 10)
+    for module in (plans, receipts):
+        patch.setattr(module, "PIECE_BLOCKS", 3)
     patch.setattr("control_plane.planning.pools.pool._PIECE_SEQUENCES", 2)
 
 
@@ -74,6 +79,14 @@ def growth(rng: random.Random, positions: dict[int, int]) -> cpb.Operation:
     return cpb.Operation(append=append)
 
 
+def receipt(session: Session, number: int) -> tpb.SignedPayload:
+    """The data plane's, of a plan in flight."""
+    payload = session.receipt_of(number, 0)
+    assert payload is not None
+    signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
+    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+
+
 def walked(seed: int, *, is_whole: bool) -> tuple[list[Any], int]:
     """What a walk's requests are answered, and how often something else could run."""
     rng, world = random.Random(seed), World(num_device=40)
@@ -88,9 +101,17 @@ def walked(seed: int, *, is_whole: bool) -> tuple[list[Any], int]:
     def send(request: Any) -> None:
         request.session.CopyFrom(engine.ref)
         request.number = len(answers) + 1
+        session = world.core._sessions[engine.id]
+        if rng.random() < 0.5:
+            ran = [*session.plans][: rng.randint(0, 4)]
+            if isinstance(request, cpb.AbortPlanRequest):
+                ran = [number for number in ran if number < request.plan_number]
+            request.receipts.extend(receipt(session, number) for number in ran)
         done = answer(request, "tenant")
         plan = done.result if isinstance(done, cpb.StepResponse) else done
         if not isinstance(done, cpb.AbortPlanResponse):
+            if plan.HasField("plan"):
+                assert session.plans[request.number].digest == signing.digest(plan.plan.payload)
             plan.plan.ClearField("signature")  # with the pool's random key
         answers.append(done)
 
@@ -218,6 +239,58 @@ def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool)
     assert world.usage()["cached"] == 2
 
 
+def num_cached(world: World, engine: Engine, tokens: range) -> int:
+    request = cpb.LookupPrefixRequest(session=engine.ref, token_ids=columns.pack(INT32, [*tokens]))
+    return world.core.lookup_prefix(request, "tenant").num_cached_tokens
+
+
+@pytest.mark.usefixtures("small")
+def test_what_a_plan_published_and_its_tables_are_taken_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pieces, "_HASHED_BYTES", 100)
+    world = World(num_device=64)
+    engine, other = world.engine(), world.engine()
+    engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
+    session = world.core._sessions[engine.id]
+    found: list[int] = []
+
+    def between() -> None:
+        found.append(sum(num_cached(world, other, range(20 * i, 20 * i + 20)) > 0 for i in SIX))
+
+    request = cpb.SubmitReceiptsRequest(session=engine.ref, number=engine.number + 1)
+    request.receipts.extend(engine.receipts)
+    in_pieces(world.core, between)(request, "tenant")
+    assert found[1:] == [1, 2, 3, 4, 5], "after reading, and after each sequence"
+    found.clear()
+    request = cpb.ResyncRequest(session=engine.ref, number=engine.number + 2)
+    response = in_pieces(world.core, between)(request, "tenant")
+    num_chunks = -(-len(response.plan.payload) // 100)
+    assert len(found) == 3 + 5 + num_chunks
+    digest = signing.digest(response.plan.payload)
+    assert session.plans[engine.number + 2].digest == digest
+
+
+@pytest.mark.usefixtures("small")
+def test_a_session_may_end_while_its_receipts_are_taken() -> None:
+    world = World(num_device=64)
+    engine, other = world.engine(), world.engine()
+    engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)))
+    engine.step(ops.free([3]))
+    request = cpb.SubmitReceiptsRequest(session=engine.ref, number=engine.number + 1)
+    request.receipts.extend(engine.receipts)
+    left = world.core.in_pieces(request, "tenant")
+    for _ in range(3):
+        next(left)
+    world.core.close_session(engine.ref, "tenant")
+    world.core.check_integrity()
+    with pytest.raises(SessionNotFoundError):
+        next(left)
+    finish_work(world)
+    assert world.usage()["held"] == world.usage()["retired"] == 0
+    assert num_cached(world, other, range(20, 40)) == 16, "what was taken stays"
+
+
 def finish_work(world: World) -> None:
     world.core.take_told()
     while world.core.work():
@@ -253,3 +326,11 @@ def test_only_what_takes_long_is_run_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     engine.step(engine.growth(1, [7], 1))
     engine.abort(engine.number)
     assert takes_long(cpb.StepRequest()), "it carries whole tables"
+    engine.step(engine.growth(1, [7], 1))
+    signed = tpb.SignedPayload()
+    for kind in (cpb.StepRequest, cpb.SubmitReceiptsRequest):
+        assert not takes_long(kind(receipts=[signed]))
+    engine.step(ops.admit(7, range(60, 110)))
+    for kind in (cpb.StepRequest, cpb.SubmitReceiptsRequest):
+        assert takes_long(kind(receipts=[signed])), "plans in flight compute many tokens"
+        assert not takes_long(kind())

@@ -1,0 +1,61 @@
+"""Faults of plain steps, which the comparison with the same steps as messages must notice."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from control_plane.planning.steps import plain_steps
+
+NUM_WALKS = 40
+# What is left out, or what takes its place.
+FAULTS = {
+    "receipts are not applied": ("apply_receipts(session, highest)\n", "pass\n"),
+    "signatures are not looked at": ("        except BadSignatureError:\n", "        except ():\n"),
+    "a receipt may say what it likes": (
+        "payload != session.receipt_of(number, shard)",
+        "False",
+    ),
+    "any number is the next": ("number != numbers.last + 1", "number < numbers.last"),
+    "there may be any number of plans": ("num_left >= config.max_plans_in_flight", "num_left > 9"),
+    "there may be any number of items": ("request.num_items > config.max_operations", "False"),
+    "who was admitted is not known": (
+        "sharing.started(member, key, ids, request.num_tokens, came_to[0])",
+        "pass",
+    ),
+    "plans are of another digest": ("signing.digest(payload)", "signing.digest(payload[1:])"),
+    "refused items are not told": ("if failures:", "if False:"),
+    "an answer is not remembered": ("numbers.remember(request.content", "numbers.remember(b''"),
+    "who waits is passed": ("not sharing.is_idle or", ""),
+}
+
+
+def _load_tests() -> ModuleType:
+    path = Path(__file__).parents[1] / "unit" / "core" / "test_plain_steps.py"
+    spec = importlib.util.spec_from_file_location("plain_steps_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TESTS = _load_tests()
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_walk_notices(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(plain_steps.__file__).read_text()
+    assert source.count(fault[0]) == 1
+    faulty: dict[str, Any] = {"__name__": "faulty_plain_steps"}
+    exec(compile(source.replace(*fault), "faulty_plain_steps", "exec", dont_inherit=True), faulty)
+    monkeypatch.setattr("control_plane.planning.core.PlainSteps", faulty["PlainSteps"])
+    with pytest.raises((AssertionError, ArithmeticError, LookupError, ValueError, TypeError)):
+        TESTS.test_plain_steps_stand_in_line_as_others_do()
+        for seed in range(NUM_WALKS):
+            TESTS.walked(Random(seed))
