@@ -128,9 +128,9 @@ class Executor:
         self._blocks = TableBlocks(
             layout, shard, self._tables, self._sessions, self._plans, self._compute
         )
+        self.published = self._blocks.published(self._command)
         self._observe = observe
-        self._lock = threading.RLock()
-        self._depth = 0
+        self._lock, self._depth = threading.RLock(), 0
         self.expectations = Expectations(
             self._plans, self._compute, self.layers, self._lock, observe
         )
@@ -164,11 +164,6 @@ class Executor:
     def num_sequences(self) -> int:
         """Block tables of all sessions."""
         return self._tables.num_sequences
-
-    @property
-    def num_published_blocks(self) -> int:
-        """Device blocks with a publication."""
-        return sum(map(len, self._tables.publications))
 
     def use_own_stream(self) -> None:
         """Give the calling thread a stream of its own, beside other work on the device."""

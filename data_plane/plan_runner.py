@@ -29,6 +29,7 @@ from data_plane.plans.attention_batch import (
 from data_plane.plans.block_tables import BlockTables, Table
 from data_plane.plans.last_tenants import LastTenants
 from data_plane.plans.progress import Progress
+from data_plane.plans.reused_blocks import ReusedBlocks
 from data_plane.plans.sessions import Run, Session, Sessions
 from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import Transfers
@@ -78,6 +79,8 @@ class PlanRunner:
         self._counters = counters
         self._layers = layers
         self._check_device = check_device
+        self.reused: ReusedBlocks | None = None
+        """Notes which prefixes are found, where somebody wants to know."""
 
     def start(self, session: Session, plan: pb.Plan, digest: bytes) -> StartedPlan:
         """Begin a verified plan, continue it, or return its receipt if it has run. ``digest``: of
@@ -117,6 +120,8 @@ class PlanRunner:
             if not session.has_fixed_steps:
                 # In the transaction too: without device memory for it the plan is refused.
                 attention = tuple(map(self._compute.prepare, on_host))
+        if self.reused is not None:
+            self.reused.note(plan, transfers)
         return Run(
             number=plan.number,
             digest=digest,

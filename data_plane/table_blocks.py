@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from data_plane.places import check_group, place_of, tier_of
 from data_plane.plan_runner import PlanRunner
 from data_plane.plans.block_tables import BlockTables, Table, taken_away
 from data_plane.plans.sessions import Run, Sessions
+from data_plane.published_blocks import PublishedBlocks
 from kvplane.errors import PlanOutOfOrderError, StaleGenerationError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
@@ -52,6 +55,13 @@ class TableBlocks:
         self._sessions = sessions
         self._plans = plans
         self._compute = compute
+
+    def published(self, command: Callable[[str], AbstractContextManager[None]]) -> PublishedBlocks:
+        """Those that are published. ``command``: see there."""
+        layers = range(len(self._shard.group_layers(self._layout, 0)))
+        return PublishedBlocks(
+            layers, self._tables, self._sessions, self._plans, self._compute, command
+        )
 
     def read(
         self, session_id: int, blocks: BlockRange, *, only_written: bool

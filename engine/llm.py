@@ -27,6 +27,7 @@ from .parallel.backends import backend_of
 from .parallel.leader import ParallelBackend
 from .request import Delta, RequestOutput, SamplingParams
 from .running.core import EngineCore
+from .scheduling.loading import LoadingScheduler
 from .scheduling.scheduler import Scheduler
 from .stats import EngineStats
 from .threads import waiting
@@ -257,11 +258,15 @@ def _core(
     link: ControlLink,
     backend: DataBackend,
 ) -> EngineCore:
-    scheduler = Scheduler(
-        block_size_tokens=layout.block_size_tokens,
-        max_batch_tokens=config.max_batch_tokens,
-        max_sequences=config.max_sequences,
-    )
+    settings: dict[str, Any] = {
+        "block_size_tokens": layout.block_size_tokens,
+        "max_batch_tokens": config.max_batch_tokens,
+        "max_sequences": config.max_sequences,
+    }
+    if link.has_file_tier:
+        scheduler: Scheduler = LoadingScheduler(link.begin_load, **settings)
+    else:
+        scheduler = Scheduler(**settings)
     return EngineCore(
         loaded,
         layout,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvplane.clients.control_client import ControlClient
     from kvplane.clients.data_client import DataClient
     from kvplane.clients.execution import Execution, Started
+    from kvplane.clients.prefix_loader import Loaded, PrefixLoader
     from kvplane.clients.prefix_mover import Moved, PrefixMover
     from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
     from kvplane.errors import KvplaneError
@@ -41,7 +42,9 @@ __all__ = [
     "KvplaneError",
     "LayerGroup",
     "Layout",
+    "Loaded",
     "Moved",
+    "PrefixLoader",
     "PrefixMover",
     "Readmission",
     "Resynced",
@@ -68,7 +71,9 @@ _HOMES: Final = {
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
+    "Loaded": "kvplane.clients.prefix_loader",
     "Moved": "kvplane.clients.prefix_mover",
+    "PrefixLoader": "kvplane.clients.prefix_loader",
     "PrefixMover": "kvplane.clients.prefix_mover",
     "Readmission": "kvplane.session",
     "Resynced": "kvplane.session",

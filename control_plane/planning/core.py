@@ -4,8 +4,9 @@ Knows neither grpc nor torch. Single-threaded: it is only ever called from the e
 call runs to its end, but ``in_pieces`` stops between pieces. Invariant: ``check_integrity`` holds
 after every call and every piece, one that raises too.
 
-    registration   register, compare, report, disconnect, fence_done, announce, take_told,
-                   take_outgoing; register_ahead, and ahead: while another control plane leads
+    registration   register, compare, report, disconnect, fence_done, files_forgotten, announce,
+                   take_told, take_outgoing; register_ahead, and ahead: while another control plane
+                   leads
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
@@ -105,6 +106,7 @@ class ControlPlane:
         self.disconnect, self.take_told = registry.disconnect, registry.take_told
         self.has_work = registry.has_work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
+        self.files_forgotten = registry.files_forgotten
         self.take_outgoing, self._touch = registry.take_outgoing, registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key

@@ -243,9 +243,12 @@ class Registrar:
             elif kind == "fence_done":
                 self._core.fence_done(*stream.key, stream.epoch, request.fence_done)
                 self.flush()
+            elif kind == "files_forgotten":
+                self._core.files_forgotten(*stream.key, stream.epoch, request.files_forgotten)
             elif kind != "heartbeat":
                 raise InvalidRequestError(
-                    "must be digests, a report, fence_done or a heartbeat after the hello",
+                    "must be digests, a report, fence_done, files_forgotten or a heartbeat after"
+                    " the hello",
                     field=kind or "message",
                 )
 

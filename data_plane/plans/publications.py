@@ -6,7 +6,7 @@ generation: it is dropped when the block is allocated again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,8 @@ class Publications:
         """[num_blocks]: whether the block's present generation was published."""
         self.version = 0
         """Counts the messages that published a block, which make earlier checks outdated."""
+        self.on_keep: Callable[[], None] = lambda: None
+        """Is called when some were kept."""
         num_ranges = block_digests.num_ranges(num_blocks)
         self._changed = np.zeros(num_ranges, np.bool_) if changed_ranges is None else changed_ranges
         self._group = group
@@ -94,6 +96,7 @@ class Publications:
         self.published[blocks] = True
         self._changed[blocks // block_digests.RANGE_BLOCKS] = True
         self.version += 1
+        self.on_keep()
         return num_kept
 
     def withdraw(
@@ -109,6 +112,14 @@ class Publications:
         self.published[blocks] = False
         self._changed[blocks // block_digests.RANGE_BLOCKS] = True
         return len(blocks)
+
+    def contents(self, blocks: NDArray[np.int32]) -> tuple[Scope, NDArray[np.int32]]:
+        """The scope of published blocks, which must be of one, and their tokens [num_blocks,
+        block_size_tokens].
+        """
+        number = self._scope_of_block[blocks[0]]
+        scope = next(scope for scope, n in self._scopes.items() if n == number)
+        return scope, self._token_ids[blocks]
 
     def records(self, generations: NDArray[np.int64], begin: int) -> bytes:
         """Of the blocks from ``begin`` on, whose present generations are given, what digests are

@@ -120,6 +120,8 @@ class Session:
     ordinal: int
     tenant: str
     max_plans_in_flight: int
+    namespace: str | None
+    """None where the control plane does not say it."""
     finished: int = 0
     """The number of the last plan that finished; 0 before the first."""
     latest: Run | None = None
@@ -230,7 +232,13 @@ class Sessions:
             )
         session = self._open.get(session_id)
         if session is None:
-            session = Session(grant.session, grant.ordinal, grant.tenant, grant.max_plans_in_flight)
+            session = Session(
+                grant.session,
+                grant.ordinal,
+                grant.tenant,
+                grant.max_plans_in_flight,
+                grant.namespace if grant.HasField("namespace") else None,
+            )
             self._open[session_id] = session
         elif session.ordinal != grant.ordinal:
             raise InvalidRequestError(

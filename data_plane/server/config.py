@@ -207,6 +207,19 @@ class DataPlaneConfig(ServingConfig):
         minimum=1,
         maximum=256,
     )
+    file_tier_dir: Path | None = setting(
+        None,
+        help="Folder of files in which blocks of prefixes that were used twice are kept, also for"
+        " later processes; several data planes may share it. None for no files. For pools of one"
+        " layer group without an attention window.",
+    )
+    file_tier_bytes: int = setting(
+        0,
+        help="Bytes of the files of this process in --file-tier-dir: the least recently used are"
+        " removed first.",
+        unit="bytes",
+        minimum=0,
+    )
     control_plane_tls: bool = setting(False, help="Reach the control plane over TLS.")
     control_plane_ca: Path | None = setting(
         None,
@@ -249,6 +262,8 @@ class DataPlaneConfig(ServingConfig):
             raise InvalidRequestError("must be 1 to 128 characters", field="pool_id")
         if self.shard_index >= self.num_shards:
             raise InvalidRequestError("must be below --num-shards", field="shard_index")
+        if self.file_tier_bytes and self.file_tier_dir is None:
+            raise InvalidRequestError("must be given too", field="file_tier_dir")
         if self.block_size_tokens not in BLOCK_SIZES:
             raise InvalidRequestError(f"must be one of {BLOCK_SIZES}", field="block_size_tokens")
 

@@ -12,6 +12,7 @@ from data_plane.executor import Executor
 from data_plane.kernels.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from data_plane.places import group_of, tier_of
+from data_plane.server.files.tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.push.endpoint import PushEndpoint
 from kvplane.serving.metrics import (
@@ -73,6 +74,28 @@ _PUSHES: Final = _counter(
     "direction",
     "outcome",
 )
+_FILE_BLOCKS: Final = _gauge("file_tier_blocks", "Blocks kept in files.")
+_FILE_BYTES: Final = _gauge("file_tier_bytes", "Size of these files.")
+_FILE_MOVED: Final = _counter(
+    "file_tier_moved_blocks",
+    'Blocks "written" to files and "loaded" from them.',
+    "direction",
+)
+_FILE_MISSES: Final = _counter(
+    "file_tier_misses",
+    "Blocks that were to be loaded and could not be had from their files, by reason: GONE, TORN, "
+    "DAMAGED, MISMATCH or UNREADABLE.",
+    "reason",
+)
+_FILE_ERRORS: Final = _counter(
+    "file_tier_write_errors", "Files that could not be written, by error.", "error"
+)
+_FILE_REMOVED: Final = _counter(
+    "file_tier_removed_files",
+    'Files removed to make room ("evicted"), and those that were found at the start and were not '
+    'whole or not of this shard ("torn").',
+    "why",
+)
 _POOL_BLOCKS: Final = _gauge("pool_blocks", "Blocks of a tier, by layer group.", "tier", "group")
 _POOL_BYTES: Final = _gauge("pool_bytes", "Bytes of a tier, by layer group.", "tier", "group")
 _DEVICE_BYTES: Final = _gauge(
@@ -132,6 +155,7 @@ class DataPlaneMetrics(PlaneMetrics):
         self._num_waiting: Callable[[], int] = lambda: 0
         self._local: LocalEndpoint | None = None
         self._push: PushEndpoint | None = None
+        self._files: FileTier | None = None
 
     def observe_command(self, name: str, duration_s: float) -> None:
         """Count one command of the executor."""
@@ -143,12 +167,14 @@ class DataPlaneMetrics(PlaneMetrics):
         num_waiting: Callable[[], int],
         local: LocalEndpoint | None = None,
         push: PushEndpoint | None = None,
+        files: FileTier | None = None,
     ) -> None:
         """Export the executor's state and counters, how many commands wait for it, what engines on
-        this machine share with it, and what is pushed between it and other data planes.
+        this machine share with it, what is pushed between it and other data planes, and what it
+        keeps in files.
         """
         self._executor, self._num_waiting, self._local = executor, num_waiting, local
-        self._push = push
+        self._push, self._files = push, files
 
     def read(self, samples: Samples) -> None:
         samples.add(_ISA, 1, cpu_isa())
@@ -165,11 +191,27 @@ class DataPlaneMetrics(PlaneMetrics):
                 samples.add(_PUSHED_BYTES, self._push.counts.num_bytes[direction], direction)
             for labels, count in [*self._push.counts.num_pushes.items()]:
                 samples.add(_PUSHES, count, *labels)
+        if self._files is not None:
+            _add_files(samples, self._files)
         executor = self._executor
         if executor is None:
             return
         _add_state(samples, executor)
         _add_counters(samples, executor)
+
+
+def _add_files(samples: Samples, tier: FileTier) -> None:
+    files, counts = tier.files, tier.counts
+    samples.add(_FILE_BLOCKS, files.num_files)
+    samples.add(_FILE_BYTES, files.num_bytes)
+    for direction in ("written", "loaded"):
+        samples.add(_FILE_MOVED, counts.num_blocks[direction], direction)
+    for reason, count in [*counts.num_misses.items()]:
+        samples.add(_FILE_MISSES, count, reason)
+    for error, count in [*counts.num_write_errors.items()]:
+        samples.add(_FILE_ERRORS, count, error)
+    samples.add(_FILE_REMOVED, files.num_evicted, "evicted")
+    samples.add(_FILE_REMOVED, files.num_torn, "torn")
 
 
 def _add_state(samples: Samples, executor: Executor) -> None:
@@ -179,7 +221,7 @@ def _add_state(samples: Samples, executor: Executor) -> None:
     samples.add(_BACKEND, 1, executor.kernels.backend, str(executor.device))
     samples.add(_OPEN_SESSIONS, executor.num_sessions)
     samples.add(_TABLES, executor.num_sequences)
-    samples.add(_PUBLISHED, executor.num_published_blocks)
+    samples.add(_PUBLISHED, executor.published.num_blocks)
     for place, num_blocks in executor.pools.num_blocks.items():
         labels = TIER_NAMES[tier_of(place)], executor.layout.groups[group_of(place)].name
         samples.add(_POOL_BLOCKS, num_blocks, *labels)

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Final
 
 from data_plane.executor import Executor
+from data_plane.server.files.tier import FileTier
 from data_plane.server.registration_stream import (
     BLOCKS_PER_REPORT,
     RegistrationStream,
@@ -56,9 +57,11 @@ class RegistrationClient:
         address: str,
         tls: TlsOptions | None = None,
         on_change: Callable[[bool], Awaitable[None]],
+        files: FileTier | None = None,
     ) -> None:
         """``address``: where clients reach the executor. ``on_change`` is called with True when
-        registered and with False when a registration or an attempt has ended.
+        registered and with False when a registration or an attempt has ended. ``files``: None
+        where blocks are not kept in files.
         """
         self._executor = executor
         self._worker = worker
@@ -66,6 +69,8 @@ class RegistrationClient:
         self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
         self._address = address
         self._on_change = on_change
+        self._files = files
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._delay_s = _FIRST_DELAY_S
 
     async def run(self) -> None:
@@ -149,6 +154,11 @@ class RegistrationClient:
                 await self._worker.run(partial(executor.fence, fence.session, fence.ordinal))
                 done = pb.FenceDone(session=fence.session)
                 await stream.send(pb.RegisterRequest(fence_done=done))
+            elif kind == "forget_files" and self._files is not None:
+                # Many files take long, and plans must not wait for them.
+                task = asyncio.create_task(self._forget(self._files, stream, response.forget_files))
+                self._forgetting.add(task)
+                task.add_done_callback(self._forgetting.discard)
             elif kind == "report_request":
                 num_reports += 1
                 await self._report(stream)
@@ -158,3 +168,14 @@ class RegistrationClient:
                 raise PlaneUnavailableError(
                     f"the control plane sent an unexpected message, {kind}: registering again"
                 )
+
+    async def _forget(
+        self, files: FileTier, stream: RegistrationStream, message: pb.ForgetFiles
+    ) -> None:
+        """Delete files. What fails is not answered: the control plane asks again."""
+        try:
+            await files.forget(message)
+            done = pb.FilesForgotten(forget_id=message.forget_id)
+            await stream.send(pb.RegisterRequest(files_forgotten=done))
+        except (OSError, KvplaneError) as error:
+            _LOGGER.warning("files were not forgotten forget_id=%d: %s", message.forget_id, error)

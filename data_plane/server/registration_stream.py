@@ -47,6 +47,7 @@ def hello_of(executor: Executor, address: str, *, is_ahead: bool = False) -> pb.
         incarnation=executor.incarnation,
         key_id=executor.key_id,
         is_ahead=is_ahead,
+        has_file_tier=executor.published.is_watched,
     )
 
 

@@ -12,6 +12,7 @@ from data_plane.kernels.backend import Kernels
 from data_plane.server.ahead_client import AheadClient
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
+from data_plane.server.files.tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.push.endpoint import PushEndpoint
@@ -51,6 +52,17 @@ class DataPlaneServer(PlaneServer):
         self._worker = worker = WorkerThread(
             self.executor.use_own_stream, spin_s=config.local_spin_s
         )
+        quota = ByteQuota(config.max_tenant_bytes_per_s)
+        self.files: FileTier | None = None
+        """Blocks in files; None where there are none."""
+        if config.file_tier_dir is not None:
+            self.files = FileTier(
+                self.executor,
+                worker,
+                quota,
+                folder=config.file_tier_dir,
+                max_bytes=config.file_tier_bytes,
+            )
         self.local: LocalEndpoint | None = None
         """Where engines on this machine get shared memory; None where none do."""
         if config.num_local_regions > 0:
@@ -62,12 +74,13 @@ class DataPlaneServer(PlaneServer):
                 region_bytes=config.local_region_bytes,
                 on_error=self._count_rejection,
             )
-        quota = ByteQuota(config.max_tenant_bytes_per_s)
         self.push: PushEndpoint | None = None
         """Blocks to and from other data planes; None where there are none."""
         if config.push_bind or config.push_to:
             self.push = PushEndpoint(config, self.executor, worker, quota)
-        self.metrics.watch(self.executor, lambda: worker.num_waiting, self.local, self.push)
+        self.metrics.watch(
+            self.executor, lambda: worker.num_waiting, self.local, self.push, self.files
+        )
         service = DataPlaneService(
             self.executor,
             self._worker,
@@ -77,6 +90,7 @@ class DataPlaneServer(PlaneServer):
             quota=quota,
             local=self.local,
             push=self.push,
+            files=self.files,
             knows_callers=config.knows_callers,
         )
         super().__init__(
@@ -104,6 +118,8 @@ class DataPlaneServer(PlaneServer):
             self.local.start()
         if self.push is not None:
             self.push.start()
+        if self.files is not None:
+            self.files.start()
         await self._serve(serving=False)
         self._watch_device()
         registration = RegistrationClient(
@@ -113,6 +129,7 @@ class DataPlaneServer(PlaneServer):
             address=config.advertise or self.address,
             tls=config.control_tls,
             on_change=self._on_registration,
+            files=self.files,
         )
         self._registration = asyncio.create_task(registration.run())
         self._registration.add_done_callback(_log_failure)
@@ -175,6 +192,8 @@ class DataPlaneServer(PlaneServer):
             self.local.stop()
         if self.push is not None:
             await asyncio.to_thread(self.push.stop, self._config.grace_s)
+        if self.files is not None:
+            await asyncio.to_thread(self.files.stop)
         await asyncio.to_thread(self._worker.close)
         await asyncio.to_thread(self.executor.finish)
 

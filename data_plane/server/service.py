@@ -16,8 +16,10 @@ import grpc.aio
 from data_plane.executor import Executor
 from data_plane.pieces import Pieces, whole
 from data_plane.places import place_of
+from data_plane.plan_runner import StartedPlan
 from data_plane.server.execute_stream import PIECE_S, ExecuteStream, attention_options
 from data_plane.server.fair_queue import Lane
+from data_plane.server.files.tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -64,12 +66,14 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         quota: ByteQuota,
         local: LocalEndpoint | None = None,
         push: PushEndpoint | None = None,
+        files: FileTier | None = None,
         knows_callers: bool = False,
     ) -> None:
         """``rejected`` counts the requests of streams that are refused, by the error's reason.
         ``quota`` counts the bytes of callers beside those of their requests.
         ``local``: where clients on this machine may go on; None for nowhere. ``push``: None where
-        blocks are neither sent to other data planes nor taken from them.
+        blocks are neither sent to other data planes nor taken from them. ``files``: None where
+        blocks are not kept in files.
         ``knows_callers``: callers have to say who they are, so their grants must be theirs.
         """
         self._executor = executor
@@ -80,6 +84,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self._quota = quota
         self._local = local
         self._push = push
+        self._files = files
         self._knows_callers = knows_callers
         self._streams = RequestStreams("data plane")
 
@@ -257,6 +262,35 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         sender, tenant = self._pushes().sender, self._tenant()
         session_id = await self._run(lambda: self._executor.open(request.grant, tenant=tenant))
         return await sender.send(session_id, request, Lane(payer(), session_id))
+
+    async def FindFileBlocks(
+        self, request: pb.FindFileBlocksRequest, context: _Context
+    ) -> pb.FindFileBlocksResponse:
+        files, tenant = self._file_tier(), self._tenant()
+        session_id = await self._run(lambda: self._executor.open(request.grant, tenant=tenant))
+        num_blocks = await files.find(session_id, request.token_ids)
+        return pb.FindFileBlocksResponse(num_blocks=num_blocks)
+
+    async def LoadFileBlocks(
+        self, request: pb.LoadFileBlocksRequest, context: _Context
+    ) -> pb.LoadFileBlocksResponse:
+        files, tenant = self._file_tier(), self._tenant()
+
+        def command() -> tuple[int, StartedPlan]:
+            session_id = self._executor.open(request.grant, tenant=tenant)
+            return session_id, self._executor.start(session_id, request.plan)
+
+        session_id, started = await self._run(command)
+        if started.receipt is not None:
+            return pb.LoadFileBlocksResponse(receipt=started.receipt)
+        return await files.load(session_id, started.number, request, Lane(payer(), session_id))
+
+    def _file_tier(self) -> FileTier:
+        if self._files is None:
+            raise InvalidRequestError(
+                "this data plane keeps no blocks in files: start it with --file-tier-dir"
+            )
+        return self._files
 
     def _pushes(self) -> PushEndpoint:
         if self._push is None:

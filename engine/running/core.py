@@ -149,7 +149,7 @@ class EngineCore:
         first = self._new_sequence(request, 0)
         beams = BeamRequest(request) if params.num_beams > 1 else None
         self._live[request.request_id] = LiveRequest(request, [first], beams)
-        self._scheduler.add(first)
+        self._scheduler.arrive(first)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += len(token_ids)
         return request.request_id

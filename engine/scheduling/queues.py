@@ -38,6 +38,10 @@ class Queues:
         """The live sequence that goes first."""
         return min((*self.waiting, *self.running, *self.swapped), key=self._key, default=None)
 
+    def arrive(self, sequence: EngineSequence) -> None:
+        """Queue the first sequence of a request."""
+        self.add(sequence)
+
     def add(self, sequence: EngineSequence) -> None:
         """Queue a sequence that has no blocks."""
         sequence.forget_blocks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from types import TracebackType
 
+from kvplane import ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.execution import Execution
 from kvplane.tensor import Tensor
@@ -241,6 +242,36 @@ class DataClient:
             response: pb.SendBlocksResponse = await self._connection.attempt(
                 self._stub.SendBlocks, request, deadline
             )
+        return response
+
+    async def find_file_blocks(
+        self, grant: SignedPayload, tokens: ops.Tokens, *, timeout_s: float | None = None
+    ) -> int:
+        """How many leading full blocks of a prompt this shard has in files."""
+        request = pb.FindFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(tokens))
+        response: pb.FindFileBlocksResponse = await self._connection.call(
+            self._stub.FindFileBlocks, request, timeout_s
+        )
+        return response.num_blocks
+
+    async def load_file_blocks(
+        self,
+        grant: SignedPayload,
+        plan: SignedPayload,
+        sequence_id: int,
+        tokens: ops.Tokens,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.LoadFileBlocksResponse:
+        """Start a plan, and write its span for a sequence from files. ``tokens``: the sequence's,
+        to the span's end. The answer has no receipt when a file could not be used.
+        """
+        request = pb.LoadFileBlocksRequest(
+            grant=grant, plan=plan, sequence_id=sequence_id, token_ids=ops.pack_tokens(tokens)
+        )
+        response: pb.LoadFileBlocksResponse = await self._connection.call(
+            self._stub.LoadFileBlocks, request, timeout_s
+        )
         return response
 
     async def close(self) -> None:

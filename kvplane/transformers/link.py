@@ -6,13 +6,15 @@ the next step.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
-from kvplane.errors import InternalError, KvplaneError
+from kvplane.clients.prefix_loader import Loaded, PrefixLoader
+from kvplane.errors import InternalError, KvplaneError, SessionNotFoundError, StaleError
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, StepResult
 from kvplane.session import Session
@@ -22,6 +24,7 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
 _CLIENT_NAME: Final = "kvplane engine"
+_LOADER_NAME: Final = "kvplane engine, files"
 _CLOSE_TIMEOUT_S: Final = 2.0
 
 
@@ -39,7 +42,12 @@ class ControlLink:
         self._loop = loop
         self._pool_id = pool_id
         self._client = loop.call(lambda: ControlClient(address, tls=tls, timeout_s=timeout_s))
+        self._tls = tls
+        self._timeout_s = timeout_s
         self._session: Session | None = None
+        self._layout: Layout | None = None
+        self._loader: tuple[PrefixLoader, Session] | None = None  # of blocks from files
+        self._opening_loader = asyncio.Lock()
         self._last_plan_number = 0
 
     @property
@@ -61,6 +69,7 @@ class ControlLink:
     def open(self, layout: Layout) -> Session:
         """Open a session; an earlier one is closed first, if its control plane still knows it."""
         self._forget_session()
+        self._layout = layout
         session = self._client.open_session(self._pool_id, layout, client_name=_CLIENT_NAME)
         self._session = self._loop.run(session)
         return self._session
@@ -90,6 +99,45 @@ class ControlLink:
         """
         return self._loop.run(self.session.wait_for_news(wait_s))
 
+    @property
+    def has_file_tier(self) -> bool:
+        """Whether all data planes of the pool keep blocks in files."""
+        return all(shard.has_file_tier for shard in self.session.shards)
+
+    def begin_load(self, tokens: Sequence[int]) -> Future[Loaded]:
+        """Load what data planes have of a prompt in files, by a session beside this one, and do not
+        wait for it. The future raises what ``PrefixLoader.load`` does.
+        """
+        return self._loop.begin(self._load([*tokens]))
+
+    async def _load(self, tokens: Sequence[int]) -> Loaded:
+        loader = await self._open_loader()
+        try:
+            return await loader.load(tokens)
+        except (StaleError, SessionNotFoundError):  # since its session was opened
+            await self._close_loader(loader)
+            return await (await self._open_loader()).load(tokens)
+
+    async def _open_loader(self) -> PrefixLoader:
+        async with self._opening_loader:
+            if self._loader is None:
+                session = await self._client.open_session(
+                    self._pool_id, self._layout or self.session.layout, client_name=_LOADER_NAME
+                )
+                loader = PrefixLoader(session, tls=self._tls, timeout_s=self._timeout_s)
+                self._loader = loader, session
+            return self._loader[0]
+
+    async def _close_loader(self, loader: PrefixLoader | None = None) -> None:
+        """Close the loader, if it is still this one; or whichever it is."""
+        opened = self._loader
+        if opened is None or loader not in (None, opened[0]):
+            return
+        self._loader = None
+        with contextlib.suppress(KvplaneError):
+            await opened[0].close()
+            await opened[1].close(timeout_s=_CLOSE_TIMEOUT_S)
+
     def add_receipts(self, receipts: Iterable[types.SignedPayload]) -> None:
         """Submit these with the next step that is begun."""
         session = self.session
@@ -110,6 +158,7 @@ class ControlLink:
 
     def close(self) -> None:
         """Close session and channel."""
+        self._loop.run(self._close_loader())
         self._forget_session()
         self._loop.run(self._client.close())
 

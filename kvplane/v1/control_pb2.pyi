@@ -101,16 +101,18 @@ class DescribePoolResponse(_message.Message):
     def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., ready: bool = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "connected")
+    __slots__ = ("shard", "epoch", "address", "connected", "has_file_tier")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.Shard
     epoch: int
     address: str
     connected: bool
-    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ...) -> None: ...
+    has_file_tier: bool
+    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ..., has_file_tier: bool = ...) -> None: ...
 
 class PoolUsage(_message.Message):
     __slots__ = ("tiers",)
@@ -891,37 +893,41 @@ class SequenceStates(_message.Message):
     def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_scheduled_tokens: _Optional[bytes] = ..., num_written_tokens: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("hello", "report", "heartbeat", "fence_done", "digests")
+    __slots__ = ("hello", "report", "heartbeat", "fence_done", "digests", "files_forgotten")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FENCE_DONE_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     report: BlockReport
     heartbeat: Heartbeat
     fence_done: FenceDone
     digests: BlockDigests
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., report: _Optional[_Union[BlockReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fence_done: _Optional[_Union[FenceDone, _Mapping]] = ..., digests: _Optional[_Union[BlockDigests, _Mapping]] = ...) -> None: ...
+    files_forgotten: FilesForgotten
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., report: _Optional[_Union[BlockReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fence_done: _Optional[_Union[FenceDone, _Mapping]] = ..., digests: _Optional[_Union[BlockDigests, _Mapping]] = ..., files_forgotten: _Optional[_Union[FilesForgotten, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("welcome", "report_accepted", "publish", "fence", "report_request", "withdraw")
+    __slots__ = ("welcome", "report_accepted", "publish", "fence", "report_request", "withdraw", "forget_files")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REPORT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     REPORT_REQUEST_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FILES_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     report_accepted: ReportAccepted
     publish: PublishBlocks
     fence: Fence
     report_request: ReportRequest
     withdraw: WithdrawBlocks
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ...) -> None: ...
+    forget_files: ForgetFiles
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ..., forget_files: _Optional[_Union[ForgetFiles, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "is_ahead")
+    __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "is_ahead", "has_file_tier")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -934,6 +940,7 @@ class Hello(_message.Message):
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     IS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
     protocol: _types_pb2.ProtocolRange
     pool_id: str
     shard: _types_pb2.Shard
@@ -946,7 +953,8 @@ class Hello(_message.Message):
     key_id: bytes
     groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     is_ahead: bool
-    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., is_ahead: bool = ...) -> None: ...
+    has_file_tier: bool
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., is_ahead: bool = ..., has_file_tier: bool = ...) -> None: ...
 
 class GroupBlocks(_message.Message):
     __slots__ = ("num_device_blocks", "num_host_blocks")
@@ -1039,6 +1047,28 @@ class WithdrawBlocks(_message.Message):
     generations: bytes
     group: int
     def __init__(self, indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., group: _Optional[int] = ...) -> None: ...
+
+class ForgetFiles(_message.Message):
+    __slots__ = ("forget_id", "tenant", "namespace", "token_ids", "all_namespaces", "all_tenants")
+    FORGET_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALL_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    forget_id: int
+    tenant: str
+    namespace: str
+    token_ids: bytes
+    all_namespaces: bool
+    all_tenants: bool
+    def __init__(self, forget_id: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., all_namespaces: bool = ..., all_tenants: bool = ...) -> None: ...
+
+class FilesForgotten(_message.Message):
+    __slots__ = ("forget_id",)
+    FORGET_ID_FIELD_NUMBER: _ClassVar[int]
+    forget_id: int
+    def __init__(self, forget_id: _Optional[int] = ...) -> None: ...
 
 class Fence(_message.Message):
     __slots__ = ("session", "ordinal")

@@ -95,6 +95,16 @@ class DataPlaneServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_data__pb2.SendBlocksRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_data__pb2.SendBlocksResponse.FromString,
                 _registered_method=True)
+        self.FindFileBlocks = channel.unary_unary(
+                '/kvplane.v1.DataPlaneService/FindFileBlocks',
+                request_serializer=kvplane_dot_v1_dot_data__pb2.FindFileBlocksRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_data__pb2.FindFileBlocksResponse.FromString,
+                _registered_method=True)
+        self.LoadFileBlocks = channel.unary_unary(
+                '/kvplane.v1.DataPlaneService/LoadFileBlocks',
+                request_serializer=kvplane_dot_v1_dot_data__pb2.LoadFileBlocksRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_data__pb2.LoadFileBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class DataPlaneServiceServicer(object):
@@ -189,6 +199,22 @@ class DataPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindFileBlocks(self, request, context):
+        """How much of a prompt this shard has in files, of the session's tenant and namespace. Changes nothing. INVALID_ARGUMENT where there is
+        no file tier (--file-tier-dir).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadFileBlocks(self, request, context):
+        """Writes one span of a plan from files: starts the plan, and reads and checks a file for each block of the span. What a file lacks or
+        has wrong is no error: the answer has no receipt then, and the plan is to be aborted. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataPlaneServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -241,6 +267,16 @@ def add_DataPlaneServiceServicer_to_server(servicer, server):
                     servicer.SendBlocks,
                     request_deserializer=kvplane_dot_v1_dot_data__pb2.SendBlocksRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_data__pb2.SendBlocksResponse.SerializeToString,
+            ),
+            'FindFileBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindFileBlocks,
+                    request_deserializer=kvplane_dot_v1_dot_data__pb2.FindFileBlocksRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_data__pb2.FindFileBlocksResponse.SerializeToString,
+            ),
+            'LoadFileBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadFileBlocks,
+                    request_deserializer=kvplane_dot_v1_dot_data__pb2.LoadFileBlocksRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_data__pb2.LoadFileBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -524,6 +560,60 @@ class DataPlaneService(object):
             '/kvplane.v1.DataPlaneService/SendBlocks',
             kvplane_dot_v1_dot_data__pb2.SendBlocksRequest.SerializeToString,
             kvplane_dot_v1_dot_data__pb2.SendBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindFileBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.DataPlaneService/FindFileBlocks',
+            kvplane_dot_v1_dot_data__pb2.FindFileBlocksRequest.SerializeToString,
+            kvplane_dot_v1_dot_data__pb2.FindFileBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadFileBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.DataPlaneService/LoadFileBlocks',
+            kvplane_dot_v1_dot_data__pb2.LoadFileBlocksRequest.SerializeToString,
+            kvplane_dot_v1_dot_data__pb2.LoadFileBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -223,7 +223,7 @@ class SignedPayload(_message.Message):
     def __init__(self, type: _Optional[str] = ..., payload: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class SessionGrant(_message.Message):
-    __slots__ = ("version", "session", "ordinal", "pool_id", "shard_epochs", "tenant", "layout_fingerprint", "max_plans_in_flight")
+    __slots__ = ("version", "session", "ordinal", "pool_id", "shard_epochs", "tenant", "layout_fingerprint", "max_plans_in_flight", "namespace")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ORDINAL_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,7 @@ class SessionGrant(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     version: int
     session: SessionRef
     ordinal: int
@@ -240,7 +241,8 @@ class SessionGrant(_message.Message):
     tenant: str
     layout_fingerprint: bytes
     max_plans_in_flight: int
-    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., ordinal: _Optional[int] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., layout_fingerprint: _Optional[bytes] = ..., max_plans_in_flight: _Optional[int] = ...) -> None: ...
+    namespace: str
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., ordinal: _Optional[int] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., layout_fingerprint: _Optional[bytes] = ..., max_plans_in_flight: _Optional[int] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans", "allocations", "traceparent")

@@ -107,7 +107,7 @@ async def data_plane(
 
 async def write(address: str, data: DataPlaneServer, *prompts: list[int]) -> None:
     """Prompts, published at the data plane when this returns."""
-    num_blocks = data.executor.num_published_blocks + sum(len(p) // 8 for p in prompts)
+    num_blocks = data.executor.published.num_blocks + sum(len(p) // 8 for p in prompts)
     async with ControlClient(address) as control, DataClient(data.address) as client:
         await control.wait_ready("default", PATIENCE_S)
         session = await control.open_session("default", LAYOUT)
@@ -116,7 +116,7 @@ async def write(address: str, data: DataPlaneServer, *prompts: list[int]) -> Non
             await run_step(session, execution, ops.admit(number, prompt))
         await session.submit_receipts()
         await session.close()
-    await until(lambda: data.executor.num_published_blocks == num_blocks)
+    await until(lambda: data.executor.published.num_blocks == num_blocks)
 
 
 async def num_found(server: ControlPlaneServer, prompt: list[int]) -> int:

@@ -375,6 +375,8 @@ class Pool:
                 if indices:
                     self.shards.send([withdraw_message(indices, generations, group)])
                     self._has_forgotten = True
+        if not self.is_forgetting:
+            self.shards.withdrawn()
 
     def forget_some(self) -> None:
         """Take entries apart that were forgotten, for a few milliseconds."""

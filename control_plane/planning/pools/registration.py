@@ -204,6 +204,13 @@ class Registration:
             pool.fence_done(done.session.session_id, shard_index)
             begin_if_complete(pool)
 
+    def files_forgotten(
+        self, pool_id: str, shard_index: int, epoch: int, done: cpb.FilesForgotten
+    ) -> None:
+        """A shard has deleted files. Raises PoolNotFoundError, StaleEpochError."""
+        pool, _ = self._shard(pool_id, shard_index, epoch)
+        pool.shards.file_forgets.done(done.forget_id, shard_index)
+
     def take_told(self) -> list[tuple[str, int]]:
         """The shards (pool, index) for which messages wait, of the pools touched since the last
         call.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from control_plane.planning.pools.file_forgets import FileForgets
 from control_plane.planning.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -110,7 +111,11 @@ class ShardState:
         """Its description for clients."""
         hello = self.hello
         return cpb.ShardInfo(
-            shard=hello.shard, epoch=hello.epoch, address=hello.address, connected=self.connected
+            shard=hello.shard,
+            epoch=hello.epoch,
+            address=hello.address,
+            connected=self.connected,
+            has_file_tier=hello.has_file_tier,
         )
 
 
@@ -127,11 +132,13 @@ class PoolShards:
         self._is_told = False  # something since the last take_told
         # Ended session -> the shards that have not fenced it yet, and the message to them.
         self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
+        self.file_forgets = FileForgets()
 
     def add(self, hello: cpb.Hello) -> ShardState:
         """A shard registers, to report next."""
         state = self.states[hello.shard.index] = ShardState(hello, self.reports)
         state.outgoing.extend(self.fences_for(hello.shard.index))
+        state.outgoing.extend(self._forgets_for(hello))
         self._is_told = True
         return state
 
@@ -146,7 +153,7 @@ class PoolShards:
 
     def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
         """Resume a shard on another stream."""
-        self.states[hello.shard.index].reconnect(hello, missed)
+        self.states[hello.shard.index].reconnect(hello, missed + self._forgets_for(hello))
         self._is_told = True
 
     def ask_again(self, *, but: int) -> None:
@@ -245,6 +252,30 @@ class PoolShards:
         for state in self.states.values():
             if state.connected:
                 state.outgoing.extend(messages)
+
+    @property
+    def file_tiers(self) -> list[int]:
+        """The shards that keep blocks in files."""
+        return [i for i, state in self.states.items() if state.hello.has_file_tier]
+
+    def forget_files(self, message: cpb.ForgetFiles) -> None:
+        """Have files deleted, now and when ``withdrawn`` is called."""
+        if self.file_tiers:
+            self._send_to_files(self.file_forgets.add(message))
+
+    def withdrawn(self) -> None:
+        """All blocks that were forgotten have been withdrawn."""
+        if self.file_forgets.has_early:
+            self._send_to_files(self.file_forgets.told_again(self.file_tiers))
+
+    def _send_to_files(self, messages: list[cpb.RegisterResponse]) -> None:
+        self._is_told = True
+        for i in self.file_tiers:
+            if self.states[i].connected:
+                self.states[i].outgoing.extend(messages)
+
+    def _forgets_for(self, hello: cpb.Hello) -> list[cpb.RegisterResponse]:
+        return self.file_forgets.of_shard(hello.shard.index) if hello.has_file_tier else []
 
     def fences_for(self, index: int) -> list[cpb.RegisterResponse]:
         """The fences that a shard has not carried out yet."""

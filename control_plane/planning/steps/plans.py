@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from control_plane.planning.pools.publications import owner_of
 from control_plane.planning.session import PlanRecord, Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.steps.pieces import PIECE_BLOCKS, Pieces, digest_in_pieces
@@ -79,6 +80,7 @@ def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
         tenant=session.tenant,
         layout_fingerprint=pool.layout.fingerprint,
         max_plans_in_flight=max_plans_in_flight,
+        namespace=owner_of(session.root)[1] if pool.shards.file_tiers else None,
     ).SerializeToString(deterministic=True)
     signature = signing.sign(pool.key, signing.GRANT, payload)
     return tpb.SignedPayload(type=signing.GRANT, payload=payload, signature=signature)

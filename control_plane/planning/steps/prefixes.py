@@ -94,6 +94,15 @@ def forget(
             f"sequences refer to {num_in_use} of the blocks: free them first, or force it",
             field=what,
         )
+    tenant, namespace = owner_of(session.root)
+    session.pool.shards.forget_files(
+        cpb.ForgetFiles(
+            tenant=tenant,
+            namespace=namespace,
+            token_ids=message.token_ids if what == "token_ids" else b"",
+            all_namespaces=what == "tenant_contents",
+        )
+    )
     session.pool.forget_some()
     result.forget.num_forgotten_blocks = num_forgotten
     result.forget.num_blocks_in_use = num_in_use

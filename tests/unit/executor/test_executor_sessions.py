@@ -101,7 +101,7 @@ def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> Non
 def test_a_publication_of_another_generation_is_ignored(rig: Rig) -> None:
     rig.admit(1)
     assert rig.executor.publish(publications((0, 2), (1, 1))) == 1
-    assert rig.executor.num_published_blocks == 1
+    assert rig.executor.published.num_blocks == 1
 
 
 def test_a_fence_waits_for_the_command_that_runs() -> None:

@@ -1,0 +1,179 @@
+"""Measures how fast blocks come from files into a pool, beside what it takes to write them anew.
+
+    python -m benchmarks.file_tier [--mebibytes 64] [--rounds 5] [--json OUT]
+
+The same blocks, by turns:
+
+    files alone        read from the folder, and their checksums compared, by this process
+    loaded             LoadFileBlocks, from the call to the receipt
+    written            keys and values sent by a client on this machine: what computing them again
+                       costs without the model's own arithmetic
+
+Files that were just written are in the page cache; of a disk's own speed this says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.block_transfer import BLOCK_BYTES, LAYOUT, run
+from benchmarks.cpu import cpu_name
+from data_plane.files.disk import Disk
+from data_plane.files.record import HEADER_BYTES, read_data, read_header
+from kvplane import ControlClient, DataClient, Session, Tensor, ops
+
+POOL = "files"
+SEQUENCE = 1
+WAYS = ("files alone", "loaded", "written")
+
+
+@contextmanager
+def planes(folder: Path, num_blocks: int) -> Iterator[str]:
+    """A control plane and a pool with a file tier; the address of the first."""
+    layout, port = folder / "layout.json", folder / "port"
+    layout.write_text(json.dumps(asdict(LAYOUT)))
+    with ExitStack() as stack:
+        run(stack, "control_plane", "--bind", "127.0.0.1:0", "--port-file", str(port))
+        while not port.exists():
+            time.sleep(0.05)
+        address = f"127.0.0.1:{port.read_text().strip()}"
+        run(
+            stack,
+            *("data_plane", "--bind", "127.0.0.1:0", "--control-plane", address),
+            *("--layout", str(layout), "--pool-id", POOL, "--num-threads", "1"),
+            *("--num-device-blocks", str(2 * num_blocks + 8)),
+            *("--file-tier-dir", str(folder / "files")),
+            *("--file-tier-bytes", str(2 * num_blocks * (BLOCK_BYTES + HEADER_BYTES))),
+        )
+        yield address
+
+
+class Bench:
+    """One prompt of ``num_blocks`` blocks."""
+
+    def __init__(self, session: Session, data: DataClient, folder: Path, num_blocks: int) -> None:
+        self._session = session
+        self._data = data
+        self._folder = folder
+        self._num_blocks = num_blocks
+        self._tokens = [i % 1000 for i in range(num_blocks * LAYOUT.block_size_tokens)]
+        shape = (len(self._tokens), 8, 64)
+        self._key = Tensor("float32", shape, os.urandom(Tensor.size_bytes("float32", shape)))
+
+    async def fill(self) -> None:
+        """Have the prompt computed, found, and written to files."""
+        await self.written(skip_prefix_lookup=False)
+        await self._session.submit_receipts()
+        result = await self._session.step([ops.admit(SEQUENCE, [*self._tokens, 0])])
+        plan = result.raise_for_status().plan
+        row = Tensor("float32", (1, 8, 64), bytes(8 * 64 * 4))
+        for layer in range(4):
+            done = await self._data.reshape_and_cache(self._session.grant, plan, layer, row, row)
+        await self._free(done.receipt)
+        while len(self._paths()) < self._num_blocks:
+            await asyncio.sleep(0.05)
+
+    async def files_alone(self) -> float:
+        """Seconds."""
+        begin_s = time.perf_counter()
+        for path in self._paths():
+            content = Disk().read(path, HEADER_BYTES + BLOCK_BYTES)
+            read_data(content, read_header(content[:HEADER_BYTES])[0])
+        return time.perf_counter() - begin_s
+
+    async def loaded(self) -> float:
+        """Seconds."""
+        plan = await self._admit(skip_prefix_lookup=True)
+        begin_s = time.perf_counter()
+        answer = await self._data.load_file_blocks(
+            self._session.grant, plan, SEQUENCE, self._tokens
+        )
+        took_s = time.perf_counter() - begin_s
+        await self._free(answer.receipt)
+        return took_s
+
+    async def written(self, *, skip_prefix_lookup: bool = True) -> float:
+        """Seconds."""
+        plan = await self._admit(skip_prefix_lookup=skip_prefix_lookup)
+        begin_s = time.perf_counter()
+        async with await self._data.open(self._session.grant) as execution:
+            await execution.start(plan)
+            for layer in range(4):
+                await execution.layer(layer, None, self._key, self._key)
+            took_s = time.perf_counter() - begin_s
+            await self._free(execution.receipt)
+        return took_s
+
+    def _paths(self) -> list[Path]:
+        return [*self._folder.rglob("*.block")]
+
+    async def _admit(self, **options: bool) -> Any:
+        operation = ops.admit(SEQUENCE, self._tokens, **options)
+        return (await self._session.step([operation])).raise_for_status().plan
+
+    async def _free(self, receipt: Any) -> None:
+        self._session.add_receipt(receipt)
+        plan = (await self._session.free(SEQUENCE)).plan
+        ran = await self._data.copy_blocks(self._session.grant, plan)
+        self._session.add_receipt(ran.receipt)
+        await self._session.submit_receipts()
+
+
+async def measure(
+    address: str, folder: Path, num_blocks: int, num_rounds: int
+) -> dict[str, list[float]]:
+    """GB/s of each way, of each round."""
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    async with ControlClient(address, timeout_s=60) as control:
+        await control.wait_ready(POOL, timeout_s=180)
+        session = await control.open_session(POOL, LAYOUT)
+        async with session, DataClient(session.shards[0].address, timeout_s=60) as data:
+            bench = Bench(session, data, folder / "files", num_blocks)
+            await bench.fill()
+            for number in range(num_rounds + 1):
+                for name, way in zip(
+                    WAYS, (bench.files_alone, bench.loaded, bench.written), strict=True
+                ):
+                    took_s = await way()
+                    if number:  # the first round is a warm-up
+                        rates[name].append(num_blocks * BLOCK_BYTES / took_s / 1e9)
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mebibytes", type=int, default=64, help="of blocks")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    options = parser.parse_args()
+    num_blocks = max(1, options.mebibytes * 1024 * 1024 // BLOCK_BYTES)
+    load = os.getloadavg()[0]
+    machine = f"{cpu_name()}, {os.cpu_count()} virtual processors, load {load:.1f} at the beginning"
+    print(f"{machine}; {num_blocks * BLOCK_BYTES / 2**20:.0f} MiB, {options.rounds} rounds")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with planes(folder, num_blocks) as address:
+            rates = asyncio.run(measure(address, folder, num_blocks, options.rounds))
+    print(f"{'way':<12} {'median GB/s':>12} {'best':>6} {'tokens/s':>10}")
+    token_bytes = BLOCK_BYTES // LAYOUT.block_size_tokens
+    for name, values in rates.items():
+        median = statistics.median(values)
+        print(f"{name:<12} {median:>12.2f} {max(values):>6.2f} {median * 1e9 / token_bytes:>10.0f}")
+    if options.json is not None:
+        record = {"machine": machine, "num_bytes": num_blocks * BLOCK_BYTES, "gb_per_s": rates}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

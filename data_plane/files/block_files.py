@@ -1,0 +1,292 @@
+"""A folder of files, one for each block, within a number of bytes.
+
+    FOLDER/lock                  held by the process that uses the folder
+    FOLDER/ab/abcdef….block      a block, by its name
+    FOLDER/new-1.tmp             a file that is being written; removed at the next start
+
+A file is written under another name, synced and then renamed, so a name stands for a whole file or
+for none. What a file holds is checked when it is read, whatever it went through before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from data_plane.files.disk import Disk
+from data_plane.files.index import FileIndex
+from data_plane.files.record import (
+    HEADER_BYTES,
+    BlockKey,
+    FileMissError,
+    encode_header,
+    read_data,
+    read_header,
+)
+from kvplane.errors import InvalidRequestError
+
+MAX_FILES: Final = 2**20
+"""In one folder; each takes some hundred bytes of memory."""
+_SUFFIX: Final = ".block"
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+class BlockFiles:
+    """The files of one shard. Thread-safe.
+
+    ``num_evicted``: files removed to make room for others. ``num_torn``: what was found at a start
+    and was no file of this shard's, or not a whole one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        part: bytes,
+        block_bytes: int,
+        *,
+        max_bytes: int,
+        disk: Disk | None = None,
+    ) -> None:
+        """Use a folder, which is made if it is not there. ``part``: what the shard holds, see
+        ``part_name``. ``block_bytes``: of it in each block. ``max_bytes``: of all files.
+
+        Raises InvalidRequestError when another process uses the folder, it cannot be used, or there
+        is no room for a single file.
+        """
+        self.num_evicted = self.num_torn = 0
+        self._folder = folder
+        self._part = part
+        self._length = block_bytes
+        self._file_bytes = HEADER_BYTES + block_bytes
+        self._max_files = min(max_bytes // self._file_bytes, MAX_FILES)
+        if not self._max_files:
+            raise InvalidRequestError(
+                f"must be at least {self._file_bytes}, the size of one file",
+                field="file_tier_bytes",
+            )
+        self._disk = disk if disk is not None else Disk()
+        self._index = FileIndex()
+        self._lock = threading.Lock()
+        self._num_forgotten = 0  # calls of forget
+        self._num_temporary = 0
+        self._left: set[Path] = set()  # could not be removed
+        self.scanned = threading.Event()
+        """Set when ``scan`` has ended."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_fd = self._disk.lock(folder / "lock")
+        except BlockingIOError as error:
+            raise InvalidRequestError(
+                f"{folder} is used by another process", field="file_tier_dir"
+            ) from error
+        except OSError as error:
+            raise InvalidRequestError(
+                f"{folder} cannot be used: {error}", field="file_tier_dir"
+            ) from error
+
+    @property
+    def num_files(self) -> int:
+        """Files there are."""
+        return len(self._index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them, headers too."""
+        return len(self._index) * self._file_bytes
+
+    def close(self) -> None:
+        """Let other processes use the folder."""
+        self._disk.close(self._lock_fd)
+
+    def scan(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        """Find the files of an earlier process, and remove what is none. Reads headers alone. To be
+        called once, before anything is written; until it ends nothing is found. Ends early, having
+        found nothing, when ``is_stopping`` says so.
+        """
+        try:
+            self._scan(is_stopping)
+        finally:
+            self.scanned.set()
+
+    def _scan(self, is_stopping: Callable[[], bool]) -> None:
+        for path in self._folder.glob("*.tmp"):
+            self._remove(path)
+        found: list[tuple[float, BlockKey]] = []
+        for path in self._folder.glob(f"??/*{_SUFFIX}"):
+            if is_stopping():
+                return
+            try:
+                status = path.lstat()
+                key, _ = read_header(self._disk.read(path, HEADER_BYTES))
+                is_own = (key.part, key.length) == (self._part, self._length)
+                if not is_own or path != self._path(key.name) or status.st_size != self._file_bytes:
+                    raise FileMissError("MISMATCH")
+                found.append((status.st_mtime, key))
+            except (OSError, FileMissError):
+                self.num_torn += 1
+                self._remove(path)
+        with self._lock:
+            self._add_found(found)
+
+    def _add_found(self, found: list[tuple[float, BlockKey]]) -> None:
+        """Parents before children; what lost its parent, or there is no room for, is removed."""
+        below: dict[bytes, list[BlockKey]] = {}
+        for _, key in found:
+            below.setdefault(key.parent, []).append(key)
+        firsts = [key for _, key in found if key.parent == key.root]
+        for key in firsts:
+            self._index.add(key)
+            firsts += below.pop(key.name, [])
+        for _, key in sorted(found, key=lambda each: each[0]):
+            if not self._index.use(key.name):
+                self.num_torn += 1
+                self._remove(self._path(key.name))
+        while len(self._index) > self._max_files:
+            self._evict()
+        _LOGGER.info("file tier folder=%s files=%d", self._folder, len(self._index))
+
+    def find(self, names: Iterable[bytes]) -> int:
+        """How many of these, from the first on, have files. ``names``: of a prompt's blocks. They
+        count as used.
+        """
+        num = 0
+        for name in names:
+            with self._lock:
+                if not self._index.use(name):
+                    break
+            num += 1
+        return num
+
+    def key_of(
+        self, tenant: bytes, root: bytes, parent: bytes, name: bytes, generation: int = 0
+    ) -> BlockKey:
+        """The key of a block of this shard. ``generation``: which it has in the pool."""
+        return BlockKey(self._part, tenant, root, parent, name, self._length, generation)
+
+    def write(self, key: BlockKey, data: bytes) -> bool:
+        """Write a block's file, evicting others to make room. False when it was not written: it is
+        there, its parent is not, there is no room for both, or something was forgotten meanwhile.
+        Raises OSError.
+        """
+        if len(data) != self._length:
+            raise ValueError(f"{len(data)} bytes instead of {self._length}")
+        with self._lock:
+            num_forgotten = self._num_forgotten
+            self._index.use(key.parent)
+            if key.name in self._index or not self._index.may_add(key):
+                return False
+            while len(self._index) >= self._max_files:
+                if not self._evict(keep=key.parent):
+                    return False
+            self._num_temporary += 1
+            new = self._folder / f"new-{self._num_temporary}.tmp"
+        path = self._path(key.name)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._write_whole(new, encode_header(key, data), data)
+            with self._lock:
+                if num_forgotten != self._num_forgotten or not self._index.may_add(key):
+                    self._remove(new)
+                    return False
+                self._disk.rename(new, path)
+                self._index.add(key)
+        except OSError:
+            self._remove(new)
+            raise
+        return True
+
+    def _write_whole(self, path: Path, *parts: bytes) -> None:
+        fd = self._disk.create(path)
+        try:
+            for part in parts:
+                self._disk.write(fd, part)
+            self._disk.sync(fd)  # before the name that others look for
+        finally:
+            self._disk.close(fd)
+
+    def read(self, key: BlockKey) -> memoryview:
+        """A block's data. Raises FileMissError; the file and those below it are gone then."""
+        path = self._path(key.name)
+        try:
+            data = read_data(self._disk.read(path, self._file_bytes + 1), key)
+        except FileMissError:
+            self.drop(key.name)
+            raise
+        except FileNotFoundError as error:
+            self.drop(key.name)
+            raise FileMissError("GONE") from error
+        except OSError as error:
+            self.drop(key.name)
+            raise FileMissError("UNREADABLE") from error
+        with suppress(OSError):  # which only the order after a restart needs
+            self._disk.touch(path)
+        return data
+
+    def drop(self, name: bytes) -> None:
+        """Remove a file and those below it."""
+        with self._lock:
+            names = self._index.remove(name)
+        self._remove_all(names)
+
+    def forget(
+        self, *, tenant: bytes = b"", root: bytes = b"", name: bytes = b"", everything: bool = False
+    ) -> None:
+        """Remove all files of a tenant, of a root, or of the prefixes that begin with a block, and
+        none that is being written now comes into being. Returns when they are gone. Raises OSError
+        when one could not be removed; another call tries that again. Waits for ``scan``.
+        """
+        self.scanned.wait()
+        with self._lock:
+            self._num_forgotten += 1
+            if everything:
+                names = self._index.remove_all()
+            elif tenant:
+                names = self._index.remove_tenant(tenant)
+            elif root:
+                names = self._index.remove_root(root)
+            else:
+                names = self._index.remove(name)
+            left, self._left = self._left, set()
+        self._remove_all(names)
+        for path in left:
+            self._remove(path)
+        if self._left:
+            raise OSError(f"{len(self._left)} files could not be removed")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the index is whole and within its bounds."""
+        with self._lock:
+            self._index.check_integrity()
+            assert len(self._index) <= self._max_files
+
+    def _evict(self, keep: bytes = b"") -> bool:
+        """Make room, if that is possible without the file ``keep``."""
+        name = self._index.oldest(keep)
+        if name is None:
+            return False
+        self._index.remove(name)
+        self.num_evicted += 1
+        self._remove(self._path(name))
+        return True
+
+    def _path(self, name: bytes) -> Path:
+        text = name.hex()
+        return self._folder / text[:2] / (text + _SUFFIX)
+
+    def _remove_all(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._remove(self._path(name))
+
+    def _remove(self, path: Path) -> None:
+        try:
+            self._disk.remove(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._left.add(path)
+            _LOGGER.warning("%s was not removed: %s", path, os.strerror(error.errno or 0))

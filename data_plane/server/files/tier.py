@@ -1,0 +1,216 @@
+"""The file tier: blocks in files below the memory tiers, of one shard.
+
+    FindFileBlocks ──► how many leading blocks of a prompt have files
+    LoadFileBlocks ──► plan started ──► files read and checked ──► written as commands ──► receipt
+
+A load fills the blocks that a plan allocated, as pushes do. They are published by the plan's
+receipt, which is made when every slot was written from a file that was right: until then nobody
+finds them, so a file that is wrong is never more than a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+
+from data_plane.executor import Executor
+from data_plane.files.block_files import BlockFiles
+from data_plane.files.disk import Disk
+from data_plane.files.names import Scope, block_names, folder_name, part_name, scope_of
+from data_plane.files.record import BlockKey, FileMissError
+from data_plane.kernels.cuda_streams import device_errors
+from data_plane.memory.pool import TORCH_DTYPES
+from data_plane.memory.upload import upload
+from data_plane.server.fair_queue import Lane
+from data_plane.server.files.counts import FileCounts
+from data_plane.server.files.writer import FileWriter
+from data_plane.server.worker_thread import WorkerThread
+from kvplane.errors import InvalidRequestError, PlaneUnavailableError
+from kvplane.serving.byte_quota import ByteQuota
+from kvplane.v1 import control_pb2
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+
+CHUNK_BYTES: Final = 2 * 1024 * 1024
+_MAX_LOADS: Final = 4
+
+T = TypeVar("T")
+
+
+class FileTier:
+    """Serves from ``start`` to ``stop``. ``files`` are those of this process alone."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        quota: ByteQuota,
+        *,
+        folder: Path,
+        max_bytes: int,
+        disk: Disk | None = None,
+    ) -> None:
+        """``folder``: several data planes may share it. ``quota``: counts the bytes of callers'
+        blocks that are loaded. Raises InvalidRequestError for a pool of several layer groups or
+        with an attention window, and as ``BlockFiles``.
+        """
+        layout, shard = executor.layout, executor.shard
+        if len(layout.groups) > 1 or layout.groups[0].sliding_window_tokens:
+            raise InvalidRequestError(
+                "is for pools of one layer group without an attention window",
+                field="file_tier_dir",
+            )
+        self.counts = FileCounts()
+        self._executor = executor
+        self._worker = worker
+        self._quota = quota
+        part = part_name(layout.fingerprint, shard)
+        self.files = BlockFiles(
+            folder / folder_name(part, executor.pool_id, shard),
+            part,
+            shard.block_bytes(layout),
+            max_bytes=max_bytes,
+            disk=disk,
+        )
+        self._writer = FileWriter(executor, worker, self.files, self.counts)
+        self._threads = ThreadPoolExecutor(_MAX_LOADS, "file-load")
+        self._loads = asyncio.Semaphore(_MAX_LOADS)
+        self._num_chunk_blocks = max(1, CHUNK_BYTES // shard.block_bytes(layout))
+
+    def start(self) -> None:
+        """Find the files of an earlier process, and begin to write behind the plans."""
+        self._writer.start()
+
+    def stop(self) -> None:
+        """Write and load no more. Returns when the files are left alone."""
+        self._writer.stop()
+        self._threads.shutdown()
+        self.files.close()
+
+    async def find(self, session_id: int, token_ids: bytes) -> int:
+        """How many leading blocks of a prompt have files. Raises InvalidRequestError,
+        SessionExpiredError.
+        """
+        columns.read(columns.INT32, token_ids, "token_ids")
+        scope = await self._scope(session_id)
+        size = self._executor.layout.block_size_tokens
+        return await self._off_loop(
+            lambda: self.files.find(block_names(scope.root, token_ids, size))
+        )
+
+    async def load(
+        self, session_id: int, plan_number: int, request: pb.LoadFileBlocksRequest, lane: Lane
+    ) -> pb.LoadFileBlocksResponse:
+        """Write a span of a plan that was started. ``lane``: whose time the writes count as, and
+        whose bytes. Raises InvalidRequestError, and as ``Executor.write_blocks``.
+        """
+        span = await self._worker.run(
+            partial(self._executor.span_blocks, session_id, request.sequence_id, plan_number), lane
+        )
+        size = self._executor.layout.block_size_tokens
+        columns.read(columns.INT32, request.token_ids, "token_ids", length=span.stop * size)
+        scope = await self._scope(session_id)
+        num_loaded, receipt = 0, None
+        async with self._loads:
+            keys = await self._off_loop(partial(self._keys, scope, request.token_ids, span))
+            chunks = [
+                keys[i : i + self._num_chunk_blocks]
+                for i in range(0, len(keys), self._num_chunk_blocks)
+            ]
+            following = self._begin_read(chunks[0])
+            for i, chunk in enumerate(chunks):
+                data = await following
+                is_whole = len(data) == len(chunk)
+                if is_whole and i + 1 < len(chunks):
+                    following = self._begin_read(chunks[i + 1])
+                if data:
+                    first = span.start + num_loaded
+                    write = partial(
+                        self._write, session_id, plan_number, request.sequence_id, first, data
+                    )
+                    receipt = await self._worker.run(write, lane)
+                    self._quota.add(lane.caller, sum(map(len, data)))
+                    num_loaded += len(data)
+                    self.counts.moved("loaded", len(data))
+                if not is_whole:
+                    break
+        return pb.LoadFileBlocksResponse(num_blocks=num_loaded, receipt=receipt)
+
+    async def forget(self, message: control_pb2.ForgetFiles) -> None:
+        """Delete files, and write none of them that a plan has found so far. Raises OSError."""
+        await self._worker.run(self._executor.published.take_reused)  # and drop them
+        fingerprint = self._executor.layout.fingerprint
+        scope = scope_of(fingerprint, message.tenant, message.namespace)
+        size = self._executor.layout.block_size_tokens
+        forget = self.files.forget
+        if message.all_tenants:
+            forget = partial(forget, everything=True)
+        elif message.all_namespaces:
+            forget = partial(forget, tenant=scope.tenant)
+        elif message.token_ids:
+            *_, name = block_names(scope.root, message.token_ids, size)
+            forget = partial(forget, name=name)
+        else:
+            forget = partial(forget, root=scope.root)
+        await self._off_loop(forget)
+
+    async def _scope(self, session_id: int) -> Scope:
+        names = await self._worker.run(partial(self._executor.published.scope_of, session_id))
+        return scope_of(self._executor.layout.fingerprint, *names)
+
+    def _keys(self, scope: Scope, token_ids: bytes, span: range) -> list[BlockKey]:
+        size = self._executor.layout.block_size_tokens
+        names = [scope.root, *block_names(scope.root, token_ids, size)]
+        return [self.files.key_of(scope.tenant, scope.root, names[i], names[i + 1]) for i in span]
+
+    def _begin_read(self, keys: Sequence[BlockKey]) -> asyncio.Future[list[memoryview]]:
+        reading = asyncio.ensure_future(self._off_loop(partial(self._read, keys)))
+        # Where the caller stops waiting, nobody may ask how it ended.
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return reading
+
+    async def _off_loop(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns, on a thread for files."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except RuntimeError as error:
+            raise PlaneUnavailableError("the data plane is stopping") from error
+
+    def _read(self, keys: Sequence[BlockKey]) -> list[memoryview]:
+        """The data of these files up to the first that cannot be used."""
+        found = []
+        try:
+            for key in keys:
+                found.append(self.files.read(key))
+        except FileMissError as miss:
+            self.counts.missed(miss.reason)
+        return found
+
+    def _write(
+        self,
+        session_id: int,
+        plan_number: int,
+        sequence_id: int,
+        first_block: int,
+        data: Sequence[memoryview],
+    ) -> tpb.SignedPayload | None:
+        executor = self._executor
+        shape = executor.pools.device_tier.shape[1:]
+        dtype = TORCH_DTYPES[executor.layout.kv_dtype]
+        blocks = torch.empty((shape[0], len(data), *shape[1:]), dtype=dtype)
+        for i, each in enumerate(data):
+            flat = torch.frombuffer(each, dtype=torch.uint8).view(dtype)
+            blocks[:, i] = flat.reshape(shape)
+        if executor.device.type != "cpu":
+            with device_errors():
+                blocks = upload([blocks], executor.device)[0]
+        return executor.write_blocks(
+            session_id, sequence_id, first_block, blocks, plan_number=plan_number
+        )

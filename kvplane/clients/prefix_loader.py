@@ -1,0 +1,159 @@
+"""Brings what data planes keep in files back into a pool, so that an admission finds it cached.
+
+find, of each shard ──► admit ──► plan ──► each shard loads ──► receipts ──► cached ──► free
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+from kvplane import ops
+from kvplane.clients.data_client import DataClient
+from kvplane.clients.sharded_execution import all_of
+from kvplane.errors import CapacityError, KvplaneError
+from kvplane.results import StepResult
+from kvplane.session.session import Session
+from kvplane.transport.retry import Deadline
+from kvplane.transport.tls import TlsOptions
+from kvplane.v1.types_pb2 import SignedPayload
+
+_INT32_BYTES: Final = 4
+# Each failure removes a file from the tier, so another try asks for less.
+_MAX_TRIES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What of a prompt is in the pool after ``PrefixLoader.load``, and how many of these tokens
+    came from files.
+    """
+
+    num_cached_tokens: int
+    num_loaded_tokens: int
+
+
+class PrefixLoader:
+    """Loads prefixes by a session of its own, of the pool and namespace in which they are wanted:
+    a session that computes could not go on meanwhile. Loads run one after another.
+
+    ``tls``: how to reach the data planes. ``timeout_s``: for all of a load.
+    """
+
+    def __init__(
+        self, session: Session, *, tls: TlsOptions | None = None, timeout_s: float = 60.0
+    ) -> None:
+        self._session = session
+        self._timeout_s = timeout_s
+        self._has_files = all(shard.has_file_tier for shard in session.shards)
+        self._planes = [
+            DataClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in session.shards
+        ]
+        self._turn = asyncio.Lock()
+        self._last_id = 0
+
+    async def __aenter__(self) -> PrefixLoader:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def load(self, tokens: ops.Tokens) -> Loaded:
+        """Load the part of a prompt that follows what is cached, as far as all shards have files of
+        it. It is cached when this returns, but as any other prefix it may be evicted again.
+
+        Files that cannot be used, or a pool without room, are no errors: less is loaded then.
+        Raises what calls raise whose planes are away or whose session is over.
+        """
+        column = ops.pack_tokens(tokens)
+        async with Deadline.after(self._timeout_s).guard():
+            num_cached = await self._num_cached(column)
+            for _ in range(_MAX_TRIES if self._has_files else 0):
+                num_tokens = await self._num_in_files(column)
+                if num_tokens <= num_cached:
+                    break
+                async with self._turn:
+                    before = await self._num_cached(column)  # others may have loaded it
+                    try:
+                        is_loaded = before >= num_tokens or await self._try_to_load(
+                            column[: num_tokens * _INT32_BYTES]
+                        )
+                    except CapacityError:
+                        return Loaded(before, 0)
+                if is_loaded:
+                    num_cached = max(before, num_tokens)
+                    return Loaded(num_cached, num_cached - before)
+                num_cached = await self._num_cached(column)
+        return Loaded(num_cached, 0)
+
+    async def close(self) -> None:
+        """Ends every call. The session stays open."""
+        for plane in self._planes:
+            await plane.close()
+
+    async def _num_in_files(self, column: bytes) -> int:
+        """Leading tokens that all shards have in files."""
+        found = await all_of(
+            [plane.find_file_blocks(self._session.grant, column) for plane in self._planes]
+        )
+        return min(found) * self._session.layout.block_size_tokens
+
+    async def _num_cached(self, column: bytes) -> int:
+        # One token more, because the last one of a prompt never counts as cached.
+        found = await self._session.lookup_prefix(column + bytes(_INT32_BYTES))
+        return found.num_cached_tokens
+
+    async def _try_to_load(self, column: bytes) -> bool:
+        """Whether all of ``column``, whole blocks, is cached now. Raises CapacityError where there
+        is no room.
+        """
+        session = self._session
+        self._last_id += 1
+        sequence_id = self._last_id
+        result = (await session.step([ops.admit(sequence_id, column)])).raise_for_status()
+        number, is_loaded = session.last_number, False
+        try:
+            is_loaded = await self._fill(result, sequence_id, column)
+        finally:
+            with suppress(KvplaneError):
+                if not is_loaded:
+                    await session.abort_plan(number)
+                await self._free(sequence_id)
+        return is_loaded
+
+    async def _fill(self, result: StepResult, sequence_id: int, column: bytes) -> bool:
+        plan = result.plan
+        if plan is None:
+            return False
+        answers = await all_of(
+            [
+                plane.load_file_blocks(self._session.grant, plan, sequence_id, column)
+                for plane in self._planes
+            ]
+        )
+        if not all(answer.HasField("receipt") for answer in answers):
+            return False
+        for answer in answers:
+            self._session.add_receipt(answer.receipt)
+        await self._session.submit_receipts()
+        return True
+
+    async def _free(self, sequence_id: int) -> None:
+        """The blocks stay cached, if they were published."""
+        plan = (await self._session.free(sequence_id)).plan
+        if plan is not None:
+            await all_of([self._run(plane, plan) for plane in self._planes])
+            await self._session.submit_receipts()
+
+    async def _run(self, plane: DataClient, plan: SignedPayload) -> None:
+        """A plan that only drops tables."""
+        ran = await plane.copy_blocks(self._session.grant, plan)
+        self._session.add_receipt(ran.receipt)

@@ -1,0 +1,49 @@
+"""An engine finds in files what its data plane had computed before it was killed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from engine_planes import POOL, Pair, save_byte_model
+
+from engine import LLM, SamplingParams
+
+PROMPT = "what was asked before, at some length, so that it has a few blocks of its own; " * 3
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def num_files(folder: Path) -> int:
+    return len([*folder.rglob("*.block")])
+
+
+def test_a_killed_data_plane_comes_back_with_its_files_and_answers_the_same(
+    tmp_path: Path,
+) -> None:
+    model = save_byte_model(tmp_path / "model")
+    files = tmp_path / "files"
+    arguments = ("--file-tier-dir", str(files), "--file-tier-bytes", str(2**24))
+    with Pair(model, tmp_path, arguments=arguments) as pair:
+        settings = {"control_plane": pair.control.address, "pool_id": POOL, "timeout_s": 20.0}
+        with LLM(model, **settings) as llm:
+            (first,) = llm.generate([PROMPT], PARAMS)
+            assert num_files(files) == 0
+            (again,) = llm.generate([PROMPT], PARAMS)
+            num_blocks = again.num_cached_tokens // 16
+            assert num_blocks > 10
+            deadline_s = time.monotonic() + 30
+            while num_files(files) < num_blocks and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            pair.data.kill()
+            pair.data.start()
+            (after,) = llm.generate([PROMPT], PARAMS)
+            assert after.num_cached_tokens == 16 * num_blocks
+            assert llm.stats.num_reopened_sessions == 1
+        for output in (again, after):
+            assert output.outputs[0].token_ids == first.outputs[0].token_ids
+        pair.data.kill()
+        pair.data.start()
+        with LLM(model, **settings) as llm:
+            (fresh,) = llm.generate([PROMPT], PARAMS)
+            assert fresh.num_cached_tokens == 16 * num_blocks
+            assert fresh.outputs[0].token_ids == first.outputs[0].token_ids

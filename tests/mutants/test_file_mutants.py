@@ -1,0 +1,250 @@
+"""Faults of the file tier, each of which a test of it must notice."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from control_plane.planning.pools.file_forgets import FileForgets
+from data_plane.files import block_files, names
+from data_plane.files.block_files import BlockFiles
+from data_plane.files.index import FileIndex
+from data_plane.files.record import HEADER_BYTES, BlockKey
+from data_plane.plans import reused_blocks
+from data_plane.plans.reused_blocks import ReusedBlocks
+from data_plane.server.files import tier, writer
+from data_plane.server.files.tier import FileTier
+from data_plane.server.files.writer import FileWriter
+from kvplane.errors import KvplaneError
+
+Run = Callable[[Path, pytest.MonkeyPatch], None]
+
+
+def _load(path: str) -> ModuleType:
+    """The tests of a file."""
+    file = Path(__file__).parents[1] / path
+    spec = importlib.util.spec_from_file_location(f"of_files_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FILES = _load("unit/files/test_block_files.py")
+REUSED = _load("unit/plans/test_reused_blocks.py")
+FORGETS = _load("unit/registration/test_file_forgets.py")
+TIER = _load("rpc/test_file_tier.py")
+TIER.PATIENCE_S = 5.0
+
+
+def files_are_not_synced(patch: pytest.MonkeyPatch) -> None:
+    """A name may stand for what is not on the disk yet."""
+
+    def write(self: BlockFiles, path: Path, *parts: bytes) -> None:
+        fd = self._disk.create(path)
+        for part in parts:
+            self._disk.write(fd, part)
+        self._disk.close(fd)
+
+    patch.setattr(BlockFiles, "_write_whole", write)
+
+
+def files_are_written_under_their_names(patch: pytest.MonkeyPatch) -> None:
+    """Half a file has the name of a whole one."""
+    original = BlockFiles._write_whole
+
+    def write(self: BlockFiles, path: Path, header: bytes, data: bytes) -> None:
+        key_name = block_files.read_header(header)[0].name
+        original(self, self._path(key_name), header, data)
+        self._path(key_name).rename(path)
+
+    patch.setattr(BlockFiles, "_write_whole", write)
+
+
+def temporary_files_stay(patch: pytest.MonkeyPatch) -> None:
+    """What a killed process was writing takes room for ever."""
+    original = BlockFiles._remove
+
+    def remove(self: BlockFiles, path: Path) -> None:
+        if path.suffix != ".tmp":
+            original(self, path)
+
+    patch.setattr(BlockFiles, "_remove", remove)
+
+
+def data_is_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """A bit that flipped on the disk is served."""
+    patch.setattr(block_files, "read_data", lambda content, key: content[HEADER_BYTES:])
+
+
+def any_whole_file_will_do(patch: pytest.MonkeyPatch) -> None:
+    """A file is right if its checksums are."""
+    original = block_files.read_data
+
+    def read(content: memoryview, key: BlockKey) -> memoryview:
+        return original(content, block_files.read_header(content[:HEADER_BYTES])[0])
+
+    patch.setattr(block_files, "read_data", read)
+
+
+def parents_are_evicted_first(patch: pytest.MonkeyPatch) -> None:
+    """The oldest goes, with all that hangs from it still there."""
+    patch.setattr(FileIndex, "oldest", lambda self, keep=b"": next(iter(self._nodes)))
+
+
+def writes_outlive_a_forget(patch: pytest.MonkeyPatch) -> None:
+    """A file that is being written comes into being after its prefix was forgotten."""
+    original = BlockFiles.forget
+
+    def forget(self: BlockFiles, **what: Any) -> None:
+        original(self, **what)
+        self._num_forgotten -= 1
+
+    patch.setattr(BlockFiles, "forget", forget)
+
+
+def names_are_of_their_block_alone(patch: pytest.MonkeyPatch) -> None:
+    """Equal tokens after different ones have one name."""
+
+    def block_names(root: bytes, token_ids: bytes, block_size_tokens: int) -> Iterator[bytes]:
+        size = 4 * block_size_tokens
+        for begin in range(0, len(token_ids) - size + 1, size):
+            yield names._digest(b"block", root, token_ids[begin : begin + size])
+
+    patch.setattr(FILES, "block_names", block_names)
+
+
+def namespaces_share_files(patch: pytest.MonkeyPatch) -> None:
+    """Whoever has the tokens finds the file."""
+    for module in (tier, writer):
+        patch.setattr(module, "scope_of", lambda *_: names.scope_of(b"", "", ""))
+
+
+def computed_blocks_count_as_found(patch: pytest.MonkeyPatch) -> None:
+    """Everything is written once it is published."""
+    patch.setattr(reused_blocks, "_num_leading", len)
+
+
+def unpublished_blocks_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """What came from the host tier is never written."""
+    patch.setattr(reused_blocks, "_MOST_LOOKS", 1)
+
+
+def missing_blocks_are_read_as_zeros(patch: pytest.MonkeyPatch) -> None:
+    """A load goes on past a file that is wrong."""
+    original = FileTier._read
+
+    def read(self: FileTier, keys: Any) -> list[Any]:
+        found = original(self, keys)
+        zeros = memoryview(bytearray(keys[0].length))
+        return found + [zeros] * (len(keys) - len(found))
+
+    patch.setattr(FileTier, "_read", read)
+
+
+def misses_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """Nobody learns that files are wrong."""
+    patch.setattr("data_plane.server.files.counts.FileCounts.missed", lambda self, reason: None)
+
+
+def an_error_ends_the_writer(patch: pytest.MonkeyPatch) -> None:
+    """After a full disk nothing is written any more."""
+    original = FileWriter._write
+
+    def write(self: FileWriter, prefix: Any) -> None:
+        original(self, prefix)
+        if self._counts.num_write_errors:
+            self._is_stopping = True
+
+    patch.setattr(FileWriter, "_write", write)
+
+
+def shards_are_told_once(patch: pytest.MonkeyPatch) -> None:
+    """What a shard did not hear is not forgotten there."""
+    patch.setattr(FileForgets, "of_shard", lambda self, index: [])
+
+
+def prefixes_that_wait_are_not_bounded(patch: pytest.MonkeyPatch) -> None:
+    """Every prefix that a session finds is kept until a receipt comes."""
+
+    def add(self: ReusedBlocks, noted: Any) -> None:
+        self._noted.append(noted)
+        self._on_reuse()
+
+    patch.setattr(ReusedBlocks, "_add", add)
+
+
+def unit(test: Callable[..., None], *more: Any) -> Run:
+    def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        names_of = test.__code__.co_varnames[: test.__code__.co_argcount]
+        arguments = list(more)
+        files = FILES.opened(folder) if "files" in names_of else None
+        given = {"tmp_path": folder, "monkeypatch": patch, "files": files}
+        named = {name: given[name] for name in names_of if name in given}
+        rest = [name for name in names_of if name not in given]
+        test(**named, **dict(zip(rest, arguments, strict=True)))
+
+    return run
+
+
+def served(test: Callable[..., Any], *more: Any) -> Run:
+    def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        takes_patch = "monkeypatch" in test.__code__.co_varnames[: test.__code__.co_argcount]
+        asyncio.run(test(folder, *more, *([patch] if takes_patch else [])))
+
+    return run
+
+
+POWER = FILES.test_what_is_written_while_the_power_fails_is_whole_or_not_there
+WRONG = FILES.test_a_file_that_is_wrong_is_a_miss_and_goes_with_all_below_it
+AGAIN = TIER.test_a_file_that_is_wrong_is_computed_again
+NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
+    files_are_not_synced: unit(POWER, "renamed"),
+    files_are_written_under_their_names: unit(POWER, "sync"),
+    temporary_files_stay: unit(POWER, "sync"),
+    data_is_not_checked: unit(WRONG, FILES.with_other_data, "DAMAGED"),
+    any_whole_file_will_do: unit(WRONG, FILES.of(parent=bytes(32)), "MISMATCH"),
+    parents_are_evicted_first: unit(
+        FILES.test_the_least_recently_used_makes_room_children_before_parents
+    ),
+    writes_outlive_a_forget: unit(FILES.test_what_is_forgotten_while_it_is_written_has_no_file),
+    names_are_of_their_block_alone: unit(FILES.test_names_differ_where_contents_may),
+    namespaces_share_files: served(TIER.test_a_namespace_finds_its_own_files_alone),
+    computed_blocks_count_as_found: unit(REUSED.test_what_is_computed_or_moved_is_not_told),
+    unpublished_blocks_are_not_waited_for: unit(
+        REUSED.test_what_comes_from_the_host_tier_is_told_when_it_is_published_again
+    ),
+    missing_blocks_are_read_as_zeros: served(AGAIN, 1),
+    misses_are_not_counted: served(AGAIN, 1),
+    an_error_ends_the_writer: served(TIER.test_a_full_disk_stops_nothing),
+    shards_are_told_once: unit(
+        FORGETS.test_what_is_told_again_is_repeated_until_each_shard_has_done_it
+    ),
+    prefixes_that_wait_are_not_bounded: unit(REUSED.test_what_waits_is_bounded),
+}
+ERRORS = (AssertionError, KvplaneError, TimeoutError, KeyError, IndexError, pytest.fail.Exception)
+_SOUND: set[Run] = set()
+
+
+@pytest.mark.parametrize("fault", NOTICED_BY, ids=lambda fault: fault.__name__)
+def test_a_fault_of_the_file_tier_is_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sound, faulty = tmp_path / "sound", tmp_path / "faulty"
+    sound.mkdir()
+    faulty.mkdir()
+    run = NOTICED_BY[fault]
+    if run not in _SOUND:
+        with monkeypatch.context() as patch:
+            run(sound, patch)
+        _SOUND.add(run)
+    fault(monkeypatch)
+    with monkeypatch.context() as patch, pytest.raises(ERRORS):
+        run(faulty, patch)

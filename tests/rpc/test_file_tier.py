@@ -1,0 +1,323 @@
+"""Prefixes that were used twice are in files, and outlive the process that computed them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tier_files import in_order
+from two_pools import (
+    LAYOUT,
+    NUM_BLOCKS,
+    PROMPT,
+    SEQUENCE,
+    Side,
+    control_plane,
+    data_plane,
+    settings_of,
+    side,
+    write_layout,
+)
+
+from control_plane.planning.pools.shards import PoolShards
+from control_plane.server.server import ControlPlaneServer
+from data_plane.files.disk import Disk
+from data_plane.files.record import HEADER_BYTES
+from data_plane.server.server import DataPlaneServer
+from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
+from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
+from kvplane.v1.control_pb2 import Operation
+
+POOL = "files"
+PATIENCE_S = 30.0
+NUM_FULL = NUM_BLOCKS - 1
+WINDOWED = Layout(
+    "m",
+    8,
+    "float32",
+    "float32",
+    (LayerGroup("window", (0, 1, 2), 1, 8, sliding_window_tokens=16),),
+)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class Machine:
+    """A control plane, a folder of files, and one data plane at a time."""
+
+    def __init__(self, folder: Path, server: ControlPlaneServer, control: ControlClient) -> None:
+        self.folder = folder
+        self.server = server
+        self.control = control
+        self._layout = write_layout(folder)
+
+    @asynccontextmanager
+    async def plane(self, **settings: Any) -> AsyncIterator[Side]:
+        files = {"file_tier_dir": self.folder / "files", "file_tier_bytes": 2**20, **settings}
+        async with AsyncExitStack() as stack:
+            plane = await stack.enter_async_context(
+                data_plane(**settings_of(POOL, self.server.address, self._layout, **files))
+            )
+            if plane.files is not None:
+                await asyncio.to_thread(plane.files.files.scanned.wait)
+            yield await stack.enter_async_context(side(self.control, plane, POOL))
+            if plane.files is not None:
+                plane.files.files.check_integrity()
+
+    async def load(self, here: Side) -> tuple[int, int]:
+        """Cached tokens of the prompt then, and how many of them came from files."""
+        async with (
+            await self.control.open_session(POOL, here.session.layout) as session,
+            PrefixLoader(session, timeout_s=PATIENCE_S) as loader,
+        ):
+            loaded = await loader.load(PROMPT)
+        return loaded.num_cached_tokens, loaded.num_loaded_tokens
+
+
+@asynccontextmanager
+async def machine(folder: Path) -> AsyncIterator[Machine]:
+    async with (
+        control_plane() as server,
+        ControlClient(server.address, timeout_s=PATIENCE_S) as control,
+    ):
+        yield Machine(folder, server, control)
+
+
+def num_files(plane: DataPlaneServer) -> int:
+    assert plane.files is not None
+    return plane.files.files.num_files
+
+
+async def finish(here: Side, sequence_id: int) -> None:
+    """Free a sequence, and run the plan that drops its table."""
+    plan = (await here.session.free(sequence_id)).plan
+    assert plan is not None
+    await here.execution.start(plan)
+    here.session.add_receipt(here.execution.receipt)
+    await here.session.submit_receipts()
+
+
+async def use_twice(here: Side) -> list[bytes]:
+    """What the prompt's first computation gave."""
+    outputs = await here.run(ops.admit(SEQUENCE, PROMPT), range(len(PROMPT)))
+    await here.run(ops.admit(2, PROMPT), range(8 * NUM_FULL, len(PROMPT)))
+    return outputs
+
+
+async def test_a_prefix_outlives_its_process_bit_for_bit(tmp_path: Path) -> None:
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as first:
+            before = await use_twice(first)
+            await until(lambda: num_files(first.plane) == NUM_FULL)
+        async with peers.plane() as second:
+            assert await peers.load(second) == (8 * NUM_FULL, 8 * NUM_FULL)
+            assert await second.num_cached() == 8 * NUM_FULL
+            rest = range(8 * NUM_FULL, len(PROMPT))
+            after = await second.run(ops.admit(SEQUENCE, PROMPT), rest)
+            row = len(before[0]) // len(PROMPT)
+            assert after == [output[row * rest.start :] for output in before]
+
+
+async def test_only_what_is_used_twice_is_written(tmp_path: Path) -> None:
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        once = [token + 1000 for token in PROMPT]
+        await here.run(ops.admit(7, once), range(len(once)))
+        await use_twice(here)
+        await until(lambda: num_files(here.plane) == NUM_FULL)
+        await here.run(ops.admit(3, PROMPT), range(8 * NUM_FULL, len(PROMPT)))
+        await here.run(ops.admit(8, once[:17]), [16])  # two of its blocks a second time
+        await until(lambda: num_files(here.plane) == NUM_FULL + 2)
+        assert here.plane.files is not None
+        assert here.plane.files.counts.num_blocks["written"] == NUM_FULL + 2
+        here.plane.executor.check_integrity()
+
+
+@pytest.mark.parametrize("bad", range(NUM_FULL))
+async def test_a_file_that_is_wrong_is_computed_again(tmp_path: Path, bad: int) -> None:
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as first:
+            before = await use_twice(first)
+            await until(lambda: num_files(first.plane) == NUM_FULL)
+        path = in_order(tmp_path)[bad]
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        async with peers.plane() as second:
+            assert second.plane.files is not None
+            assert await peers.load(second) == (8 * bad, 8 * bad)
+            assert second.plane.files.counts.num_misses == {"DAMAGED": 1}
+            rest = range(8 * bad, len(PROMPT))
+            after = await second.run(ops.admit(SEQUENCE, PROMPT), rest)
+            row = len(before[0]) // len(PROMPT)
+            assert after == [output[row * rest.start :] for output in before]
+            assert num_files(second.plane) == bad
+            usage = (await peers.control.describe_pool(POOL)).usage.tiers[0]
+            assert usage.num_held_blocks == NUM_BLOCKS
+
+
+async def test_what_was_used_again_in_the_host_tier_is_written(tmp_path: Path) -> None:
+    async with machine(tmp_path) as peers, peers.plane(num_device_blocks=6) as here:
+        await here.run(ops.admit(SEQUENCE, PROMPT), range(len(PROMPT)))
+        await finish(here, SEQUENCE)
+        other = [token + 1000 for token in range(48)]
+        await here.run(ops.admit(2, other), range(48))  # needs all device blocks
+        await finish(here, 2)
+        assert num_files(here.plane) == 0
+        pool = await peers.control.describe_pool(POOL)
+        assert pool.counters.num_demoted_blocks >= NUM_FULL
+        await here.run(ops.admit(3, PROMPT), range(8 * NUM_FULL, len(PROMPT)))
+        pool = await peers.control.describe_pool(POOL)
+        assert pool.counters.num_host_hit_tokens == 8 * NUM_FULL
+        await until(lambda: num_files(here.plane) == NUM_FULL)
+
+
+async def test_a_tier_with_room_for_two_files_keeps_two(tmp_path: Path) -> None:
+    room = 2 * (HEADER_BYTES + 3 * 2 * 8 * 8 * 4)
+    async with machine(tmp_path) as peers:
+        async with peers.plane(file_tier_bytes=room) as first:
+            await use_twice(first)
+            await until(lambda: num_files(first.plane) == 2)
+            assert await first.num_cached() == 8 * NUM_FULL
+        async with peers.plane(file_tier_bytes=room) as second:
+            assert await peers.load(second) == (16, 16)
+
+
+async def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Disk, fd: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        assert here.plane.files is not None
+        errors = here.plane.files.counts.num_write_errors
+        with monkeypatch.context() as patch:
+            patch.setattr(Disk, "sync", full)
+            before = await use_twice(here)
+            await until(lambda: errors["ENOSPC"] == 1)
+        assert not [*tmp_path.rglob("*.tmp")]
+        rest = range(8 * NUM_FULL, len(PROMPT))
+        again = await here.run(ops.admit(3, PROMPT), rest)
+        row = len(before[0]) // len(PROMPT)
+        assert again == [output[row * rest.start :] for output in before]
+        here.plane.files._writer._paused_until_s = 0.0
+        await here.run(ops.admit(4, PROMPT), rest)
+        await until(lambda: num_files(here.plane) == NUM_FULL)
+
+
+FORGETS = [ops.forget(PROMPT[:16]), ops.forget(ops.Scope.NAMESPACE), ops.forget(ops.Scope.TENANT)]
+
+
+@pytest.mark.parametrize("forget", FORGETS, ids=["prefix", "namespace", "tenant"])
+async def test_what_is_forgotten_is_in_no_file(tmp_path: Path, forget: Operation) -> None:
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as first:
+            await use_twice(first)
+            await until(lambda: num_files(first.plane) == NUM_FULL)
+        async with peers.plane() as second:  # where nothing of it is in memory
+            await second.session.step([forget])
+            left = 1 if forget is FORGETS[0] else 0
+            await until(lambda: num_files(second.plane) == left)
+            assert await peers.load(second) == (8 * left, 8 * left)
+            (pool,) = peers.server.core._pools.values()
+            await until(lambda: not pool.shards.file_forgets.of_shard(0))
+        assert len([*tmp_path.rglob("*.block")]) == left
+
+
+async def test_a_namespace_finds_its_own_files_alone(tmp_path: Path) -> None:
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as first:
+            await use_twice(first)
+            await until(lambda: num_files(first.plane) == NUM_FULL)
+        async with peers.plane() as second:
+            layout = second.session.layout
+            async with (
+                await peers.control.open_session(POOL, layout, namespace="other") as session,
+                PrefixLoader(session) as loader,
+            ):
+                assert (await loader.load(PROMPT)).num_cached_tokens == 0
+
+
+async def test_files_are_found_by_a_later_control_plane_too(tmp_path: Path) -> None:
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        await use_twice(here)
+        await until(lambda: num_files(here.plane) == NUM_FULL)
+    async with machine(tmp_path) as peers, peers.plane() as later:
+        assert await peers.load(later) == (8 * NUM_FULL, 8 * NUM_FULL)
+
+
+async def test_what_is_cached_is_not_loaded_and_there_may_be_no_files(tmp_path: Path) -> None:
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as here:
+            await use_twice(here)
+            await until(lambda: num_files(here.plane) == NUM_FULL)
+            assert await peers.load(here) == (8 * NUM_FULL, 0)
+        async with peers.plane(file_tier_dir=None, file_tier_bytes=0) as without:
+            assert await peers.load(without) == (0, 0)
+            with pytest.raises(InvalidRequestError, match="--file-tier-dir"):
+                await without.data.find_file_blocks(without.session.grant, PROMPT)
+
+
+async def test_a_load_that_is_aborted_publishes_nothing(tmp_path: Path) -> None:
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as first:
+            await use_twice(first)
+            await until(lambda: num_files(first.plane) == NUM_FULL)
+        async with peers.plane() as second:
+            session, tokens = second.session, PROMPT[: 8 * NUM_FULL]
+            plan = (await session.step([ops.admit(9, tokens)])).raise_for_status().plan
+            assert plan is not None
+            await session.abort_plan(session.last_number)
+            resynced = await session.resync()
+            await second.execution.start(resynced.plan)
+            with pytest.raises(PlanOutOfOrderError):
+                await second.data.load_file_blocks(session.grant, plan, 9, tokens)
+            assert await second.num_cached() == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "num", "field"), [(0, 8, "token_ids"), (0, 25, "token_ids"), (1, 24, "sequence_id")]
+)
+async def test_a_load_that_fits_no_span_is_refused(
+    tmp_path: Path, first: int, num: int, field: str
+) -> None:
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        session = here.session
+        plan = (await session.step([ops.admit(9, PROMPT[:24])])).raise_for_status().plan
+        assert plan is not None
+        with pytest.raises(InvalidRequestError) as caught:
+            await here.data.load_file_blocks(session.grant, plan, 9 + first, PROMPT[:num])
+        assert field in caught.value.field
+
+
+async def test_a_grant_without_a_namespace_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier control plane does not say it: namespaces must not be taken for each other."""
+    monkeypatch.setattr(PoolShards, "file_tiers", property(lambda self: []))
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        with pytest.raises(InvalidRequestError) as caught:
+            await here.data.find_file_blocks(here.session.grant, PROMPT)
+        assert caught.value.field == "grant.namespace"
+
+
+async def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
+    settings: list[tuple[Layout, dict[str, Any], str]] = [
+        (LAYOUT, {"file_tier_bytes": 100}, "file_tier_bytes"),
+        (LAYOUT, {"file_tier_dir": None}, "file_tier_dir"),
+        (WINDOWED, {}, "file_tier_dir"),
+    ]
+    async with machine(tmp_path) as peers:
+        for layout, changed, field in settings:
+            write_layout(tmp_path, layout)
+            with pytest.raises(InvalidRequestError) as caught:
+                async with peers.plane(**changed):
+                    pytest.fail(field)
+            assert caught.value.field == field

@@ -1,0 +1,128 @@
+"""Which prefixes sequences find, as the changes of plans say it."""
+
+from __future__ import annotations
+
+import pytest
+from plan_author import (
+    BLOCK_SIZE,
+    DEVICE,
+    HOST,
+    Change,
+    Transfer,
+    fork,
+    pack_changes,
+    pack_transfers,
+    publications,
+    ref,
+    set_blocks,
+    transfer,
+)
+
+from data_plane.plans import reused_blocks
+from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.reused_blocks import ReusedBlocks
+from data_plane.plans.transfers import Transfers
+from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
+
+NUM_BLOCKS = {DEVICE: 16, HOST: 8}
+A, B, C, D = (1, 1), (2, 1), (3, 1), (4, 1)
+
+
+class Rig:
+    """Blocks 1 to 4 of the device tier have generation 1."""
+
+    def __init__(self, *published: tuple[int, int]) -> None:
+        self.num_calls = 0
+        self.tables = BlockTables(NUM_BLOCKS, BLOCK_SIZE)
+        self.tables.generations[DEVICE][1:5] = 1
+        self.reused = ReusedBlocks(self.tables, self._call)
+        self.publish(*published)
+
+    def publish(self, *blocks: tuple[int, int]) -> None:
+        present = self.tables.generations[DEVICE]
+        self.tables.publications[0].keep(publications(*blocks), present, "publications")
+        self.reused.published()
+
+    def note(self, *changes: Change, transfers: tuple[Transfer, ...] = (), resync=False) -> None:
+        packed = pack_transfers(transfers)
+        plan = pb.Plan(changes=pack_changes(changes), transfers=packed, resync=resync)
+        self.reused.note(plan, Transfers.read(NUM_BLOCKS, packed))
+
+    def take(self) -> list[list[tuple[int, int]]]:
+        return [
+            list(zip(each.blocks.tolist(), each.generations.tolist(), strict=True))
+            for each in self.reused.take()
+        ]
+
+    def _call(self) -> None:
+        self.num_calls += 1
+
+
+def found(sequence_id: int, *blocks: tuple[int, int], new: int = 0) -> Change:
+    """A table of which the last ``new`` blocks are allocated."""
+    flags = [False] * (len(blocks) - new) + [True] * new
+    return set_blocks(sequence_id, blocks, allocated=flags)
+
+
+def test_what_a_new_sequence_finds_is_told_once_with_its_tokens() -> None:
+    rig = Rig(A, B)
+    rig.note(set_blocks(7, [(9, 1)]), found(1, A, B, D, new=1), found(2, A))
+    assert rig.num_calls == 2
+    prefix, other = rig.reused.take()
+    assert (prefix.tenant, prefix.namespace) == ("default", "")
+    assert prefix.token_ids == columns.pack(columns.INT32, [1] * BLOCK_SIZE + [2] * BLOCK_SIZE)
+    assert (prefix.blocks.tolist(), other.blocks.tolist()) == ([1, 2], [1])
+    assert rig.take() == []
+
+
+def test_what_is_computed_or_moved_is_not_told() -> None:
+    rig = Rig(A, B, C)
+    rig.note(set_blocks(1, [A, B]))  # allocated
+    rig.note(set_blocks(1, [C], first_block=2, allocated=False))  # a table grows
+    rig.note(set_blocks(1, [A, B], allocated=False, replace=True))  # swapped in
+    rig.note(set_blocks(1, [(0, 1)], allocated=False, tier=HOST))
+    rig.note(found(1, A), resync=True)  # whole tables after an abort
+    rig.note(fork(3, 1, 2))
+    rig.note()
+    assert (rig.num_calls, rig.take()) == (0, [])
+
+
+def test_what_is_not_published_yet_is_waited_for() -> None:
+    rig = Rig(A)
+    rig.note(found(1, A, B))
+    assert rig.take() == []
+    calls = rig.num_calls
+    rig.publish(A, B)
+    assert rig.num_calls == calls + 1
+    assert rig.take() == [[A, B]]
+
+
+def test_what_comes_from_the_host_tier_is_told_when_it_is_published_again() -> None:
+    rig = Rig(A)
+    up = transfer(ref(3, tier=HOST), ref(2))
+    rig.note(found(1, A, B, C, new=2), transfers=(up,))
+    assert rig.take() == []
+    rig.publish(A, B)
+    assert rig.take() == [[A, B]]
+
+
+def test_what_was_allocated_again_ends_the_prefix() -> None:
+    rig = Rig(A, B)
+    rig.note(found(1, A, B))
+    rig.tables.generations[DEVICE][2] = 5
+    assert rig.take() == [[A]]
+    rig.note(found(1, A))
+    rig.tables.generations[DEVICE][1] = 5
+    assert rig.take() == []
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reused_blocks, "MAX_NOTED", 2)
+    monkeypatch.setattr(reused_blocks, "_MOST_LOOKS", 3)
+    rig = Rig(A, B)
+    rig.note(found(1, A), found(2, B), found(3, A, B))
+    assert rig.reused.num_dropped == 1
+    assert rig.take() == [[B], [A, B]]
+    rig.note(found(1, A, D))  # never published, as after an abort
+    assert [rig.take() for _ in range(4)] == [[], [], [[A]], []]
