@@ -37,6 +37,7 @@ from data_plane.plans.fixed_rows import StepBounds
 from data_plane.plans.sessions import Sessions, check_ordinal
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
+from data_plane.pool_keys import HeldKeys
 from data_plane.table_blocks import BlockRange, TableBlocks
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -134,6 +135,7 @@ class Executor:
         self.expectations = Expectations(
             self._plans, self._compute, self.layers, self._lock, observe
         )
+        self.keys = HeldKeys(self._verifier, self._sessions, self._command)
 
     @property
     def pool_id(self) -> str:
@@ -149,11 +151,6 @@ class Executor:
     def incarnation(self) -> int:
         """The incarnation of the control plane registered with; 0 before the first."""
         return self._verifier.incarnation
-
-    @property
-    def key_id(self) -> bytes:
-        """Identifies the pool's key; empty before there is one."""
-        return self._verifier.key_id
 
     @property
     def num_sessions(self) -> int:
@@ -192,7 +189,7 @@ class Executor:
         with self._command("install"):
             self._verifier.install(incarnation, key)
             self._plans.quiesce()
-            self._sessions.end_all(self.key_id)
+            self._sessions.end_all(self.keys.id)
             self._tables.drop_all()
 
     def report(self, blocks_per_part: int = 2048, among: Ranges | None = None) -> Parts:

@@ -4,9 +4,9 @@ Knows neither grpc nor torch. Single-threaded: it is only ever called from the e
 call runs to its end, but ``in_pieces`` stops between pieces. Invariant: ``check_integrity`` holds
 after every call and every piece, one that raises too.
 
-    registration   register, compare, report, disconnect, fence_done, files_forgotten, announce,
-                   take_told, take_outgoing; register_ahead, and ahead: while another control plane
-                   leads
+    registration   register, compare, report, disconnect, fence_done, keys_held, files_forgotten,
+                   announce, take_told, take_outgoing; register_ahead, and ahead: while another
+                   control plane leads
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
@@ -99,12 +99,13 @@ class ControlPlane:
             config=config,
             new_key=new_key,
             end_sessions=self._end_all,
+            sessions_of=self._sessions_of,
         )
         self.register, self.report = registry.register, registry.report
         self.compare, self.register_ahead = registry.compare, registry.register_ahead
         self.ahead = registry.ahead
         self.disconnect, self.take_told = registry.disconnect, registry.take_told
-        self.has_work = registry.has_work
+        self.keys_held, self.has_work = registry.keys_held, registry.has_work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.files_forgotten = registry.files_forgotten
         self.take_outgoing, self._touch = registry.take_outgoing, registry.touched.add
@@ -224,6 +225,7 @@ class ControlPlane:
         for pool in self._pools.values():
             pool.set_time(now_s)
             self._touch(pool)
+            self._registration.rotate(pool, now_s)
             pool_delay_s, overdue = self._sharing_of(pool).tick()
             delay_s = min(delay_s, pool_delay_s)
             for session in overdue:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Sequence
 from typing import Final
 
 from kvplane.errors import BadSignatureError
 
 KEY_BYTES: Final = 32
+DIGEST_BYTES: Final = 32
 
 PLAN: Final = "kvplane.v1.Plan"
 RECEIPT: Final = "kvplane.v1.Receipt"
@@ -42,15 +44,31 @@ def verify(
     """The payload's ``digest``. Raises BadSignatureError naming ``field`` unless it is a
     ``want_type`` signed with ``key``.
     """
+    return verify_any((key,), want_type, type_tag, payload, signature, field=field)[1]
+
+
+def verify_any(
+    keys: Sequence[bytes],
+    want_type: str,
+    type_tag: str,
+    payload: bytes,
+    signature: bytes,
+    *,
+    field: str,
+) -> tuple[int, bytes]:
+    """``verify`` where any of ``keys`` may have signed: the index of the one that has, and the
+    digest. They are tried in order. Raises as ``verify``.
+    """
     if type_tag != want_type:
         raise BadSignatureError(f"expected a signed {want_type}", field=f"{field}.type")
     payload_digest = digest(payload)
-    if not hmac.compare_digest(sign_digest(key, type_tag, payload_digest), signature):
-        raise BadSignatureError(
-            "does not match: the payload was changed, or signed with another key",
-            field=f"{field}.signature",
-        )
-    return payload_digest
+    for i, key in enumerate(keys):
+        if hmac.compare_digest(sign_digest(key, type_tag, payload_digest), signature):
+            return i, payload_digest
+    raise BadSignatureError(
+        "does not match: the payload was changed, or signed with another key",
+        field=f"{field}.signature",
+    )
 
 
 def key_id(key: bytes) -> bytes:

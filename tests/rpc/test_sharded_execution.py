@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import numpy
 import pytest
-from sharded_pool import BY_BOTH, BY_LAYERS, LAYOUT, NUM_HEADS, POOL, Ranges, ShardedPool, by_heads
+from sharded_engine import OPTIONS, layer_input, outputs_of, prompt, run
+from sharded_pool import BY_BOTH, BY_LAYERS, LAYOUT, NUM_HEADS, POOL, ShardedPool, by_heads
 
-from kvplane import ControlClient, LayerGroup, Layout, Session, Tensor, ops
-from kvplane.attention_options import AttentionOptions
-from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
+from kvplane import ControlClient, LayerGroup, ops
+from kvplane.clients.sharded_execution import ShardedDataClient
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, StaleEpochError
 
 WINDOWED = replace(
@@ -25,68 +21,6 @@ WINDOWED = replace(
     ),
 )
 LATENT_LIKE = replace(LAYOUT, groups=(LayerGroup("full", (0, 1, 2, 3), 2, 16, value_head_size=8),))
-OPTIONS = AttentionOptions(
-    alibi_slopes=tuple(i / 16 for i in range(NUM_HEADS)), sinks=tuple(range(NUM_HEADS))
-)
-
-
-def numbers(shape: Sequence[int], seed: int) -> Tensor:
-    values = numpy.random.default_rng(seed).standard_normal(shape, dtype=numpy.float32)
-    return Tensor("float32", tuple(shape), values.tobytes())
-
-
-def layer_input(layout: Layout, layer: int, num_tokens: int, seed: int) -> list[Tensor]:
-    group = next(group for group in layout.groups if layer in group.layers)
-    kv_heads, seed = group.num_kv_heads, 100 * seed + 10 * layer
-    return [
-        numbers((num_tokens, NUM_HEADS, group.head_size), seed),
-        numbers((num_tokens, kv_heads, group.head_size), seed + 1),
-        numbers((num_tokens, kv_heads, group.value_size), seed + 2),
-    ]
-
-
-async def run(session: Session, execution: ShardedExecution, step: int, operation) -> list[Tensor]:
-    """One step's outputs, layer by layer; its receipts go with the next."""
-    result = await session.step([operation])
-    assert result.plan is not None, result
-    started = await execution.start(result.plan)
-    assert not started.has_run
-    outputs = [
-        await execution.layer(
-            layer,
-            *layer_input(session.layout, layer, started.num_tokens, step),
-            options=OPTIONS,
-        )
-        for layer in execution.layers
-    ]
-    assert len(execution.receipts) == len(session.shards)
-    for receipt in execution.receipts:
-        session.add_receipt(receipt)
-    return outputs
-
-
-def prompt(num_tokens: int) -> list[int]:
-    return random.Random(num_tokens).choices(range(100), k=num_tokens)
-
-
-async def outputs_of(folder: Path, shards: list[Ranges], layout: Layout) -> list[Tensor]:
-    """Prefill, two decode steps, and a second sequence that hits what the first one published."""
-    async with (
-        ShardedPool(folder, shards, layout) as pool,
-        ControlClient(pool.address) as control,
-        await control.open_session(POOL, layout) as session,
-        ShardedDataClient(session.shards, layout) as data,
-    ):
-        execution = await data.open(session.grant)
-        assert execution.layers == [0, 1, 2, 3]
-        outputs = await run(session, execution, 0, ops.admit(1, prompt(21)))
-        for step in (1, 2):
-            append = ops.append(1, [step], 1, first_position=20 + step)
-            outputs += await run(session, execution, step, append)
-        admit = ops.admit(2, [*prompt(21)[:16], 7, 8, 9])
-        outputs += await run(session, execution, 3, admit)
-        assert outputs[-1].shape[0] == 3  # the two blocks before were found
-        return outputs
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, LATENT_LIKE], ids=["one", "groups", "latent"])

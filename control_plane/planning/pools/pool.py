@@ -18,6 +18,7 @@ from kvplane_blocks import GroupedPool
 from kvplane_blocks import Pool as NativePool
 
 from control_plane.planning.config import CoreConfig
+from control_plane.planning.pools.keys import PoolKeys
 from control_plane.planning.pools.publications import (
     MAX_PUBLICATIONS,
     Run,
@@ -119,9 +120,9 @@ class Pool:
         self._use(self._made([dict.fromkeys(TIERS, 0)] * len(shards.layout.groups)))
 
     @property
-    def key(self) -> bytes:
-        """Signs the pool's plans, grants and receipts."""
-        return self.shards.key
+    def keys(self) -> PoolKeys:
+        """They sign the pool's plans, grants and receipts."""
+        return self.shards.keys
 
     @property
     def layout(self) -> Layout:

@@ -9,7 +9,7 @@ and the pool is built again.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from control_plane.planning.config import CoreConfig
@@ -18,7 +18,9 @@ from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.recovery import begin_if_complete, build_some
 from control_plane.planning.pools.reports import is_same_run
+from control_plane.planning.pools.rotation import KeyRotation
 from control_plane.planning.pools.shards import PoolShards, ShardState, total_blocks
+from control_plane.planning.session import Session
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -49,13 +51,18 @@ class Registration:
         config: CoreConfig,
         new_key: Callable[[], bytes],
         end_sessions: Callable[[Pool], None],
+        sessions_of: Callable[[Pool], Collection[Session]] = lambda _: (),
     ) -> None:
-        """``end_sessions`` ends all sessions of a pool, for StaleEpochError."""
+        """``end_sessions`` ends all sessions of a pool, for StaleEpochError. ``sessions_of``: the
+        open ones of a pool.
+        """
         self._pools = pools
         self._incarnation = incarnation
         self._config = config
         self._new_key = new_key
         self._end_sessions = end_sessions
+        self._rotation = KeyRotation(config.key_lifetime_s, sessions_of)
+        self.rotate = self._rotation.tick
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
         self._working: set[Pool] = set()  # have work that is done in pieces
         self._announcing: set[Pool] = set()  # have something to announce
@@ -85,7 +92,7 @@ class Registration:
                     f"forgotten after {self._config.pool_expiry_s:g} s",
                     field="hello.pool_id",
                 )
-            shards = PoolShards(hello.shard.num_shards, layout, self._new_key())
+            shards = PoolShards(hello.shard.num_shards, layout, self._new_key)
             shards.reports = (
                 self.ahead.take(hello.pool_id, shards.num_shards, layout) or shards.reports
             )
@@ -94,14 +101,16 @@ class Registration:
             self.touched.add(pool)
             index = hello.shard.index
             pool.shards.reconnect(hello, pool.missed(index))
+            self._rotation.registered(pool, hello, resumed=True)
             return cpb.Welcome(incarnation=self._incarnation(), resumed=True)
         else:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
         pool.shards.add(hello)
+        self._rotation.registered(pool, hello, resumed=False)
         return cpb.Welcome(
             incarnation=self._incarnation(),
-            key=pool.shards.key,
+            key=pool.keys.present,
             compares=pool.shards.reports.knows(hello),
         )
 
@@ -137,7 +146,7 @@ class Registration:
             pool is not None
             and state is not None
             and state.hello.epoch == hello.epoch
-            and hmac.compare_digest(hello.key_id, pool.shards.key_id)
+            and _holds(hello, pool)
         )
 
     def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
@@ -271,6 +280,14 @@ class Registration:
         state = pool.shards.states.get(shard_index)
         return state.take_outgoing() if state is not None else []
 
+    def keys_held(self, pool_id: str, shard_index: int, epoch: int, held: cpb.KeysHeld) -> None:
+        """A shard says what keys it holds. Raises PoolNotFoundError, StaleEpochError,
+        InvalidRequestError.
+        """
+        pool, _ = self._shard(pool_id, shard_index, epoch)
+        self.touched.add(pool)
+        self._rotation.held(pool, shard_index, held)
+
     def _shard(self, pool_id: str, shard_index: int, epoch: int) -> tuple[Pool, ShardState]:
         pool = self._pools.get(pool_id)
         if pool is None:
@@ -289,7 +306,7 @@ class Registration:
             return False
         return (
             hello.incarnation == self._incarnation()
-            and hello.key_id == pool.shards.key_id
+            and _holds(hello, pool)
             and is_same_run(hello, state.hello)
         )
 
@@ -309,13 +326,20 @@ class Registration:
             pool.statistics.num_epoch_changes += 1
             self._end_sessions(pool)
         if reshapes or shards.num_shards == 1:
-            shards.start_over(hello.shard.num_shards, layout, self._new_key())
+            shards.start_over(hello.shard.num_shards, layout)
         elif earlier is not None and earlier.hello.epoch != hello.epoch:
             for session_id in shards.fenced_sessions:
                 pool.fence_done(session_id, index)  # the process that was to do it is gone
         if pool.built or pool.is_building:
             shards.ask_again(but=index)
         pool.close()
+
+
+def _holds(hello: cpb.Hello, pool: Pool) -> bool:
+    """Whether the process shows that it holds the pool's present key."""
+    present_id = pool.keys.present_id
+    ids = hello.key_id, hello.newer_key_id
+    return any(hmac.compare_digest(each, present_id) for each in ids)
 
 
 def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
@@ -375,7 +399,8 @@ def _validate(hello: cpb.Hello) -> Layout:
     _require(0 <= shard.index < shard.num_shards, "shard.index", "from 0 to num_shards - 1")
     _require(hello.epoch > 0, "epoch", "above 0")
     _check_num_blocks(hello, "")
-    _require(len(hello.key_id) in _KEY_ID_BYTES, "key_id", "16 bytes, or empty")
+    for name in ("key_id", "newer_key_id"):
+        _require(len(getattr(hello, name)) in _KEY_ID_BYTES, name, "16 bytes, or empty")
     num_groups = len(layout.groups)
     if num_groups > 1:
         _require(len(hello.groups) == num_groups, "groups", f"{num_groups}, one for each group")

@@ -11,8 +11,10 @@ fenced by every shard: until all have done so, ``is_fencing`` holds and its bloc
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 from control_plane.planning.pools.file_forgets import FileForgets
+from control_plane.planning.pools.keys import PoolKeys
 from control_plane.planning.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -33,12 +35,14 @@ class ShardState:
         "complete",
         "connected",
         "hello",
+        "key_ids",
         "outgoing",
         "welcomed",
     )
 
     def __init__(self, hello: cpb.Hello, reports: Reports) -> None:
         self.hello = hello
+        self.key_ids: frozenset[bytes] = frozenset()  # of the keys that it holds, as far as it said
         self._index = hello.shard.index
         self._reports = reports
         self._has_begun = False  # to report what the pool is to be built from
@@ -120,15 +124,17 @@ class ShardState:
 
 
 class PoolShards:
-    """All data planes of one pool, and the key that they share."""
+    """All data planes of one pool, and the keys that they share."""
 
-    def __init__(self, num_shards: int, layout: Layout, key: bytes) -> None:
+    def __init__(
+        self, num_shards: int, layout: Layout, new_key: Callable[[], bytes] = signing.new_key
+    ) -> None:
         self.num_shards = num_shards
         self.layout = layout
-        self.key = key
+        self.keys = PoolKeys(new_key)
         self.reports = Reports(layout, num_shards)
         self.states: dict[int, ShardState] = {}
-        self._num_sessions = 0  # opened since the key was made
+        self._num_sessions = 0  # opened since the keys began
         self._is_told = False  # something since the last take_told
         # Ended session -> the shards that have not fenced it yet, and the message to them.
         self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
@@ -201,11 +207,6 @@ class PoolShards:
         """The shards' epochs, by shard index. All have registered."""
         return [self.states[i].hello.epoch for i in range(self.num_shards)]
 
-    @property
-    def key_id(self) -> bytes:
-        """Identifies the key."""
-        return signing.key_id(self.key)
-
     def infos(self) -> list[cpb.ShardInfo]:
         """Each shard's description, by shard index."""
         return [self.states[i].info() for i in sorted(self.states)]
@@ -246,6 +247,10 @@ class PoolShards:
         self._is_told = False
         return [i for i, state in self.states.items() if state.outgoing]
 
+    def tell(self) -> None:
+        """Messages were queued for some shards."""
+        self._is_told = True
+
     def send(self, messages: list[cpb.RegisterResponse]) -> None:
         """Queue messages for every connected shard; the others get all they missed on resuming."""
         self._is_told = True
@@ -284,7 +289,7 @@ class PoolShards:
     # Sessions
 
     def next_ordinal(self) -> int:
-        """The ordinal of a new session: sessions opened since the key was made, with this one."""
+        """The ordinal of a new session: sessions opened since the keys began, with it."""
         self._num_sessions += 1
         return self._num_sessions
 
@@ -305,11 +310,12 @@ class PoolShards:
         del self._fencing[session_id]
         return True
 
-    def start_over(self, num_shards: int, layout: Layout, key: bytes) -> None:
-        """Forget all shards, and what they still had to fence. What a process of them reported can
-        still be compared.
+    def start_over(self, num_shards: int, layout: Layout) -> None:
+        """Forget all shards and keys, and what they still had to fence. What a process of them
+        reported can still be compared.
         """
-        self.num_shards, self.layout, self.key = num_shards, layout, key
+        self.num_shards, self.layout = num_shards, layout
+        self.keys.start_over()
         self.states.clear()
         if not self.reports.fits(num_shards, layout):
             self.reports = Reports(layout, num_shards)

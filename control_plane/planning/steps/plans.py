@@ -46,9 +46,10 @@ def finish_in_pieces(
 
 def begin_plan(session: Session, number: int, digest: bytes) -> bytes:
     """The plan is in flight from now on; returns its signature."""
-    session.plans[number] = PlanRecord(digest, session.pool.now_s)
+    keys = session.pool.keys
+    session.plans[number] = PlanRecord(digest, session.pool.now_s, keys.number)
     session.last_plan = number
-    return signing.sign_digest(session.pool.key, signing.PLAN, digest)
+    return signing.sign_digest(keys.present, signing.PLAN, digest)
 
 
 def _finish(member: Member, traceparent: str) -> bytes | None:
@@ -70,7 +71,7 @@ def _sign(
 
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
     """What the session may do at data planes, signed with the pool's key."""
-    pool = session.pool
+    pool, keys = session.pool, session.pool.keys
     payload = tpb.SessionGrant(
         version=protocol.PAYLOAD_VERSION,
         session=session.ref,
@@ -82,5 +83,6 @@ def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
         max_plans_in_flight=max_plans_in_flight,
         namespace=owner_of(session.root)[1] if pool.shards.file_tiers else None,
     ).SerializeToString(deterministic=True)
-    signature = signing.sign(pool.key, signing.GRANT, payload)
+    session.grant_digest, session.grant_key_number = signing.digest(payload), keys.number
+    signature = signing.sign_digest(keys.present, signing.GRANT, session.grant_digest)
     return tpb.SignedPayload(type=signing.GRANT, payload=payload, signature=signature)

@@ -20,6 +20,7 @@ from planes_world import (
 )
 
 from kvplane.errors import (
+    BadSignatureError,
     InvalidRequestError,
     KvplaneError,
     PlanConflictError,
@@ -124,8 +125,8 @@ class LateDuplicates(RuleBasedStateMachine):
             process.executor.open(wire(engine.grant))
             assert not must_refuse, "the grant of an ended session was taken"
             started = process.executor.start(engine.id, wire(made.signed))
-        except (PlanOutOfOrderError, PlanConflictError) as error:
-            assert made.number < engine.newest[index], error
+        except (PlanOutOfOrderError, PlanConflictError, BadSignatureError) as error:
+            assert must_refuse or made.number < engine.newest[index], error
         except KvplaneError as error:
             assert must_refuse, f"a plan that arrives again: {error!r}"
         else:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from planes_keys import why_lost
 from planes_known import DEVICE, HOST, Known, LayerCall, Made, Sent, ShardRun, Span, deferred_of
 from planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
@@ -49,9 +50,7 @@ class Engine:
         opened = wire(control.core.open_session(request, owner[0]))
         self.ref, self.grant = opened.session, opened.grant
         self.epochs = [info.epoch for info in opened.shards]
-        pool = control.pool
-        assert pool is not None
-        self.key_id = pool.shards.key_id
+        self.key_id = control.core._pools[POOL].keys.present_id
         self.num_restarts = control.num_restarts
         self.number = 0
         self.sequences: dict[int, Known] = {}
@@ -393,7 +392,7 @@ class Engine:
             return "another process"
         if executor.incarnation != self.ref.incarnation:
             return "another control plane"
-        if executor.key_id != self.key_id:
+        if not self.world.keys.are_successive(executor.keys.id, self.key_id):
             return "another key"
         return "an ended session" if self.id in process.ended else ""
 
@@ -405,6 +404,8 @@ class Engine:
             assert not refusal, f"opened, though it is of {refusal}"
             started = executor.start(self.id, wire(made.signed))
         except _REFUSALS as error:
+            session = self.control.core._sessions.get(self.id)
+            refusal = refusal or why_lost(session, made.number, error)
             assert refusal, f"session {self.id} plan {made.number} is refused: {error!r}"
             assert not isinstance(error, StaleGenerationError)
             self.world.happened[f"plans refused: {refusal}"] += 1

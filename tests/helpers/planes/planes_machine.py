@@ -15,19 +15,23 @@ from planes_duplicates import LateDuplicates
 from planes_engine import Engine
 from planes_known import DEVICE, Known, deferred_of
 from planes_values import BLOCK, NUM_HEADS, NUM_LAYERS
-from planes_world import LEASE_S, POOL, ControlProcess, World
+from planes_world import LEASE_S, POOL, ControlProcess, World, wire
 
 from kvplane import ops
 from kvplane.errors import (
+    BadSignatureError,
     InvalidRequestError,
     PlanReceiptedError,
     PoolNotFoundError,
     PoolNotReadyError,
     SequenceNotFoundError,
+    StaleError,
     TooManyPlansInFlightError,
 )
 from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
 
 MAX_ENGINES, MAX_GONE = 4, 6
 OWNERS = [("ann", ""), ("bob", ""), ("ann", ""), ("ann", "adapter"), ("bob", "")]
@@ -281,6 +285,51 @@ class PlanesMachine(LateDuplicates):
                 self.try_to_connect(self.world.latest(index), control)
         if rng.random() < 0.7:
             self.world.mend()
+
+    # Keys
+
+    @rule()
+    def rotate_the_key(self) -> None:
+        """It is time for another key, for as many rotations as the streams let pass."""
+        control = self.rng.choice([self.world.control] * 4 + self.world.controls)
+        for _ in range(self.rng.randint(1, 3)):
+            if control.pool is not None:
+                self.world.keys.rotate(control.core, control.pool, self.world.clock.now)
+                control.flush()
+            if self.rng.random() < 0.6:
+                self.world.deliver(self.rng, self.rng.randint(1, 8))
+            else:
+                self.world.deliver_all()
+
+    @precondition(lambda self: self.has_begun and self.world.keys.former and self.engines)
+    @rule()
+    def forge_a_plan(self) -> None:
+        """With a key that was replaced. A data plane that has dropped it refuses."""
+        key = self.rng.choice(self.world.keys.former)
+        engine = self.pick()
+        plan = tpb.Plan(
+            version=protocol.PAYLOAD_VERSION,
+            session=engine.ref,
+            pool_id=POOL,
+            shard_epochs=engine.epochs,
+            number=engine.number + 10,
+            resync=True,
+        ).SerializeToString()
+        forged = tpb.SignedPayload(
+            type=signing.PLAN, payload=plan, signature=signing.sign(key, signing.PLAN, plan)
+        )
+        for process in self.world.processes:
+            executor = process.executor
+            if signing.key_id(key) in (executor.keys.id, executor.keys.newer_id):
+                continue
+            before = process.snapshot()
+            try:
+                executor.start(wire(engine.grant), wire(forged))
+            except (BadSignatureError, StaleError, PoolNotReadyError):
+                self.world.happened["forged plans refused"] += 1
+            else:
+                raise AssertionError("a plan is taken that a dropped key signed")
+            assert process.snapshot() == before
 
     @rule()
     def a_wrong_shard_comes(self) -> None:

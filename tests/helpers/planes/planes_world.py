@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from google.protobuf.message import Message
+from planes_keys import KEY_LIFETIME_S, Successions
 from planes_values import (
     LAYOUT,
     LAYOUT_MESSAGE,
@@ -96,7 +97,10 @@ class ControlProcess:
         self.core = ControlPlane(
             incarnation=incarnation,
             config=CoreConfig(
-                lease_s=LEASE_S, max_plans_in_flight=MAX_PLANS_IN_FLIGHT, watermark=world.watermark
+                lease_s=LEASE_S,
+                max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
+                watermark=world.watermark,
+                key_lifetime_s=KEY_LIFETIME_S,
             ),
             clock=world.clock,
             new_session_id=world.new_session_id,
@@ -163,6 +167,8 @@ class ControlProcess:
                 if request.report.last:
                     accepted = cpb.RegisterResponse(report_accepted=cpb.ReportAccepted())
                     stream.to_data.append(accepted)
+            elif request.HasField("keys_held"):
+                self.core.keys_held(POOL, stream.index, stream.epoch, request.keys_held)
             else:
                 self.core.fence_done(POOL, stream.index, stream.epoch, request.fence_done)
         except (InvalidRequestError, StaleEpochError):
@@ -225,7 +231,9 @@ class DataProcess:
             num_host_blocks=self.num_host,
             address=f"shard{self.shard.index}:1",
             incarnation=executor.incarnation,
-            key_id=executor.key_id,
+            key_id=executor.keys.id,
+            newer_key_id=executor.keys.newer_id,
+            rotates_keys=True,
         )
         self.hellos.append(hello)
         return hello
@@ -251,6 +259,12 @@ class DataProcess:
             done = cpb.FenceDone(session=fence.session)
             self.fences_done.append(done)
             stream.to_control.append(wire(cpb.RegisterRequest(fence_done=done)))
+        elif kind == "key_offer":
+            self.executor.keys.add(response.key_offer.key)
+            self.tell_keys(stream)
+        elif kind == "key_retirement":
+            self.executor.keys.retire(response.key_retirement)
+            self.tell_keys(stream)
         elif kind == "report_request":
             self.report(stream)
         else:
@@ -260,8 +274,8 @@ class DataProcess:
         executor = self.executor
         if welcome.resumed:
             shards = stream.control.core._pools[POOL].shards
-            held = executor.incarnation, executor.key_id
-            is_resumed = held == (welcome.incarnation, shards.key_id)
+            is_resumed = executor.incarnation == welcome.incarnation
+            is_resumed &= shards.keys.present_id in (executor.keys.id, executor.keys.newer_id)
             assert is_resumed or not stream.is_read_by_control, "resumed with another key"
             return
         try:
@@ -272,6 +286,12 @@ class DataProcess:
         self.ended |= self.opened
         self.fences.clear()
         self.report(stream)
+
+    def tell_keys(self, stream: Stream) -> None:
+        """Confirm a step of a rotation."""
+        executor = self.executor
+        held = cpb.KeysHeld(key_id=executor.keys.id, newer_key_id=executor.keys.newer_id)
+        stream.to_control.append(wire(cpb.RegisterRequest(keys_held=held)))
 
     def report(self, stream: Stream) -> None:
         """Send what all blocks hold."""
@@ -299,6 +319,7 @@ class World:
         self.shards = [self._shard(i, num_shards, by_layers) for i in range(num_shards)]
         self.sizes = [(num_device, num_host)] * num_shards
         self.controls: list[ControlProcess] = []
+        self.keys = Successions()
         self.processes: list[DataProcess] = []
         self.restart_control(1)
         for index in range(num_shards):
@@ -466,7 +487,8 @@ class World:
         for block, owner, parent, tokens in self._findable(pool):
             prefixes[block] = [*prefixes.get(parent, []), *tokens]
             for process in views:
-                if process is None or process.executor.key_id != pool.shards.key_id:
+                key_id = b"" if process is None else process.executor.keys.id
+                if process is None or not self.keys.are_successive(key_id, pool.keys.present_id):
                     continue
                 wanted = process.view.blocks(values_of(owner, prefixes[block]))[:, -1:]
                 found = process.executor.pools.device_tier[block][:, None].numpy()

@@ -55,7 +55,7 @@ class PlanningRig:
         self, num_device_blocks: int = 8, num_host_blocks: int = 4, **settings: Any
     ) -> None:
         """``settings``: of CoreConfig; the watermark is 0 unless given."""
-        shards = PoolShards(1, LAYOUT, bytes(32))
+        shards = PoolShards(1, LAYOUT)
         shards.add(hello(epoch=EPOCH))
         config = CoreConfig(**{"watermark": 0.0, **settings})
         self.pool = Pool("pool", shards, config)
@@ -136,7 +136,7 @@ class PlanningRig:
             plan_number=number,
             plan_digest=session.plans[number].digest,
         ).SerializeToString()
-        signature = signing.sign(self.pool.key, signing.RECEIPT, payload)
+        signature = signing.sign(self.pool.keys.present, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ ROOT = root_of(LAYOUT.fingerprint, "default", "")
 class World:
     """Registration of pools whose sessions hold nothing."""
 
-    def __init__(self, incarnation: int = INCARNATION) -> None:
+    def __init__(self, incarnation: int = INCARNATION, **settings: Any) -> None:
         self.incarnation = incarnation
         self.pools: dict[str, Pool] = {}
         self.session_ids = itertools.count(1)
@@ -31,7 +31,7 @@ class World:
         self.it = Registration(
             self.pools,
             incarnation=lambda: incarnation,
-            config=CoreConfig(watermark=0.0),
+            config=CoreConfig(watermark=0.0, **settings),
             new_key=lambda: next(keys),
             end_sessions=self.end_sessions,
         )

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from control_plane.planning import core, queries
-from control_plane.planning.pools import registration, shards
+from control_plane.planning.pools import registration, rotation, shards
+from control_plane.planning.pools.keys import PoolKeys
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.session import Session
-from control_plane.planning.steps import planner
+from control_plane.planning.steps import planner, receipts
 from control_plane.planning.steps.abort import abort_from
 from control_plane.planning.steps.numbering import Answer, Numbering
 from data_plane.plans.block_tables import BlockTables
@@ -22,9 +23,10 @@ from data_plane.plans.last_tenants import LastTenants
 from data_plane.plans.publications import Publications
 from data_plane.plans.sessions import Sessions
 from data_plane.plans.verifier import Verifier
+from data_plane.pool_keys import HeldKeys
 from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import columns
+from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
 
 
@@ -80,7 +82,7 @@ def key_ignored_on_resume(patch: pytest.MonkeyPatch) -> None:
     original = registration.Registration._can_resume
 
     def can_resume(self: Any, pool: Pool, hello: Any) -> bool:
-        hello.key_id = pool.shards.key_id
+        hello.key_id = pool.shards.keys.present_id
         return original(self, pool, hello)
 
     patch.setattr(registration.Registration, "_can_resume", can_resume)
@@ -208,6 +210,71 @@ def shards_may_overlap(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def key_signs_before_all_hold_it(patch: pytest.MonkeyPatch) -> None:
+    """A new key signs once the first shard has confirmed it."""
+    original = rotation.unconfirmed
+
+    def unconfirmed(pool: Pool) -> list[int]:
+        waits_for, keys = original(pool), pool.keys
+        states = pool.shards.states.values()
+        return [] if keys.next and any(keys.next_id in s.key_ids for s in states) else waits_for
+
+    patch.setattr(rotation, "unconfirmed", unconfirmed)
+
+
+def _without_column(patch: pytest.MonkeyPatch, name: str) -> None:
+    original = HeldKeys.retire
+
+    def retire(self: HeldKeys, retirement: Any) -> None:
+        retirement.ClearField(name)
+        original(self, retirement)
+
+    patch.setattr(HeldKeys, "retire", retire)
+
+
+def key_dropped_while_its_plans_are_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """What a former key signed is refused, though its engine has yet to present it."""
+    _without_column(patch, "plan_digests")
+
+
+def key_dropped_with_its_grants(patch: pytest.MonkeyPatch) -> None:
+    """Open sessions cannot present their grants again."""
+    _without_column(patch, "grant_digests")
+
+
+def former_keys_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A data plane confirms that it dropped a key, and goes on accepting what it signs."""
+    original = signing.verify_any
+    known: list[bytes] = []
+    add_key = Verifier.add_key
+
+    def add(self: Verifier, key: bytes) -> None:
+        known.extend(each for each in self._keys if each not in known)
+        add_key(self, key)
+
+    def verify_any(keys: Any, *args: Any, **kwargs: Any) -> tuple[int, bytes]:
+        return original([*keys, *known], *args, **kwargs)
+
+    patch.setattr(Verifier, "add_key", add)
+    patch.setattr(signing, "verify_any", verify_any)
+
+
+def former_keys_forgotten_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Receipts of plans that a former key signed are refused."""
+    original = PoolKeys.switch
+
+    def switch(self: PoolKeys) -> None:
+        original(self)
+        self._former.clear()
+
+    patch.setattr(PoolKeys, "switch", switch)
+
+
+def settled_receipts_need_their_key(patch: pytest.MonkeyPatch) -> None:
+    """A request that is repeated is refused for a receipt whose key was forgotten."""
+    patch.setattr(receipts, "_has_settled", lambda session, signed: False)
+
+
 QUICK = (
     repeats_not_recognised,
     session_ids_reused,
@@ -217,6 +284,7 @@ QUICK = (
     append_position_unchecked,
     sessions_outlive_a_shard,
     shards_may_overlap,
+    key_dropped_while_its_plans_are_in_flight,
 )
 SLOW = (
     fence_forgotten,
@@ -228,4 +296,9 @@ SLOW = (
     fence_not_awaited,
     tokens_taken_by_sequence_id,
     stale_publication_kept,
+    key_signs_before_all_hold_it,
+    key_dropped_with_its_grants,
+    former_keys_accepted,
+    former_keys_forgotten_at_once,
+    settled_receipts_need_their_key,
 )

@@ -19,7 +19,7 @@ def joined(shards: PoolShards, index: int, **fields: int) -> ShardState:
 
 
 def test_it_says_what_is_missing_until_nothing_is() -> None:
-    shards = PoolShards(2, LAYOUT, bytes(32))
+    shards = PoolShards(2, LAYOUT)
     assert "shards 0, 1 of 2 have not registered" in shards.what_is_missing()
     left = joined(shards, 0)
     assert "shards 1 of 2 have not registered" in shards.what_is_missing()
@@ -40,17 +40,17 @@ def test_it_says_what_is_missing_until_nothing_is() -> None:
 
 
 def test_sessions_are_counted_from_one_for_each_key() -> None:
-    shards = PoolShards(1, LAYOUT, bytes(32))
+    shards = PoolShards(1, LAYOUT)
     assert [shards.next_ordinal() for _ in range(3)] == [1, 2, 3]
-    before = shards.key_id
-    shards.start_over(1, LAYOUT, b"k" * 32)
+    before = shards.keys.present_id
+    shards.start_over(1, LAYOUT)
     assert shards.next_ordinal() == 1
-    assert shards.key_id != before
+    assert shards.keys.present_id != before
 
 
 def test_layers_that_a_group_does_not_have_are_no_part_of_a_shard() -> None:
     """Layers 0 and 1 are the layout's; what a range holds beside them does not overlap."""
-    shards = PoolShards(2, LAYOUT, bytes(32))
+    shards = PoolShards(2, LAYOUT)
     joined(shards, 0)
     other = half(1)
     assert shards.overlapping(other) == []
@@ -61,7 +61,7 @@ def test_layers_that_a_group_does_not_have_are_no_part_of_a_shard() -> None:
 
 
 def test_copies_of_a_part_do_not_overlap_and_are_numbered_without_gaps() -> None:
-    shards = PoolShards(3, LAYOUT, bytes(32))
+    shards = PoolShards(3, LAYOUT)
     first, second = half(0, 3), half(1, 3)
     shards.add(hello(shard=first))
     second.copy = 1
