@@ -15,14 +15,12 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from native_pool import DEVICE, HOST, Code, View
-from native_sessions import OWNER_OF_FLOOR, Engine, Group, Known, World
+from native_sessions import Engine, Group, Known, World
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A pool: ``quota`` is the device blocks of an owner, 0 for no limit; ``floor`` those of ann
-    that others leave cached.
-    """
+    """A pool: ``quota``: device blocks of an owner, 0 for any; ``floor``: those left to ann."""
 
     block_size: int
     groups: tuple[Group, ...]
@@ -132,14 +130,8 @@ class Walk:
         before = self.world.dump()
         quota, core, owner = self.world.quota, self.world.cores[0], engine.caller.owner
         num_owned = core.num_owned(owner)
-        of_floor = self.world.num_of_floor()
-        answer = call()
-        if owner != OWNER_OF_FLOOR:
-            for (num, num_kept), (num_now, kept_now) in zip(
-                of_floor, self.world.num_of_floor(), strict=True
-            ):
-                assert kept_now == num_kept
-                assert num_now >= min(num, self.world.floor), "a floor was broken"
+        with self.world.floor_is_kept(owner):
+            answer = call()
         assert not quota or core.num_owned(owner) <= max(quota, num_owned)
         if failed(answer):
             assert self.world.dump() == before, f"{answer} changed something"

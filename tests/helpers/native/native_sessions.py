@@ -6,7 +6,8 @@ Written from the statements of docs/architecture.md ("What always holds"), not f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
@@ -273,8 +274,19 @@ class World:
         """Device blocks that an owner could have in all groups."""
         return self.sizes[DEVICE] - (self.floor if owner != OWNER_OF_FLOOR else 0)
 
-    def num_of_floor(self) -> list[tuple[int, int]]:
-        """Blocks of ann's prefixes in each group, and of these the ones nobody else may evict."""
+    @contextmanager
+    def floor_is_kept(self, owner: int) -> Iterator[None]:
+        """While an owner's operation runs."""
+        before = self._num_of_floor()
+        yield
+        if owner == OWNER_OF_FLOOR:
+            return
+        for (num, num_kept), now in zip(before, self._num_of_floor(), strict=True):
+            assert now[1] == num_kept, "what nobody else may evict was evicted"
+            assert now[0] >= min(num, self.floor), "a floor was broken"
+
+    def _num_of_floor(self) -> list[tuple[int, int]]:
+        """Blocks of ann's prefixes in each group, and those that nobody else may evict."""
         return [
             (core.num_published(b"ann"), core.num_reserved(OWNER_OF_FLOOR)) for core in self.cores
         ]
