@@ -6,7 +6,7 @@ from core_messages import LAYOUT
 from core_model import Engine, World
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.floors import Floors
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 
@@ -30,9 +30,10 @@ def flood(world: World) -> Engine:
     return bob
 
 
-def pool_of(world: World) -> Pool:
+def floors_of(world: World) -> dict[str, tuple[int, int]]:
     [pool] = world.core._pools.values()
-    return pool
+    floors: Floors = pool.floors
+    return floors.blocks(pool.groups)
 
 
 def test_a_floor_holds_in_a_pool_that_came_later_and_after_a_restart() -> None:
@@ -42,8 +43,7 @@ def test_a_floor_holds_in_a_pool_that_came_later_and_after_a_restart() -> None:
     world.core.set_cached_shares(SHARES)
     flood(world)
     assert world.engine("ann").lookup(PROMPT) == FLOOR * SIZE
-    pool = pool_of(world)
-    assert pool.floors.blocks(pool.groups) == {"ann": (FLOOR, FLOOR)}
+    assert floors_of(world) == {"ann": (FLOOR, FLOOR)}
     world.core.check_integrity()
 
 
@@ -60,6 +60,5 @@ def test_a_floor_that_is_taken_away_protects_nothing() -> None:
     world.core.set_cached_shares({})
     compute(bob, range(9000, 9000 + 16 * SIZE))
     assert world.engine("ann").lookup(PROMPT) == 0
-    pool = pool_of(world)
-    assert pool.floors.blocks(pool.groups) == {}
+    assert floors_of(world) == {}
     world.core.check_integrity()
