@@ -28,11 +28,7 @@ from control_plane.planning.pools.publications import (
 )
 from control_plane.planning.pools.reports import TIERS
 from control_plane.planning.pools.shards import PoolShards
-from control_plane.planning.pools.statistics import (
-    BlockTimes,
-    PoolStatistics,
-    read_block_times,
-)
+from control_plane.planning.pools.statistics import BlockTimes, PoolStatistics, read_block_times
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
@@ -368,8 +364,7 @@ class Pool:
     def announce(self) -> None:
         """Send what was published and forgotten to the shards, as much as takes milliseconds."""
         for group, core in enumerate(self.groups):
-            published = core.take_publications(MAX_PUBLICATIONS)
-            if published:
+            if published := core.take_publications(MAX_PUBLICATIONS):
                 self.shards.send([publish_message(run, group) for run in published])
         while self._has_forgotten:
             self._has_forgotten = False
