@@ -1,6 +1,9 @@
 """Executions: plans run layer by layer on a stream, and beside it through shared memory where the
 data plane is on the same machine.
 
+Who has moved more bytes than its tenant may in a second waits for as long as the data plane says,
+up to the call's deadline.
+
 Invariant: a lost connection, or a wait that was cancelled, loses nothing. The plan is presented
 again on a new stream and continues from where it is, and the layer is sent again; its slots then
 hold the same bytes as before.
@@ -10,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -21,13 +25,14 @@ from kvplane.errors import (
     KvplaneError,
     PlaneUnavailableError,
     PlanOutOfOrderError,
+    QuotaExceededError,
 )
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.local import packets
 from kvplane.transport.local.connection import Addresses, LocalConnection
 from kvplane.transport.local.layer import LocalLayer
-from kvplane.transport.retry import retry_until
+from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.stream import Stream
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
@@ -36,6 +41,8 @@ from kvplane.wire.protocol import check_chosen, supported
 
 if TYPE_CHECKING:
     from kvplane_kernels import LayerCall
+
+T = TypeVar("T")
 
 _LOGGER: Final = logging.getLogger(__name__)
 # Data planes on this machine whose offers could not be taken: it is logged once.
@@ -105,7 +112,7 @@ class Execution:
         """Open the stream and learn ``layers``. ``start`` and ``layer`` do so by themselves."""
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
-            await retry_until(deadline, self._open)
+            await _tried(deadline, self._open)
 
     async def start(self, plan: SignedPayload | None, *, timeout_s: float | None = None) -> Started:
         """Present a plan, which makes its table changes and transfers. Safe to repeat.
@@ -117,7 +124,7 @@ class Execution:
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._forget_plan()
-            return self._note_started(plan, await retry_until(deadline, lambda: self._start(plan)))
+            return self._note_started(plan, await _tried(deadline, lambda: self._start(plan)))
 
     async def begin(
         self, plan: SignedPayload, num_tokens: int, *, timeout_s: float | None = None
@@ -128,7 +135,7 @@ class Execution:
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._forget_plan()
-            await retry_until(deadline, lambda: self._begin(plan, num_tokens))
+            await _tried(deadline, lambda: self._begin(plan, num_tokens))
 
     async def layer(
         self,
@@ -158,7 +165,7 @@ class Execution:
                         return output
                 return await self._layer(index, query, key, value, options)
 
-            return await retry_until(deadline, attempt)
+            return await _tried(deadline, attempt)
 
     def begin_now(self, plan: SignedPayload, num_tokens: int) -> bool:
         """``begin`` in the calling thread. False where that cannot be: use ``begin``."""
@@ -186,10 +193,9 @@ class Execution:
             local.send(layer.packet)
             if begun is not None:
                 self._check_begun(_parse(local.receive(timeout_s)))
-            answer = local.receive(timeout_s)
-        except PlaneUnavailableError:
+            self._check_local(local.receive(timeout_s), layer)
+        except (PlaneUnavailableError, QuotaExceededError):
             return False
-        self._check_local(answer, layer)
         return True
 
     def call_now(self, layer: LocalLayer, call: LayerCall, addresses: Addresses) -> bool | None:
@@ -206,10 +212,10 @@ class Execution:
             if begun is not None:  # that was the plan's answer
                 self._check_begun(_parse(layer.usual if answer is None else answer))
                 answer = local.receive(timeout_s)
-        except PlaneUnavailableError:
+            if answer is not None:
+                self._check_local(answer, layer)
+        except (PlaneUnavailableError, QuotaExceededError):
             return None
-        if answer is not None:
-            self._check_local(answer, layer)
         return answer is None
 
     def leave(self) -> None:
@@ -405,6 +411,10 @@ class Execution:
         if response.WhichOneof("message") not in (wanted, "error"):
             self._stream.drop()
         return _expect(wanted, response)
+
+
+async def _tried(deadline: Deadline, attempt: Callable[[], Awaitable[T]]) -> T:
+    return await retry_until(deadline, attempt, waits_for_quota=True)
 
 
 def _parse(answer: bytes) -> pb.ExecuteResponse:

@@ -1,6 +1,7 @@
 """Deadlines, and retries until then.
 
-Only UNAVAILABLE is retried: the peer was not reached, closed the connection, or is not ready.
+UNAVAILABLE is retried: the peer was not reached, closed the connection, or is not ready. So is a
+quota that says how long to wait, for those who ask for that.
 Every call of the protocol may be repeated until it is answered, so this is safe for all of them.
 """
 
@@ -15,7 +16,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from kvplane.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+from kvplane.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    QuotaExceededError,
+    UnavailableError,
+)
 
 FIRST_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 1.0
@@ -52,17 +58,23 @@ class Deadline:
             raise DeadlineExceededError(f"no answer within {self.timeout_s:g} s") from error
 
 
-async def retry_until(deadline: Deadline, attempt: Callable[[], Awaitable[T]]) -> T:
+async def retry_until(
+    deadline: Deadline, attempt: Callable[[], Awaitable[T]], *, waits_for_quota: bool = False
+) -> T:
     """What ``attempt`` returns, tried again with exponential backoff and jitter.
 
-    Raises the last UnavailableError when the next try would come after the deadline, and every
-    other error at once. A peer's own retry delay is respected.
+    ``waits_for_quota``: a QuotaExceededError with a retry delay is waited for as well. Raises the
+    last error when the next try would come after the deadline, and every other error at once. A
+    peer's own retry delay is respected.
     """
     delay_s = FIRST_DELAY_S
     while True:
         try:
             return await attempt()
-        except UnavailableError as error:
+        except (UnavailableError, QuotaExceededError) as error:
+            is_quota = isinstance(error, QuotaExceededError)
+            if is_quota and (not waits_for_quota or error.retry_delay_s is None):
+                raise
             wait_s = max(random.uniform(delay_s / 2, delay_s), error.retry_delay_s or 0.0)
             if wait_s >= deadline.remaining_s:
                 raise

@@ -103,6 +103,26 @@ def test_streams_on_one_connection_are_bounded(
         assert refusal(channel, "ControlPlaneService/ListPools", b"") is None
 
 
+def test_metadata_is_bounded(
+    control_plane: PlaneProcess, honest: HonestCaller, channel: grpc.Channel
+) -> None:
+    many, long = [("x", "y" * 4000)] * 16, [("authorization", "Bearer " + "y" * 100_000)]
+    list_pools = channel.unary_unary("/kvplane.v1.ControlPlaneService/ListPools")
+
+    def attack() -> list[float]:
+        with honest.meanwhile(0.5) as during:
+            for metadata in (many, long) * 20:
+                with pytest.raises(grpc.RpcError) as refused:
+                    list_pools(b"", metadata=metadata, timeout=10)
+                assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        return during
+
+    begin_bytes = control_plane.begin_peak()
+    assert_calm(honest, attack)
+    assert control_plane.peak_bytes() - begin_bytes < 16 * MIB
+    assert refusal(channel, "ControlPlaneService/ListPools", b"") is None
+
+
 def test_idle_connections_leave_room_for_the_planes(tmp_path: Path) -> None:
     plane_port = free_port()
     flags = ("--max-connections", "8", "--plane-bind", f"127.0.0.1:{plane_port}")

@@ -212,12 +212,16 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
                     await fuzzer.send(*client.requests(mutator.random))
                 ended = author.session(client.session_id)
                 side.say(fence=cpb.Fence(session=ended, ordinal=client.session_id))
-                # Whatever was sent, another session is served.
+                await serve(num_sessions)  # whatever was sent, another session is served
+
+            async def serve(number: int) -> None:
                 changes = [set_blocks(1, [])]
-                honest = author.plan(num_sessions, previous=0, resync=True, changes=changes)
+                honest = author.plan(number, previous=0, resync=True, changes=changes)
                 request = dpb.CopyBlocksRequest(grant=author.grant(), plan=honest)
                 assert (await stub.CopyBlocks(request, timeout=PATIENCE_S)).HasField("receipt")
 
+            # Before grants that are changed and signed again can open the session.
+            await serve(1)
             begin_bytes = plane.begin_peak()
             await _until(fuzzer, num_inputs, session)
         result = _inspected(plane, begin_bytes, fuzzer.result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from two_pools import PROMPT, SEQUENCE, two_pools
 from data_plane.server import server as data_server
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane import DataClient, Tensor, ops
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import QuotaExceededError
 from kvplane.serving.byte_quota import ByteQuota
+from kvplane.transport.local.layer import LocalLayer
 from kvplane.v1 import data_pb2_grpc
 from kvplane.wire.error_messages import from_wire
 
@@ -74,7 +77,7 @@ async def test_a_tenant_is_refused_on_all_its_connections_and_others_are_not(
         clock.stop()
         await execution.layer(0, query, key, key)
         with pytest.raises(QuotaExceededError) as refused:
-            await execution.layer(1, query, key, key)
+            await execution.layer(1, query, key, key, timeout_s=0.5)
         assert rejected.values["QUOTA_EXCEEDED",] == 1
         assert execution.receipt is None
         with pytest.raises(QuotaExceededError):
@@ -86,6 +89,36 @@ async def test_a_tenant_is_refused_on_all_its_connections_and_others_are_not(
         clock.now_s += delay_s + 0.001  # an error tells whole nanoseconds
         await execution.layer(1, query, key, key)
         assert execution.receipt is not None
+
+
+@pytest.mark.parametrize("way", ["grpc", "region", "in this thread", "begun"])
+async def test_an_execution_waits_for_its_quota(tmp_path: Path, way: str) -> None:
+    query, key = wire(20, 4), wire(20, 2)
+    rate = 0.8 * (len(query.data) + 2 * len(key.data))
+    async with (
+        serving(tmp_path, max_tenant_bytes_per_s=rate, local_region_bytes=1 << 20) as planes,
+        DataClient(planes[0].address, shared_memory=way != "grpc") as data,
+    ):
+        author = author_of(*planes)
+        changes = [set_blocks(1, [(i, 1) for i in range(3)])]
+        plan = author.plan(1, changes=changes, spans=[span(1, 0, 20)])
+        async with await data.open(author.grant()) as execution:
+            assert (execution.local is None) == (way == "grpc")
+            if way == "begun":
+                await execution.begin(plan, 20)
+            else:
+                await execution.start(plan)
+            for layer in execution.layers:
+                if way == "in this thread" and execution.local is not None:
+                    region = [execution.local, layer, key.dtype]
+                    shapes = [query.shape, key.shape, key.shape]
+                    made = LocalLayer.make(*region, *shapes, AttentionOptions())
+                    assert made is not None
+                    if await asyncio.to_thread(execution.layer_now, made):
+                        continue
+                await execution.layer(layer, query, key, key)
+            assert execution.receipt is not None
+        assert planes[0].metrics.rpc.rejected.values["QUOTA_EXCEEDED",] >= 1
 
 
 async def test_tensors_in_shared_memory_count(tmp_path: Path, clock: Clock) -> None:

@@ -154,7 +154,7 @@ class Line:
         if is_oldest and num_needed <= pool.num_obtainable(session):
             turns.unblock(growing, now_s)
             return True
-        if pool.num_held(session, sequence) + num_needed > pool.num_blocks:
+        if pool.num_held(session, sequence) + num_needed > pool.num_usable(session):
             turns.unblock(growing, now_s)
         else:
             turns.block(growing, num_needed, now_s)

@@ -18,6 +18,7 @@ from kvplane_blocks import GroupedPool
 from kvplane_blocks import Pool as NativePool
 
 from control_plane.planning.config import CoreConfig
+from control_plane.planning.pools.floors import Floors
 from control_plane.planning.pools.keys import PoolKeys
 from control_plane.planning.pools.publications import (
     MAX_PUBLICATIONS,
@@ -28,11 +29,7 @@ from control_plane.planning.pools.publications import (
 )
 from control_plane.planning.pools.reports import TIERS
 from control_plane.planning.pools.shards import PoolShards
-from control_plane.planning.pools.statistics import (
-    BlockTimes,
-    PoolStatistics,
-    read_block_times,
-)
+from control_plane.planning.pools.statistics import BlockTimes, PoolStatistics, read_block_times
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
@@ -102,6 +99,7 @@ class Pool:
         self._config = config
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
+        self.floors = Floors(self._owners, self._roots)
         # Slots of ended sessions that are being fenced, and since when; of these, the sessions that
         # still have sequences, and whether they are fenced by now.
         self._ended_slots: dict[int, tuple[int, float]] = {}
@@ -237,6 +235,7 @@ class Pool:
         self._roots.clear()
         for root in self.roots():
             self._roots.setdefault(owner_of(root)[0], set()).add(root)
+        self.floors.apply(groups)
         self._keeps_changes = False
         if self.followers:
             self.keep_changes()
@@ -366,8 +365,7 @@ class Pool:
     def announce(self) -> None:
         """Send what was published and forgotten to the shards, as much as takes milliseconds."""
         for group, core in enumerate(self.groups):
-            published = core.take_publications(MAX_PUBLICATIONS)
-            if published:
+            if published := core.take_publications(MAX_PUBLICATIONS):
                 self.shards.send([publish_message(run, group) for run in published])
         while self._has_forgotten:
             self._has_forgotten = False

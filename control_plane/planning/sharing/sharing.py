@@ -48,7 +48,7 @@ Done = tuple[int, int, int]
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _ON_DEVICE: Final = bytes([_DEVICE])
-_LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
+_LATER: Final = (_native.LATER, _native.LATER_HEADROOM, _native.LATER_FLOOR)
 _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # No pool has so many blocks: the core refuses, and says how many are needed.
 _PROBE: Final = 2**40

@@ -36,8 +36,10 @@ _REASONS: Final = {
     _native.LATER_HEADROOM: cpb.SHORTAGE_REASON_HEADROOM,
     _native.LATER_QUOTA: cpb.SHORTAGE_REASON_QUOTA,
     _native.NEVER_QUOTA: cpb.SHORTAGE_REASON_QUOTA,
+    _native.LATER_FLOOR: cpb.SHORTAGE_REASON_FLOOR,
+    _native.NEVER_FLOOR: cpb.SHORTAGE_REASON_FLOOR,
 }
-_NEVER: Final = (_native.NEVER, _native.NEVER_QUOTA)
+_NEVER: Final = (_native.NEVER, _native.NEVER_QUOTA, _native.NEVER_FLOOR)
 _PLACE_REASONS: Final = {
     Reason.LINE: cpb.SHORTAGE_REASON_LINE,
     Reason.GROWTH: cpb.SHORTAGE_REASON_GROWTH,
@@ -120,7 +122,7 @@ def shortage_of(session: Session, failure: Failure, place: Place | None = None) 
         elif num_needed <= num_obtainable:
             shortage.reason = cpb.SHORTAGE_REASON_HEADROOM
         else:
-            shortage.reason = cpb.SHORTAGE_REASON_BLOCKS
+            shortage.reason = _REASONS[code]
     return shortage
 
 

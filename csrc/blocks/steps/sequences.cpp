@@ -308,9 +308,7 @@ std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t
     pool.dry_.clear();
     const Failure failure = pool.plan_swap(pool.sessions_[slot], ids, destination,
                                            proportion.of_group(pool, headroom), plan);
-    if (failure.code == Code::kLater || failure.code == Code::kLaterHeadroom ||
-        failure.code == Code::kLaterQuota)
-      return in_proportion(groups, pool, failure);
+    if (is_later(failure.code)) return in_proportion(groups, pool, failure);
     if (failure.code != Code::kOk) return failure;
     num += static_cast<int64_t>(plan.blocks.size());
   }
@@ -352,8 +350,8 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, Tier destinat
     }
   }
   const auto needed = static_cast<int64_t>(plan.blocks.size());
-  if (needed > store(destination).num_blocks)
-    return Failure{0, Code::kNever, needed, store(destination).num_blocks, destination};
+  if (needed > store(destination).num_usable(session.slot))
+    return never_fits(session, destination, 0, needed);
   if (const int64_t quota = config_.max_owner_blocks; quota && destination == kDevice) {
     if (needed > quota) return Failure{0, Code::kNeverQuota, needed, quota, destination};
     if (const int64_t allowed = num_allowed(session); needed > allowed)

@@ -16,6 +16,19 @@ class Mutant:
 
 # Each of these is found by the tests of one pool.
 FAULTS = {
+    "floors_protect_nothing": Mutant(
+        "memory/block_store.cpp", "if (floor_of(owner) == 0) return", "return"
+    ),
+    "a_reserve_keeps_the_oldest": Mutant(
+        "memory/block_store.cpp",
+        "const Block b = reserve.lists[priority].head;",
+        "const Block b = reserve.lists[priority].tail;",
+    ),
+    "floors_are_no_reason_for_never": Mutant(
+        "steps/admit.cpp",
+        "if (most > store(kDevice).num_usable(session.slot) &&",
+        "if (most > store(kDevice).num_blocks &&",
+    ),
     "published_before_it_is_written": Mutant(
         "index/publish.cpp",
         "std::min(sequence.num_written, sequence.tokens.size) / block_size_,",
