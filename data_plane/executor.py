@@ -90,8 +90,7 @@ class Executor:
         require(1 <= len(pool_id) <= 128, "must be 1 to 128 characters", "pool_id")
         shard = shard if shard is not None else Shard.whole(layout)
         self._verifier = Verifier(pool_id, shard.index, shard.num_shards, epoch)
-        self.layout = layout
-        self.shard = shard
+        self.layout, self.shard = layout, shard
         self.layers = self.shard.layers(layout)
         self.device = with_index(torch.device(device))
         self.kernels = kernels if kernels is not None else kernels_of(self.device, num_threads)
