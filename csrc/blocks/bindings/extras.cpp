@@ -303,6 +303,7 @@ void bind_rebuild(py::module_& module) {
     return self.take();
   });
   rebuild.def_property_readonly("num_restored", &Rebuild::num_restored);
+  rebuild.def_property_readonly("num_roots", &Rebuild::num_roots);
 }
 
 }  // namespace

@@ -66,6 +66,7 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root, const Hash
   check_indices(columns.parent_indices, -1, it.num_blocks[0], "parent_indices");
   for (int64_t i = 0; i < columns.token_ids.size; ++i)
     if (columns.token_ids[i] < 0) throw ColumnError("token_ids", i, "must not be negative");
+  if (roots_.size() >= prune_at_) prune_roots();
   const auto [name, is_new] =
       root_ids_.try_emplace(std::string(root), static_cast<uint32_t>(roots_.size()));
   if (is_new) roots_.push_back({&name->first, kNoEntry, scope});
@@ -85,6 +86,29 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root, const Hash
     std::copy_n(columns.hashes.data + i * 16, 16, row.hash.begin());
     std::copy_n(columns.token_ids.data + i * block_size_, block_size_, it.tokens.row(r));
   }
+}
+
+// What is told for months must not keep the root of each namespace that there ever was.
+void Rebuild::prune_roots() {
+  std::vector<uint8_t> is_named(roots_.size());
+  for (Shard& it : shards_)
+    for (uint32_t r = 0; r < it.rows.size(); ++r)
+      if (it.rows[r].generation > 0) is_named[it.rows[r].root] = 1;
+  std::vector<uint32_t> now(roots_.size(), 0);
+  std::vector<Root> kept;
+  for (size_t i = 0; i < roots_.size(); ++i) {
+    const auto found = root_ids_.find(*roots_[i].name);
+    if (!is_named[i]) {
+      root_ids_.erase(found);
+      continue;
+    }
+    now[i] = found->second = static_cast<uint32_t>(kept.size());
+    kept.push_back(roots_[i]);
+  }
+  for (Shard& it : shards_)
+    for (uint32_t r = 0; r < it.rows.size(); ++r) it.rows[r].root = now[it.rows[r].root];
+  roots_ = std::move(kept);
+  prune_at_ = std::max(kFewRoots, 2 * roots_.size());
 }
 
 std::string Rebuild::records(uint32_t shard, Tier tier, uint32_t begin, uint32_t end) const {

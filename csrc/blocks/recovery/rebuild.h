@@ -25,6 +25,8 @@ namespace kvplane::blocks {
 
 // Blocks of one digest.
 constexpr uint32_t kRangeBlocks = 64;
+// That are not worth looking for those that no block names any more.
+constexpr size_t kFewRoots = 1024;
 
 struct PublicationColumns {
   Span<int32_t> indices;
@@ -72,6 +74,8 @@ class Rebuild {
   // The complete pool; the shards are to be started anew.
   std::unique_ptr<Pool> take();
   int64_t num_restored() const { return static_cast<int64_t>(restored_.size()); }
+  // Roots that are kept: those that blocks name, and at most as many others, or a thousand.
+  int64_t num_roots() const { return static_cast<int64_t>(roots_.size()); }
 
  private:
   struct Row {
@@ -104,6 +108,7 @@ class Rebuild {
     phase_ = phase;
     at_ = 0;
   }
+  void prune_roots();
   int64_t size_of_phase() const;
   void do_one(int64_t i);
   bool make_pool();
@@ -115,6 +120,7 @@ class Rebuild {
   std::vector<Shard> shards_;
   std::unordered_map<std::string, uint32_t> root_ids_;
   std::vector<Root> roots_;
+  size_t prune_at_ = kFewRoots;  // roots
 
   Phase phase_ = Phase::kCollect;
   int64_t at_ = 0;

@@ -42,6 +42,9 @@ FAULTS = {
     "found_where_another_session_computes_it": Mutant(
         "steps/admit.cpp", "|| leader.slot != session.slot ||", "||"
     ),
+    "roots_that_no_block_names_are_kept": Mutant(
+        "recovery/rebuild.cpp", "  if (roots_.size() >= prune_at_) prune_roots();\n", ""
+    ),
     "columns_of_other_lengths_are_plain": Mutant(
         "steps/plain_step.cpp",
         "(num >= 0 && column.size != num)",

@@ -187,6 +187,28 @@ def test_what_is_told_again_replaces_what_was_told_before() -> None:
     pool.check_integrity()
 
 
+def test_roots_that_no_block_names_any_more_are_dropped() -> None:
+    rebuild = Rebuild(BLOCK_TOKENS, 1)
+    report = chain(b"kept", [1, 2], [5, 9])
+    tell(rebuild, 0, report)
+    most = 0
+    for i in range(3000):
+        root = b"namespace %d" % i
+        generation = i + 1
+        last = chain(root, [4], [7], generation).published
+        tell_published(rebuild, 0, root, last)
+        most = max(most, rebuild.num_roots)
+    assert 3 < most <= 1024
+    rebuild.add_blocks(0, DEVICE, i32([7]), i64([generation]))
+    rebuild.begin(b"", b"", "lru")
+    while not rebuild.step(7):
+        pass
+    pool = rebuild.take()
+    assert num_found(pool, [1, 2], b"kept") == 2
+    assert [num_found(pool, [4], b"namespace %d" % i) for i in (0, 1500, 2999)] == [0, 0, 1]
+    pool.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("column", "value", "index", "what"),
     [
