@@ -21,14 +21,15 @@ class Floors:
         self._shares: Mapping[str, float] = {}
 
     def set_shares(self, cores: Sequence[NativePool], shares: Mapping[str, float]) -> None:
-        """Of each of these tenants, the share of the device blocks that others leave cached. Takes
-        time in proportion to the cached blocks that are protected from now on.
+        """Of each of these tenants, the share of the device blocks that others leave cached. Where
+        that has changed, takes time in proportion to the tenant's prefixes at most.
         """
         if shares is self._shares:
             return
         gone = dict.fromkeys(self._shares.keys() - shares.keys(), 0.0)
+        changed = {t: share for t, share in shares.items() if self._shares.get(t) != share}
         self._shares = shares
-        self.apply(cores, {**gone, **shares})
+        self.apply(cores, {**gone, **changed})
 
     def apply(self, cores: Sequence[NativePool], shares: Mapping[str, float] | None = None) -> None:
         """Tell the cores; by default all that was set, as they may be new."""

@@ -54,10 +54,9 @@ class DeviceBlocks:
 
     def retired_since(self, session: int) -> float | None:
         """When the session's oldest plan in flight was made, if blocks wait for its receipt."""
-        _, num_free, num_cached, _, num_retired = self._pool.native.usage(_DEVICE)
-        made_s = self._members[session].session.oldest_plan_s()
-        waits = num_retired > 0 and self.num_obtainable(session) > num_free + num_cached
-        return made_s if waits else None
+        if not self._pool.native.num_own_retired(self._slot(session), _DEVICE):
+            return None
+        return self._members[session].session.oldest_plan_s()
 
     def _slot(self, session: int) -> int:
         return self._members[session].session.slot

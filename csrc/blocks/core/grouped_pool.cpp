@@ -137,6 +137,14 @@ int64_t GroupedPool::num_usable(Slot slot, Tier tier) const {
   return num;
 }
 
+int64_t GroupedPool::num_own_retired(Slot slot, Tier tier) const {
+  const Proportion proportion(groups(), tier);
+  int64_t num = 0;
+  for (const Pool* pool : pools_)
+    num = std::max(num, proportion.up(*pool, pool->store(tier).num_own_retired(slot)));
+  return num;
+}
+
 int64_t GroupedPool::num_in(Tier tier, State state) const {
   const Proportion proportion(groups(), tier);
   const bool is_idle = state == State::kFree || state == State::kCached;

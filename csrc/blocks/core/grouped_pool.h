@@ -57,6 +57,7 @@ class GroupedPool {
   int64_t num_obtainable(Slot slot, Tier tier) const;
   int64_t num_coming(Slot slot, Tier tier) const;
   int64_t num_usable(Slot slot, Tier tier) const;
+  int64_t num_own_retired(Slot slot, Tier tier) const;
   int64_t num_in(Tier tier, State state) const;
   int64_t num_held(Slot slot, int64_t sequence_id) const;
   int64_t num_blocks_held(Slot slot) const;

@@ -260,7 +260,7 @@ class Pool final : private Listener {
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
 
-  // Floors: see block_store.h. Takes time in proportion to the blocks by which a floor rises.
+  // Floors: see block_store.h. Walks the owner's prefixes until the reserve is full, all at most.
   void set_floor(uint32_t owner, uint32_t num_blocks);
   // Whose the prefixes of a root are, where no session has said it yet.
   void own_root(std::string_view name, uint32_t owner);
@@ -305,6 +305,7 @@ class Pool final : private Listener {
   int64_t num_obtainable(Slot slot, Tier tier) const { return store(tier).num_obtainable(slot); }
   int64_t num_coming(Slot slot, Tier tier) const { return store(tier).num_coming(slot); }
   int64_t num_usable(Slot slot, Tier tier) const { return store(tier).num_usable(slot); }
+  int64_t num_own_retired(Slot slot, Tier tier) const { return store(tier).num_own_retired(slot); }
   int64_t num_held(Slot slot, int64_t id) const { return held_by(*find(slot, id)); }
   int64_t num_blocks_held(Slot slot) const { return sessions_[slot].num_held; }
 

@@ -18,7 +18,7 @@
 // Of the cached blocks of an owner with a floor, as many as that says are its reserve, which no
 // other owner's allocations evict: those of the highest priority, the newest of these. What it
 // pushes out is evicted as any other block is. Blocks of the owner that are in use leave the
-// reserve and count towards the floor, so a hit needs no other block to take their place.
+// reserve, and come back to it as its newest; none but blocks that become idle take their place.
 //
 // A release is remembered with the session's plan until that plan has finished: `num_pending`
 // counts them, one integer a block however many sessions share it. A retired block that a single
@@ -68,6 +68,8 @@ class BlockStore {
   // Blocks that the session could allocate now; those that it could once receipts and fences come.
   int64_t num_obtainable(Slot slot) const;
   int64_t num_coming(Slot slot) const;
+  // Retired blocks that this session alone could allocate at once.
+  int64_t num_own_retired(Slot slot) const { return own_[slot].plain.size + own_[slot].kept.size; }
   // Blocks that it could obtain if nothing else held any, and other owners' caches were as large as
   // their floors.
   int64_t num_usable(Slot slot) const { return num_blocks - floors_ + floor_of(own_[slot].owner); }
