@@ -109,8 +109,13 @@ def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
 
 
 def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
-    """The answer, and the seconds of the longest piece. Fails if the server would not pause."""
-    assert pool.core.takes_long(request)
+    """The answer, and the seconds of the longest piece: all of it where the server answers a small
+    request at once.
+    """
+    if not pool.core.takes_long(request):
+        began_s = time.thread_time()
+        answer = pool.core.answer(request, TENANT)
+        return answer, time.thread_time() - began_s
     left = pool.core.in_pieces(request, TENANT)
     longest_s = 0.0
     while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, Never
 
 from kvplane.clients import control_client, data_client, execution, sharded_execution
 from kvplane.clients.prefix_feed import PrefixEvent
@@ -117,6 +117,7 @@ class Execution(Portal[execution.Execution]):
     layers: list[int]
     receipt: SignedPayload | None
     local: LocalConnection | None
+    call_now: Never  # a blocking caller has ``layer_now``
 
     connect = blocking(execution.Execution.connect)
     start = blocking(execution.Execution.start)
@@ -159,6 +160,8 @@ class DataClient(Portal[data_client.DataClient]):
     write_blocks = blocking(data_client.DataClient.write_blocks)
     receive_blocks = blocking(data_client.DataClient.receive_blocks)
     send_blocks = blocking(data_client.DataClient.send_blocks)
+    find_file_blocks = blocking(data_client.DataClient.find_file_blocks)
+    load_file_blocks = blocking(data_client.DataClient.load_file_blocks)
     close = blocking(data_client.DataClient.close)
 
 

@@ -84,6 +84,7 @@ def test_sound_kernels_pass() -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", (ASAN, TSAN))
 def test_the_sanitizers_have_nothing_to_say_of_sound_kernels(kind: str) -> None:
     path = program(kind, ROOT / "csrc")
