@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.planning.pools import file_forgets
 from control_plane.planning.pools.file_forgets import FileForgets
 from data_plane.files import block_files, names
 from data_plane.files.block_files import BlockFiles
@@ -22,6 +23,7 @@ from data_plane.server.files import tier, writer
 from data_plane.server.files.tier import FileTier
 from data_plane.server.files.writer import FileWriter
 from kvplane.errors import KvplaneError
+from kvplane.v1 import control_pb2
 
 Run = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -171,6 +173,25 @@ def shards_are_told_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FileForgets, "of_shard", lambda self, index: [])
 
 
+def long_forgets_count_as_short_ones(patch: pytest.MonkeyPatch) -> None:
+    """Token ids that wait to be told take any room."""
+    patch.setattr(file_forgets, "_size", lambda message: 1)
+
+
+def a_tenant_forgets_the_files_of_all(patch: pytest.MonkeyPatch) -> None:
+    """One that forgets much deletes what others have."""
+    original = FileForgets.add
+
+    def add(self: FileForgets, message: Any) -> Any:
+        told = original(self, message)
+        if told[0].forget_files.all_namespaces:
+            self._early.clear()
+            self._early[message.tenant] = [control_pb2.ForgetFiles(all_tenants=True)]
+        return told
+
+    patch.setattr(FileForgets, "add", add)
+
+
 def prefixes_that_wait_are_not_bounded(patch: pytest.MonkeyPatch) -> None:
     """Every prefix that a session finds is kept until a receipt comes."""
 
@@ -226,6 +247,10 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     an_error_ends_the_writer: served(TIER.test_a_full_disk_stops_nothing),
     shards_are_told_once: unit(
         FORGETS.test_what_is_told_again_is_repeated_until_each_shard_has_done_it
+    ),
+    long_forgets_count_as_short_ones: unit(FORGETS.test_long_prefixes_count_by_their_length),
+    a_tenant_forgets_the_files_of_all: unit(
+        FORGETS.test_one_step_of_many_forgets_leaves_other_tenants_alone
     ),
     prefixes_that_wait_are_not_bounded: unit(REUSED.test_what_waits_is_bounded),
 }
