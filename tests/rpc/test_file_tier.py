@@ -282,6 +282,42 @@ async def test_a_load_that_is_aborted_publishes_nothing(tmp_path: Path) -> None:
             assert await second.num_cached() == 0
 
 
+@pytest.mark.parametrize("call", range(4), ids=["admit", "receipts", "free", "receipt_of_free"])
+async def test_a_load_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, call: int) -> None:
+    other = [token + 1000 for token in PROMPT]
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as first:
+            await use_twice(first)
+            await first.run(ops.admit(3, other), range(len(other)))
+            await first.run(ops.admit(4, other), range(8 * NUM_FULL, len(other)))
+            await until(lambda: num_files(first.plane) == 2 * NUM_FULL)
+        async with (
+            peers.plane() as second,
+            await peers.control.open_session(POOL, second.session.layout) as session,
+            PrefixLoader(session, timeout_s=PATIENCE_S) as loader,
+        ):
+            original, num_calls = session._call, 0
+
+            async def cancelled(*arguments: Any) -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls == call + 1:
+                    loading.cancel()  # when the call has been numbered, as it first waits
+                return await original(*arguments)
+
+            session._call = cancelled  # type: ignore[method-assign]
+            loading = asyncio.create_task(loader.load(PROMPT))
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            assert num_calls > call
+            pool = await peers.control.describe_pool(POOL)
+            assert (pool.num_sequences, pool.usage.tiers[0].num_held_blocks) == (0, 0)
+            for prompt in (other, PROMPT):
+                assert (await loader.load(prompt)).num_cached_tokens == 8 * NUM_FULL
+            pool = await peers.control.describe_pool(POOL)
+            assert (pool.num_sequences, pool.usage.tiers[0].num_retired_blocks) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("first", "num", "field"), [(0, 8, "token_ids"), (0, 25, "token_ids"), (1, 24, "sequence_id")]
 )
