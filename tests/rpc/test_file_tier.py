@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tier_files import in_order
 from two_pools import (
     LAYOUT,
@@ -28,6 +29,7 @@ from control_plane.planning.pools.shards import PoolShards
 from control_plane.server.server import ControlPlaneServer
 from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES
+from data_plane.server.files.writer import FileWriter
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
@@ -210,6 +212,48 @@ async def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         here.plane.files._writer._paused_until_s = 0.0
         await here.run(ops.admit(4, PROMPT), rest)
         await until(lambda: num_files(here.plane) == NUM_FULL)
+
+
+async def test_memory_that_is_short_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def short(self: FileWriter, block: int, generation: int) -> bytes:
+        tries.append(block)
+        raise torch.OutOfMemoryError("no memory")
+
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        assert here.plane.files is not None
+        writer = here.plane.files._writer
+        with monkeypatch.context() as patch:
+            patch.setattr(FileWriter, "_read", short)
+            await use_twice(here)
+            await until(lambda: len(tries) == 1 and writer._paused_until_s > 0)
+        writer._paused_until_s = 0.0
+        await here.run(ops.admit(3, PROMPT), range(8 * NUM_FULL, len(PROMPT)))
+        await until(lambda: num_files(here.plane) == NUM_FULL)
+
+
+async def test_what_is_forgotten_once_it_is_read_has_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FileWriter._read
+    reads: list[int] = []
+
+    def forgotten(self: FileWriter, block: int, generation: int) -> bytes | None:
+        data = original(self, block, generation)
+        self._files.forget(everything=True)
+        reads.append(block)
+        return data
+
+    monkeypatch.setattr(FileWriter, "_read", forgotten)
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        await use_twice(here)
+        await until(lambda: bool(reads))
+        assert here.plane.files is not None
+        await asyncio.to_thread(here.plane.files._writer.stop)
+        assert num_files(here.plane) == 0
 
 
 FORGETS = [ops.forget(PROMPT[:16]), ops.forget(ops.Scope.NAMESPACE), ops.forget(ops.Scope.TENANT)]
