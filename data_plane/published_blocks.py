@@ -67,6 +67,12 @@ class PublishedBlocks:
         with self._command("take_reused"):
             return [] if self._plans.reused is None else self._plans.reused.take()
 
+    def drop_reused(self, tenant: str | None) -> None:
+        """Drop the prefixes that were noted of a tenant, or with None of all."""
+        with self._command("drop_reused"):
+            if self._plans.reused is not None:
+                self._plans.reused.drop(tenant)
+
     def read(self, block: int, generation: int) -> torch.Tensor | None:
         """All layers of a published device block, [num_layers, 1, ...] as of
         ``Executor.read_blocks``; None when it is not published any more, or of another generation.

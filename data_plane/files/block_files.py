@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -72,7 +73,7 @@ class BlockFiles:
         self._disk = disk if disk is not None else Disk()
         self._index = FileIndex()
         self._lock = threading.Lock()
-        self._num_forgotten = 0  # calls of forget
+        self._num_forgotten: Counter[bytes] = Counter()  # calls of forget by tenant; b"": of all
         self._num_temporary = 0
         self._left: set[Path] = set()  # could not be removed
         self.scanned = threading.Event()
@@ -168,15 +169,22 @@ class BlockFiles:
         """The key of a block of this shard. ``generation``: which it has in the pool."""
         return BlockKey(self._part, tenant, root, parent, name, self._length, generation)
 
-    def write(self, key: BlockKey, data: bytes) -> bool:
+    def num_forgotten(self, tenant: bytes) -> int:
+        """How often something of a tenant's was forgotten, or may have been."""
+        with self._lock:
+            return self._num_forgotten[tenant] + self._num_forgotten[b""]
+
+    def write(self, key: BlockKey, data: bytes, num_forgotten: int | None = None) -> bool:
         """Write a block's file, evicting others to make room. False when it was not written: it is
-        there, its parent is not, there is no room for both, or something was forgotten meanwhile.
-        Raises OSError.
+        there, its parent is not, there is no room for both, or something of the tenant's was
+        forgotten meanwhile. ``num_forgotten``: of the tenant before the data was read; None where
+        that was just now. Raises OSError.
         """
+        if num_forgotten is None:
+            num_forgotten = self.num_forgotten(key.tenant)
         if len(data) != self._length:
             raise ValueError(f"{len(data)} bytes instead of {self._length}")
         with self._lock:
-            num_forgotten = self._num_forgotten
             self._index.use(key.parent)
             if key.name in self._index or not self._index.may_add(key):
                 return False
@@ -190,7 +198,9 @@ class BlockFiles:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             self._write_whole(new, encode_header(key, data), data)
             with self._lock:
-                if num_forgotten != self._num_forgotten or not self._index.may_add(key):
+                counts = self._num_forgotten
+                is_forgotten = num_forgotten != counts[key.tenant] + counts[b""]
+                if is_forgotten or not self._index.may_add(key):
                     self._remove(new)
                     return False
                 self._disk.rename(new, path)
@@ -236,21 +246,22 @@ class BlockFiles:
     def forget(
         self, *, tenant: bytes = b"", root: bytes = b"", name: bytes = b"", everything: bool = False
     ) -> None:
-        """Remove all files of a tenant, of a root, or of the prefixes that begin with a block, and
-        none that is being written now comes into being. Returns when they are gone. Raises OSError
-        when one could not be removed; another call tries that again. Waits for ``scan``.
+        """Remove all files of a root, of the prefixes that begin with a block, or of a tenant, and
+        none of its that is being written now comes into being; none at all where ``tenant`` is not
+        given. Returns when they are gone. Raises OSError when one could not be removed; another
+        call tries that again. Waits for ``scan``.
         """
         self.scanned.wait()
         with self._lock:
-            self._num_forgotten += 1
+            self._num_forgotten[b"" if everything else tenant] += 1
             if everything:
                 names = self._index.remove_all()
-            elif tenant:
-                names = self._index.remove_tenant(tenant)
             elif root:
                 names = self._index.remove_root(root)
-            else:
+            elif name:
                 names = self._index.remove(name)
+            else:
+                names = self._index.remove_tenant(tenant)
             left, self._left = self._left, set()
         self._remove_all(names)
         for path in left:

@@ -105,6 +105,12 @@ class ReusedBlocks:
                 taken.append(self._prefix(each.blocks[:num], each.generations[:num]))
         return taken
 
+    def drop(self, tenant: str | None) -> None:
+        """Drop what ``take`` would give of a tenant, or with None all of it."""
+        for each in self.take():
+            if tenant not in (None, each.tenant):
+                self._add(_Noted(each.blocks, each.generations))
+
     def _add(self, noted: _Noted) -> None:
         if len(self._noted) >= MAX_NOTED:
             self._noted.popleft()

@@ -6,6 +6,7 @@ find, of each shard ──► admit ──► plan ──► each shard loads �
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -54,6 +55,7 @@ class PrefixLoader:
         ]
         self._turn = asyncio.Lock()
         self._last_id = 0
+        self._is_behind = False  # the session may have sequences, or plans that were not run
 
     async def __aenter__(self) -> PrefixLoader:
         return self
@@ -115,18 +117,23 @@ class PrefixLoader:
         """Whether all of ``column``, whole blocks, is cached now. Raises CapacityError where there
         is no room.
         """
-        session = self._session
+        if self._is_behind:
+            await self._free_all()
         self._last_id += 1
-        sequence_id = self._last_id
-        result = (await session.step([ops.admit(sequence_id, column)])).raise_for_status()
-        number, is_loaded = session.last_number, False
+        is_loaded = False
+        self._is_behind = True
         try:
-            is_loaded = await self._fill(result, sequence_id, column)
+            result = await self._session.step([ops.admit(self._last_id, column)])
+            self._is_behind = result.plan is not None or not result.results[0].failures
+            is_loaded = await self._fill(result.raise_for_status(), self._last_id, column)
+            if is_loaded:
+                with suppress(KvplaneError):
+                    await self._free([self._last_id])
+                    self._is_behind = False
         finally:
-            with suppress(KvplaneError):
-                if not is_loaded:
-                    await session.abort_plan(number)
-                await self._free(sequence_id)
+            if self._is_behind:
+                with suppress(KvplaneError):
+                    await self._free_all()
         return is_loaded
 
     async def _fill(self, result: StepResult, sequence_id: int, column: bytes) -> bool:
@@ -146,14 +153,28 @@ class PrefixLoader:
         await self._session.submit_receipts()
         return True
 
-    async def _free(self, sequence_id: int) -> None:
-        """The blocks stay cached, if they were published."""
-        plan = (await self._session.free(sequence_id)).plan
-        if plan is not None:
-            await all_of([self._run(plane, plan) for plane in self._planes])
-            await self._session.submit_receipts()
+    async def _free_all(self) -> None:
+        """Free what a load has left that did not end, wherever it was: it may not know what of its
+        last call was done.
+        """
+        resynced = await self._session.resync()
+        self._session.take_unclaimed()  # their plans are aborted, or have run
+        await self._run(resynced.plan)
+        await self._free([each.sequence_id for each in resynced.sequences])
+        self._is_behind = False
 
-    async def _run(self, plane: DataClient, plan: SignedPayload) -> None:
-        """A plan that only drops tables."""
-        ran = await plane.copy_blocks(self._session.grant, plan)
-        self._session.add_receipt(ran.receipt)
+    async def _free(self, sequence_ids: Sequence[int]) -> None:
+        """The blocks stay cached, if they were published."""
+        if sequence_ids:
+            plan = (await self._session.step([ops.free(sequence_ids)])).plan
+            if plan is not None:
+                await self._run(plan)
+        await self._session.submit_receipts()
+
+    async def _run(self, plan: SignedPayload) -> None:
+        """A plan that only drops tables, or says which are left."""
+        answers = await all_of(
+            [plane.copy_blocks(self._session.grant, plan) for plane in self._planes]
+        )
+        for answer in answers:
+            self._session.add_receipt(answer.receipt)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.planning.pools import file_forgets
 from control_plane.planning.pools.file_forgets import FileForgets
 from data_plane.files import block_files, names
 from data_plane.files.block_files import BlockFiles
@@ -22,6 +23,7 @@ from data_plane.server.files import tier, writer
 from data_plane.server.files.tier import FileTier
 from data_plane.server.files.writer import FileWriter
 from kvplane.errors import KvplaneError
+from kvplane.v1 import control_pb2
 
 Run = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -105,9 +107,44 @@ def writes_outlive_a_forget(patch: pytest.MonkeyPatch) -> None:
 
     def forget(self: BlockFiles, **what: Any) -> None:
         original(self, **what)
-        self._num_forgotten -= 1
+        self._num_forgotten.clear()
 
     patch.setattr(BlockFiles, "forget", forget)
+
+
+def only_writes_notice_a_forget(patch: pytest.MonkeyPatch) -> None:
+    """What was read, and forgotten before it was written, is written."""
+    original = BlockFiles.write
+    patch.setattr(BlockFiles, "write", lambda self, key, data, num=None: original(self, key, data))
+
+
+def any_forget_stops_all_writes(patch: pytest.MonkeyPatch) -> None:
+    """One that forgets often keeps others from writing files."""
+    original = BlockFiles.forget
+
+    def forget(self: BlockFiles, **what: Any) -> None:
+        original(self, **what)
+        self._num_forgotten[b""] += 1
+
+    patch.setattr(BlockFiles, "forget", forget)
+
+
+def a_forget_drops_what_others_reuse(patch: pytest.MonkeyPatch) -> None:
+    """One that forgets often keeps others from writing files."""
+    patch.setattr(ReusedBlocks, "drop", lambda self, tenant: self.take())
+
+
+def an_error_of_torch_ends_the_writer(patch: pytest.MonkeyPatch) -> None:
+    """After memory was short nothing is written any more."""
+    original = FileWriter._write
+
+    def write(self: FileWriter, prefix: Any) -> None:
+        try:
+            original(self, prefix)
+        except RuntimeError:
+            self._is_stopping = True
+
+    patch.setattr(FileWriter, "_write", write)
 
 
 def names_are_of_their_block_alone(patch: pytest.MonkeyPatch) -> None:
@@ -171,6 +208,25 @@ def shards_are_told_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FileForgets, "of_shard", lambda self, index: [])
 
 
+def long_forgets_count_as_short_ones(patch: pytest.MonkeyPatch) -> None:
+    """Token ids that wait to be told take any room."""
+    patch.setattr(file_forgets, "_size", lambda message: 1)
+
+
+def a_tenant_forgets_the_files_of_all(patch: pytest.MonkeyPatch) -> None:
+    """One that forgets much deletes what others have."""
+    original = FileForgets.add
+
+    def add(self: FileForgets, message: Any) -> Any:
+        told = original(self, message)
+        if told[0].forget_files.all_namespaces:
+            self._early.clear()
+            self._early[message.tenant] = [control_pb2.ForgetFiles(all_tenants=True)]
+        return told
+
+    patch.setattr(FileForgets, "add", add)
+
+
 def prefixes_that_wait_are_not_bounded(patch: pytest.MonkeyPatch) -> None:
     """Every prefix that a session finds is kept until a receipt comes."""
 
@@ -215,6 +271,14 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
         FILES.test_the_least_recently_used_makes_room_children_before_parents
     ),
     writes_outlive_a_forget: unit(FILES.test_what_is_forgotten_while_it_is_written_has_no_file),
+    only_writes_notice_a_forget: served(TIER.test_what_is_forgotten_once_it_is_read_has_no_file),
+    any_forget_stops_all_writes: unit(
+        FILES.test_what_another_tenant_forgets_stops_no_write, "namespace"
+    ),
+    a_forget_drops_what_others_reuse: unit(
+        REUSED.test_what_a_tenant_forgets_drops_what_it_reused_alone
+    ),
+    an_error_of_torch_ends_the_writer: served(TIER.test_memory_that_is_short_stops_nothing),
     names_are_of_their_block_alone: unit(FILES.test_names_differ_where_contents_may),
     namespaces_share_files: served(TIER.test_a_namespace_finds_its_own_files_alone),
     computed_blocks_count_as_found: unit(REUSED.test_what_is_computed_or_moved_is_not_told),
@@ -226,6 +290,10 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     an_error_ends_the_writer: served(TIER.test_a_full_disk_stops_nothing),
     shards_are_told_once: unit(
         FORGETS.test_what_is_told_again_is_repeated_until_each_shard_has_done_it
+    ),
+    long_forgets_count_as_short_ones: unit(FORGETS.test_long_prefixes_count_by_their_length),
+    a_tenant_forgets_the_files_of_all: unit(
+        FORGETS.test_one_step_of_many_forgets_leaves_other_tenants_alone
     ),
     prefixes_that_wait_are_not_bounded: unit(REUSED.test_what_waits_is_bounded),
 }

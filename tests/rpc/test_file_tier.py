@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tier_files import in_order
 from two_pools import (
     LAYOUT,
@@ -28,6 +29,7 @@ from control_plane.planning.pools.shards import PoolShards
 from control_plane.server.server import ControlPlaneServer
 from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES
+from data_plane.server.files.writer import FileWriter
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
@@ -212,6 +214,48 @@ async def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         await until(lambda: num_files(here.plane) == NUM_FULL)
 
 
+async def test_memory_that_is_short_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def short(self: FileWriter, block: int, generation: int) -> bytes:
+        tries.append(block)
+        raise torch.OutOfMemoryError("no memory")
+
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        assert here.plane.files is not None
+        writer = here.plane.files._writer
+        with monkeypatch.context() as patch:
+            patch.setattr(FileWriter, "_read", short)
+            await use_twice(here)
+            await until(lambda: len(tries) == 1 and writer._paused_until_s > 0)
+        writer._paused_until_s = 0.0
+        await here.run(ops.admit(3, PROMPT), range(8 * NUM_FULL, len(PROMPT)))
+        await until(lambda: num_files(here.plane) == NUM_FULL)
+
+
+async def test_what_is_forgotten_once_it_is_read_has_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FileWriter._read
+    reads: list[int] = []
+
+    def forgotten(self: FileWriter, block: int, generation: int) -> bytes | None:
+        data = original(self, block, generation)
+        self._files.forget(everything=True)
+        reads.append(block)
+        return data
+
+    monkeypatch.setattr(FileWriter, "_read", forgotten)
+    async with machine(tmp_path) as peers, peers.plane() as here:
+        await use_twice(here)
+        await until(lambda: bool(reads))
+        assert here.plane.files is not None
+        await asyncio.to_thread(here.plane.files._writer.stop)
+        assert num_files(here.plane) == 0
+
+
 FORGETS = [ops.forget(PROMPT[:16]), ops.forget(ops.Scope.NAMESPACE), ops.forget(ops.Scope.TENANT)]
 
 
@@ -280,6 +324,42 @@ async def test_a_load_that_is_aborted_publishes_nothing(tmp_path: Path) -> None:
             with pytest.raises(PlanOutOfOrderError):
                 await second.data.load_file_blocks(session.grant, plan, 9, tokens)
             assert await second.num_cached() == 0
+
+
+@pytest.mark.parametrize("call", range(4), ids=["admit", "receipts", "free", "receipt_of_free"])
+async def test_a_load_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, call: int) -> None:
+    other = [token + 1000 for token in PROMPT]
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as first:
+            await use_twice(first)
+            await first.run(ops.admit(3, other), range(len(other)))
+            await first.run(ops.admit(4, other), range(8 * NUM_FULL, len(other)))
+            await until(lambda: num_files(first.plane) == 2 * NUM_FULL)
+        async with (
+            peers.plane() as second,
+            await peers.control.open_session(POOL, second.session.layout) as session,
+            PrefixLoader(session, timeout_s=PATIENCE_S) as loader,
+        ):
+            original, num_calls = session._call, 0
+
+            async def cancelled(*arguments: Any) -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls == call + 1:
+                    loading.cancel()  # when the call has been numbered, as it first waits
+                return await original(*arguments)
+
+            session._call = cancelled  # type: ignore[method-assign]
+            loading = asyncio.create_task(loader.load(PROMPT))
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            assert num_calls > call
+            pool = await peers.control.describe_pool(POOL)
+            assert (pool.num_sequences, pool.usage.tiers[0].num_held_blocks) == (0, 0)
+            for prompt in (other, PROMPT):
+                assert (await loader.load(prompt)).num_cached_tokens == 8 * NUM_FULL
+            pool = await peers.control.describe_pool(POOL)
+            assert (pool.num_sequences, pool.usage.tiers[0].num_retired_blocks) == (0, 0)
 
 
 @pytest.mark.parametrize(

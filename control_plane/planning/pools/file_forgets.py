@@ -8,23 +8,26 @@ It is repeated to a shard that comes back, also as another process, because file
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
 from kvplane.v1 import control_pb2 as cpb
 
-# Of which each shard with files may still have to hear; beyond, all files are forgotten instead.
+# Of a tenant, of which each shard with files may still have to hear: 1 for each message and for
+# each KiB of token ids. Beyond, all files of the tenant are forgotten instead.
 MAX_WAITING: Final = 1024
 
 
 class FileForgets:
-    """Of one pool."""
+    """Of one pool, which bounds the number of its tenants."""
 
     def __init__(self) -> None:
         self._last_id = 0
-        self._early: list[cpb.ForgetFiles] = []  # told once
-        self._waiting: OrderedDict[int, tuple[set[int], cpb.ForgetFiles]] = OrderedDict()
+        self._shards: frozenset[int] = frozenset()  # when last told
+        self._early: dict[str, list[cpb.ForgetFiles]] = {}  # told once, by tenant
+        self._waiting: dict[int, tuple[set[int], cpb.ForgetFiles]] = {}
+        self._ids: dict[str, set[int]] = {}  # of these, by tenant
+        self._sizes: dict[str, int] = {}  # of a tenant's messages, early ones too
 
     @property
     def has_early(self) -> bool:
@@ -33,32 +36,40 @@ class FileForgets:
 
     def add(self, message: cpb.ForgetFiles) -> list[cpb.RegisterResponse]:
         """What shards with files are to be told at once."""
-        self._early.append(message)
+        tenant = message.tenant
+        if self._sizes.get(tenant, 0) + _size(message) > MAX_WAITING:
+            for forget_id in self._ids.pop(tenant, ()):
+                del self._waiting[forget_id]
+            self._early.pop(tenant, None)
+            self._sizes[tenant] = 0
+            message = cpb.ForgetFiles(tenant=tenant, all_namespaces=True)
+        self._early.setdefault(tenant, []).append(message)
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + _size(message)
         return [_response(message)]
 
     def told_again(self, shards: Iterable[int]) -> list[cpb.RegisterResponse]:
         """What the shards with files are to be told when blocks have been withdrawn."""
-        early, self._early = self._early, []
         of_shards = frozenset(shards)
-        for forget_id, (waiting, _) in [*self._waiting.items()]:
-            waiting &= of_shards  # the pool may be divided in another way by now
-            if not waiting:
-                del self._waiting[forget_id]
-        if len(self._waiting) + len(early) > MAX_WAITING:
-            self._waiting.clear()
-            early = [cpb.ForgetFiles(all_tenants=True)]
-        for message in early:
+        if of_shards != self._shards:  # the pool may be divided in another way by now
+            self._shards = of_shards
+            for forget_id, (waiting, _) in [*self._waiting.items()]:
+                waiting &= of_shards
+                self._drop_if_done(forget_id)
+        early, self._early = self._early, {}
+        messages = [message for of_tenant in early.values() for message in of_tenant]
+        for message in messages:
             self._last_id += 1
             message.forget_id = self._last_id
-            self._waiting[message.forget_id] = set(of_shards), message
-        return [_response(message) for message in early]
+            self._waiting[self._last_id] = set(of_shards), message
+            self._ids.setdefault(message.tenant, set()).add(self._last_id)
+            self._drop_if_done(self._last_id)
+        return [_response(message) for message in messages]
 
     def done(self, forget_id: int, shard_index: int) -> None:
         """A shard has deleted the files."""
-        waiting, _ = self._waiting.get(forget_id, (set[int](), None))
-        waiting.discard(shard_index)
-        if not waiting:
-            self._waiting.pop(forget_id, None)
+        if forget_id in self._waiting:
+            self._waiting[forget_id][0].discard(shard_index)
+            self._drop_if_done(forget_id)
 
     def of_shard(self, shard_index: int) -> list[cpb.RegisterResponse]:
         """What a shard may not have heard."""
@@ -67,6 +78,23 @@ class FileForgets:
             for waiting, message in self._waiting.values()
             if shard_index in waiting
         ]
+
+    def _drop_if_done(self, forget_id: int) -> None:
+        waiting, message = self._waiting[forget_id]
+        if waiting:
+            return
+        del self._waiting[forget_id]
+        tenant = message.tenant
+        self._ids[tenant].discard(forget_id)
+        self._sizes[tenant] -= _size(message)
+        if not self._ids[tenant]:
+            del self._ids[tenant]
+        if not self._sizes[tenant]:
+            del self._sizes[tenant]
+
+
+def _size(message: cpb.ForgetFiles) -> int:
+    return 1 + len(message.token_ids) // 1024
 
 
 def _response(message: cpb.ForgetFiles) -> cpb.RegisterResponse:

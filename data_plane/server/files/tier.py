@@ -145,7 +145,8 @@ class FileTier:
 
     async def forget(self, message: control_pb2.ForgetFiles) -> None:
         """Delete files, and write none of them that a plan has found so far. Raises OSError."""
-        await self._worker.run(self._executor.published.take_reused)  # and drop them
+        tenant = None if message.all_tenants else message.tenant
+        await self._worker.run(partial(self._executor.published.drop_reused, tenant))
         fingerprint = self._executor.layout.fingerprint
         scope = scope_of(fingerprint, message.tenant, message.namespace)
         size = self._executor.layout.block_size_tokens
@@ -156,9 +157,9 @@ class FileTier:
             forget = partial(forget, tenant=scope.tenant)
         elif message.token_ids:
             *_, name = block_names(scope.root, message.token_ids, size)
-            forget = partial(forget, name=name)
+            forget = partial(forget, tenant=scope.tenant, name=name)
         else:
-            forget = partial(forget, root=scope.root)
+            forget = partial(forget, tenant=scope.tenant, root=scope.root)
         await self._off_loop(forget)
 
     async def _scope(self, session_id: int) -> Scope:

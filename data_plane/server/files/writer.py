@@ -70,10 +70,11 @@ class FileWriter:
                     self._executor.published.take_reused, _LANE
                 ).result():
                     self._write(prefix)
-            except RuntimeError:  # the worker thread has ended
-                return
-            except KvplaneError as error:
-                _LOGGER.warning("blocks were not written to files: %s", error)
+            except (RuntimeError, KvplaneError) as error:
+                # As of torch where memory is short, or of the worker thread where it has ended.
+                if not self._is_stopping:
+                    self._paused_until_s = time.monotonic() + PAUSE_S
+                    _LOGGER.warning("blocks were not written to files: %s", error)
 
     def _write(self, prefix: ReusedPrefix) -> None:
         fingerprint = self._executor.layout.fingerprint
@@ -87,9 +88,10 @@ class FileWriter:
                 key = self._files.key_of(scope.tenant, scope.root, parent, name, generation)
                 if self._is_stopping or time.monotonic() < self._paused_until_s:
                     return
+                num_forgotten = self._files.num_forgotten(scope.tenant)
                 data = self._worker.submit(partial(self._read, block, generation), _LANE).result()
                 try:
-                    if data is None or not self._files.write(key, data):
+                    if data is None or not self._files.write(key, data, num_forgotten):
                         return
                 except OSError as error:
                     self._paused_until_s = time.monotonic() + PAUSE_S

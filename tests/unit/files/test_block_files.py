@@ -372,6 +372,38 @@ def test_what_is_forgotten_while_it_is_written_has_no_file(tmp_path: Path) -> No
     assert blocks_in(tmp_path) == [*tmp_path.glob("*.tmp")] == []
 
 
+@pytest.mark.parametrize("what", ["tenant", "namespace", "prefix"])
+def test_what_another_tenant_forgets_stops_no_write(tmp_path: Path, what: str) -> None:
+    disk = Waits()
+    files = opened(tmp_path, disk=disk)
+    (key,) = keys(1)
+    stranger = scope_of(b"layout", "stranger", "")
+    results: list[bool] = []
+    writer = threading.Thread(target=lambda: results.append(files.write(key, data_of(key))))
+    writer.start()
+    assert disk.arrived.wait(10)
+    files.forget(
+        tenant=stranger.tenant,
+        root=stranger.root if what == "namespace" else b"",
+        name=keys(1, stranger)[0].name if what == "prefix" else b"",
+    )
+    disk.may_go_on.set()
+    writer.join(10)
+    assert results == [True]
+    assert files.find([key.name]) == 1
+
+
+def test_what_is_forgotten_since_it_was_read_has_no_file(files: BlockFiles) -> None:
+    (key,), (other,) = keys(1), keys(1, OTHER)
+    num_forgotten = files.num_forgotten(SCOPE.tenant)
+    files.forget(tenant=SCOPE.tenant, root=OTHER.root)
+    assert not files.write(key, data_of(key), num_forgotten)
+    num_forgotten = files.num_forgotten(SCOPE.tenant)
+    files.forget(everything=True)
+    assert not files.write(other, data_of(other), num_forgotten)
+    assert files.write(other, data_of(other), files.num_forgotten(SCOPE.tenant))
+
+
 class Keeps(Disk):
     """Removes nothing, while told so."""
 

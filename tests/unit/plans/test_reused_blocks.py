@@ -117,6 +117,19 @@ def test_what_was_allocated_again_ends_the_prefix() -> None:
     assert rig.take() == []
 
 
+def test_what_a_tenant_forgets_drops_what_it_reused_alone() -> None:
+    rig = Rig(A, B)
+    rig.note(found(1, A, B), found(2, A, D))
+    calls = rig.num_calls
+    rig.reused.drop("another")
+    assert rig.num_calls > calls
+    assert rig.take() == [[A, B]]  # the other one waits as before
+    for tenant in ("default", None):
+        rig.note(found(3, A))
+        rig.reused.drop(tenant)
+        assert rig.take() == []
+
+
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reused_blocks, "MAX_NOTED", 2)
     monkeypatch.setattr(reused_blocks, "_MOST_LOOKS", 3)

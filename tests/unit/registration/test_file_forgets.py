@@ -50,11 +50,42 @@ def test_a_shard_that_is_no_more_is_not_waited_for() -> None:
     assert forgets.of_shard(1) == []
 
 
-def test_more_than_can_be_kept_forgets_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_can_be_kept_forgets_all_files_of_the_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(file_forgets, "MAX_WAITING", 2)
     forgets = FileForgets()
+    forgets.add(cpb.ForgetFiles(tenant="other", namespace="x"))
+    other = forgets.told_again([0])
     for namespace in "abc":
         forget(forgets, namespace)
         told = forgets.told_again([0])
-    assert told[0].forget_files.all_tenants
-    assert ids(forgets.of_shard(0)) == ids(told) == [3]
+    assert told[0].forget_files == cpb.ForgetFiles(tenant="t", all_namespaces=True, forget_id=4)
+    assert forgets.of_shard(0) == other + told, "what another tenant forgot is as it was"
+    forgets.done(4, 0)
+    forgets.done(1, 0)
+    forget(forgets, "d")
+    forget(forgets, "e")
+    assert len(forgets.told_again([0])) == 2, "what is done does not count any more"
+
+
+def test_one_step_of_many_forgets_leaves_other_tenants_alone() -> None:
+    forgets = FileForgets()
+    forgets.add(cpb.ForgetFiles(tenant="other", namespace="x"))
+    for i in range(3 * file_forgets.MAX_WAITING):
+        forget(forgets, str(i))
+    told = [each.forget_files for each in forgets.told_again([0])]
+    assert not any(each.all_tenants for each in told)
+    assert len(told) <= 1 + file_forgets.MAX_WAITING
+    of_others = [each for each in told if each.tenant == "other"]
+    assert [each.namespace for each in of_others] == ["x"]
+    assert any(each.tenant == "t" and each.all_namespaces for each in told)
+
+
+def test_long_prefixes_count_by_their_length() -> None:
+    forgets = FileForgets()
+    for _ in range(3):
+        forgets.add(cpb.ForgetFiles(tenant="t", token_ids=bytes(512 * 1024)))
+    told = [each.forget_files for each in forgets.told_again([0])]
+    assert sum(len(each.token_ids) for each in told) <= file_forgets.MAX_WAITING * 1024
+    assert any(each.all_namespaces for each in told)
