@@ -76,6 +76,8 @@ class ExecuteStream:
         self.usual: Sequence[Layer] = ()
         """The layers of the latest plan that ran all of them here, once and in their order."""
         self._ran: list[Layer] = []  # of the plan that runs
+        self.num_starts = 0
+        """How often a plan has begun, or has been presented again."""
 
     def use_region(self, region: Region | None) -> None:
         """Let messages refer to ``region``, and to no other."""
@@ -167,6 +169,7 @@ class ExecuteStream:
 
     def _note_plan(self) -> None:
         """A plan begins."""
+        self.num_starts += 1
         ran, self._ran = self._ran, []
         if [layer.index for layer in ran] == [*self._executor.layers] and ran != [*self.usual]:
             self.usual = tuple(ran)

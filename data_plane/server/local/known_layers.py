@@ -41,6 +41,7 @@ class KnownLayers:
         self._calls: Sequence[Layer] = ()  # that the native object has
         self._bound: list[BoundCall] | None = None
         self._plan: tuple[int, int] | None = None
+        self._num_starts = 0
         self._expected: ExpectedLayers | None = None  # of that plan
 
     def serve(self, epoll: int, *, waits: bool) -> bytes | None:
@@ -78,8 +79,8 @@ class KnownLayers:
     def _find(self) -> ExpectedLayers | None:
         """What may come now."""
         stream = self._stream
-        if stream.plan != self._plan:
-            self._plan = stream.plan
+        if stream.plan != self._plan or stream.num_starts != self._num_starts:
+            self._plan, self._num_starts = stream.plan, stream.num_starts
             try:
                 self._expected = self._expect()
             except KvplaneError:
