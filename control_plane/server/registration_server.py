@@ -164,6 +164,8 @@ class Registrar:
         return hello
 
     def _require_standing_by(self, hello: pb.Hello) -> None:
+        if self._stopping:
+            raise stopping_error("control plane")
         if hello.is_ahead and not self.stands_by:
             raise PlaneUnavailableError("this control plane leads: register with it")
 

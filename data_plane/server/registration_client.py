@@ -185,7 +185,9 @@ class RegistrationClient:
     async def _forget(
         self, files: FileTier, stream: RegistrationStream, message: pb.ForgetFiles
     ) -> None:
-        """Delete files. What fails is not answered: the control plane asks again."""
+        """Delete files. What fails is not answered: the control plane asks again when this process
+        registers again, and not before.
+        """
         try:
             await files.forget(message)
             done = pb.FilesForgotten(forget_id=message.forget_id)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from both_planes import LAYOUT, run_step
 from control_wire import PATIENCE_S, RawShard
@@ -145,6 +146,18 @@ async def test_a_next_leader_that_was_told_all_asks_for_nothing(
         assert await num_found(other, PROMPT) == len(PROMPT)
         assert parts == [pb.BlockReport(last=True)]
         other.core.check_integrity()
+
+
+async def test_a_control_plane_that_stops_ends_what_is_reported_ahead(
+    start_control_plane: Any, connect: Any, election: str
+) -> None:
+    _, other = await two_control_planes(start_control_plane, election)
+    shard = RawShard(connect(other), is_ahead=True)
+    await shard.register()
+    other._registrar.stop()
+    await shard.send(heartbeat=pb.Heartbeat())
+    with pytest.raises(grpc.aio.AioRpcError, match="stopping"):
+        await shard.receive()
 
 
 async def test_a_next_leader_asks_for_what_it_was_not_told(

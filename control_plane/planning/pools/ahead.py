@@ -39,7 +39,7 @@ class ReportsAhead:
         Raises StaleEpochError when a later process has reported, and QuotaExceededError.
         """
         index = hello.shard.index
-        reports = self._pools.get(hello.pool_id)
+        reports = replaced = self._pools.get(hello.pool_id)
         if reports is not None and not reports.fits(hello.shard.num_shards, layout):
             reports = None  # the pool has another shape now
         known = None if reports is None else reports.said_by.get(index)
@@ -47,8 +47,11 @@ class ReportsAhead:
             if is_same_run(hello, known):
                 return
             _check_later(hello, known)
-        own_blocks = 0 if known is None else total_blocks(known)
-        if self.num_blocks - own_blocks + total_blocks(hello) > self._max_blocks:
+        goes = [] if known is None else [known]
+        if reports is None and replaced is not None:
+            goes = [*replaced.said_by.values()]
+        num_kept = self.num_blocks - sum(map(total_blocks, goes))
+        if num_kept + total_blocks(hello) > self._max_blocks:
             raise QuotaExceededError(
                 f"reports of {self._max_blocks} blocks are kept, the most: start this control "
                 "plane with a higher --max-blocks",

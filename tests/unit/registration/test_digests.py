@@ -5,6 +5,7 @@ compared with a naive model, which keeps all that was said of each block.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from registration_messages import LAYOUT, chain, hello, publications
 
 from control_plane.planning.pools.ahead import ReportsAhead
 from control_plane.planning.pools.reports import Reports
+from control_plane.planning.pools.shards import total_blocks
 from data_plane.block_digests import BlockDigests
 from data_plane.plans.block_report import block_report
 from data_plane.plans.block_tables import BlockTables
@@ -303,6 +305,14 @@ def test_what_is_kept_is_bounded() -> None:
     other.pool_id = "third"
     with pytest.raises(QuotaExceededError):
         ahead.register(other, LAYOUT)
+
+
+def test_a_pool_of_another_shape_takes_the_place_of_the_one_before() -> None:
+    one = Plane().hello
+    ahead = ReportsAhead(max_pools=1, max_blocks=total_blocks(one))
+    ahead.register(one, LAYOUT)
+    ahead.register(Plane(epoch=12).hello, replace(LAYOUT, model_id="another"))
+    assert ahead.num_blocks == total_blocks(one)
 
 
 def test_records_are_those_of_the_native_core() -> None:
