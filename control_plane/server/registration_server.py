@@ -179,6 +179,7 @@ class Registrar:
         _LOGGER.info("pool=%r shard=%d reports ahead", hello.pool_id, hello.shard.index)
         while (request := await self._next(requests)) is not None:
             self._require_standing_by(hello)
+            self._core.ahead.heard(hello)
             kind = request.WhichOneof("message")
             if kind == "digests":
                 asked = self._core.ahead.compare(hello, request.digests)

@@ -23,6 +23,8 @@ class ReportsAhead:
         self._max_pools = max_pools
         self._max_blocks = max_blocks
         self._pools: dict[str, Reports] = {}
+        self._heard: set[str] = set()  # pools of which something came since forget_silent
+        self._heard_s: dict[str, float] = {}  # when that was last, to a call
 
     @property
     def num_blocks(self) -> int:
@@ -69,6 +71,7 @@ class ReportsAhead:
     def start(self, hello: cpb.Hello) -> None:
         """Another stream of the process begins."""
         self._of(hello).digests[hello.shard.index].start()
+        self.heard(hello)
 
     def compare(self, hello: cpb.Hello, part: cpb.BlockDigests) -> cpb.ReportRequest | None:
         """Compare what a process holds with what it reported; after the last part, what it is to
@@ -90,9 +93,19 @@ class ReportsAhead:
         reports = self._pools.pop(pool_id, None)
         return reports if reports is not None and reports.fits(num_shards, layout) else None
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._pools.clear()
+    def heard(self, hello: cpb.Hello) -> None:
+        """A process that has registered is there."""
+        if hello.pool_id in self._pools:
+            self._heard.add(hello.pool_id)
+
+    def forget_silent(self, now_s: float, longest_s: float) -> None:
+        """Forget the pools of which nothing came for so long. ``now_s``: monotonic seconds."""
+        self._heard_s.update(dict.fromkeys(self._heard, now_s))
+        self._heard.clear()
+        silent = {pool_id for pool_id, at_s in self._heard_s.items() if now_s - at_s >= longest_s}
+        for pool_id in silent | (self._heard_s.keys() - self._pools.keys()):
+            del self._heard_s[pool_id]
+            self._pools.pop(pool_id, None)
 
     def _of(self, hello: cpb.Hello) -> Reports:
         reports = self._pools.get(hello.pool_id)

@@ -67,7 +67,6 @@ class Registration:
         self._working: set[Pool] = set()  # have work that is done in pieces
         self._announcing: set[Pool] = set()  # have something to announce
         self.ahead = ReportsAhead(config.max_pools, config.max_blocks)
-        self._ahead_since_s: float | None = None
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
@@ -181,7 +180,7 @@ class Registration:
         """Forget the pools that nobody has used for long; returns their ids. ``now_s``: monotonic
         seconds.
         """
-        self._forget_ahead(now_s)
+        self.ahead.forget_silent(now_s, self._config.pool_expiry_s)
         forgotten = []
         for pool in [*self._pools.values()]:
             if not pool.is_abandoned:
@@ -195,15 +194,6 @@ class Registration:
                 self._announcing.discard(pool)
                 forgotten.append(pool.id)
         return forgotten
-
-    def _forget_ahead(self, now_s: float) -> None:
-        """Forget what was reported ahead of pools that have not come since this process leads."""
-        if not self._pools or not self.ahead.num_blocks:
-            self._ahead_since_s = None
-        elif self._ahead_since_s is None:
-            self._ahead_since_s = now_s
-        elif now_s - self._ahead_since_s >= self._config.pool_expiry_s:
-            self.ahead.clear()
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""

@@ -315,6 +315,25 @@ def test_a_pool_of_another_shape_takes_the_place_of_the_one_before() -> None:
     assert ahead.num_blocks == total_blocks(one)
 
 
+def test_a_pool_that_is_silent_for_long_is_forgotten() -> None:
+    gone, here = Plane().hello, Plane().hello
+    here.pool_id = "here"
+    ahead = ReportsAhead(max_pools=2, max_blocks=2 * total_blocks(gone))
+    for each in (gone, here):
+        ahead.register(each, LAYOUT)
+        ahead.start(each)
+    for now_s in (0.0, 60.0, 99.0):
+        ahead.forget_silent(now_s, 100.0)
+        ahead.heard(here)
+        assert ahead.num_blocks == 2 * total_blocks(gone)
+    ahead.forget_silent(100.0, 100.0)
+    assert ahead.num_blocks == total_blocks(here)
+    with pytest.raises(StaleEpochError):
+        ahead.start(gone)
+    ahead.start(here)
+    ahead.register(gone, LAYOUT)
+
+
 def test_records_are_those_of_the_native_core() -> None:
     """Byte for byte, as both sides' digests are made of them."""
     plane = Plane()
