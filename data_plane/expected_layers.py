@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ from data_plane.plans.sessions import Run
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import PlanOutOfOrderError
 
-T = TypeVar("T")
 Times = Sequence[tuple[float, float]]
 TakeTimes = Callable[[], Times]
 
@@ -63,7 +62,7 @@ class ExpectedLayers:
 
 
 class Expectations:
-    """Of one executor, whose ``lock`` is held while layers are looked for and run."""
+    """Of one executor, whose ``lock`` is held while layers run."""
 
     def __init__(
         self,
@@ -121,10 +120,11 @@ class Expectations:
             return ExpectedLayers(session_id, run, calls, batches, compute.num_threads)
 
     def run(
-        self, expected: ExpectedLayers, first: int, serve: Callable[[], T], times: TakeTimes
-    ) -> T:
-        """What ``serve`` returns, which runs layers from number ``first`` of the calls on.
-        ``times`` gives, of the layers that ran, the seconds that each took to write and to attend.
+        self, expected: ExpectedLayers, first: int, serve: Callable[[], None], times: TakeTimes
+    ) -> None:
+        """Call ``serve``, which runs layers from number ``first`` of the calls on, soon and for a
+        short time: others wait for the lock. ``times`` gives, of the layers that ran, the seconds
+        that each took to write and to attend.
 
         Raises what ``serve`` does, PlanOutOfOrderError where the plan does not go on, and as
         ``PlanRunner.layer`` where its blocks may no longer be written or read.
@@ -135,7 +135,7 @@ class Expectations:
                 raise PlanOutOfOrderError("the plan has ended", field="plan.number")
             self._plans.check_may_write(session, run)
             try:
-                return serve()
+                serve()
             finally:
                 self._note(expected, first, times())
 

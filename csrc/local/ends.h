@@ -1,10 +1,13 @@
 // The local execution's two ends as Python classes. They run without the interpreter's lock.
 #pragma once
 
+#include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cerrno>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,11 +26,10 @@ inline void raise_if(int error) {
 
 // Waits for the next packet. Raises OSError, TimeoutError, and what a signal's handler raises.
 inline void wait_for_packet(AnswerSocket& answers, double end_s) {
-  while (true) {
-    bool got = false;
+  for (bool got = false, is_first = true;; is_first = false) {
     {
       const pybind11::gil_scoped_release released;
-      got = answers.wait(end_s);
+      got = (is_first && answers.look()) || answers.sleep(end_s);
     }
     raise_if(answers.socket().error());
     if (got) return;
@@ -53,20 +55,34 @@ inline void bind_served_layers(pybind11::module_& m) {
           py::kw_only(), arg("packet"), arg("answer"), arg("layer"), arg("query"), arg("key"),
           arg("value"), arg("out"))
       .def("begin", &ServedLayers::begin, arg("batches"), arg("next"), arg("num_threads"))
-      .def("end", &ServedLayers::end)
       .def(
-          "serve",
-          [](ServedLayers& self, int epoll, bool waits) -> py::object {
-            std::optional<std::string> packet;
+          "look",
+          [](ServedLayers& self, int epoll, bool waits) {
+            bool found = false;
             {
               const py::gil_scoped_release released;
-              packet = self.serve(epoll, waits);
+              found = self.look(epoll, waits);
             }
             raise_if(self.error());
-            if (!packet) return py::none();
-            return py::bytes(*packet);
+            return found;
           },
           arg("epoll"), arg("waits"))
+      .def(
+          "serve",
+          [](ServedLayers& self, int epoll, bool waits) {
+            {
+              const py::gil_scoped_release released;
+              self.serve(epoll, waits);
+            }
+            raise_if(self.error());
+          },
+          arg("epoll"), arg("waits"))
+      .def("take",
+           [](ServedLayers& self) -> py::object {
+             const std::optional<std::string> packet = self.take();
+             if (!packet) return py::none();
+             return py::bytes(*packet);
+           })
       .def("take_times", &ServedLayers::take_times);
 }
 
@@ -83,7 +99,12 @@ inline void bind_layer_calls(pybind11::module_& m) {
            py::kw_only(), arg("packet"), arg("usual"), arg("query"), arg("key"), arg("value"),
            arg("output"));
   py::class_<AnswerSocket>(m, "AnswerSocket", py::module_local())
-      .def(py::init<int, double>(), py::kw_only(), arg("fd"), arg("spin_s"))
+      .def(py::init([](int fd, double spin_s) {
+             const int own_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+             raise_if(own_fd < 0 ? errno : 0);
+             return std::make_unique<AnswerSocket>(own_fd, spin_s);
+           }),
+           py::kw_only(), arg("fd"), arg("spin_s"))
       .def(
           "receive",
           [](AnswerSocket& self, double timeout_s) {

@@ -3,10 +3,11 @@
 #pragma once
 
 #include <poll.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -18,26 +19,35 @@ namespace kvplane {
 // What waits for answers on a socket.
 class AnswerSocket {
  public:
-  AnswerSocket(int fd, double spin_s) : socket_(fd), spin_(spin_s) {}
+  // Takes over the file: another thread may close its own while this one waits, and a file that is
+  // opened then has the same number.
+  AnswerSocket(int own_fd, double spin_s) : socket_(own_fd), spin_(spin_s) {}
+  ~AnswerSocket() { close(socket_.fd()); }
+  AnswerSocket(const AnswerSocket&) = delete;
+  AnswerSocket& operator=(const AnswerSocket&) = delete;
 
   bool send(const std::string& packet) { return socket_.send_now(packet); }
 
-  // Whether there was a packet, or an error, before `end_s` of the monotonic clock. Returns early,
-  // with an error of EINTR, for a signal.
-  bool wait(double end_s) {
-    while (!spin_.look([&] { return socket_.receive(); })) {
-      const double left_s = end_s - now_s();
-      if (left_s <= 0) return false;
-      pollfd ready = {socket_.fd(), POLLIN, 0};
-      // Rounded up: 0 would not sleep.
-      if (poll(&ready, 1, static_cast<int>(1000 * left_s) + 1) < 0) return false;
-    }
-    return true;
+  // Whether there is a packet, or an error, soon.
+  bool look() {
+    return spin_.look([&] { return socket_.receive(); });
+  }
+
+  // Whether there was a packet, or an error, before `end_s` of the monotonic clock and before the
+  // caller is to look for signals: one that came just before does not interrupt the sleep.
+  bool sleep(double end_s) {
+    const double left_s = std::min(kLongestSleepS, end_s - now_s());
+    if (left_s <= 0) return false;
+    pollfd ready = {socket_.fd(), POLLIN, 0};
+    poll(&ready, 1, static_cast<int>(1000 * left_s) + 1);  // rounded up: 0 would not sleep
+    return socket_.receive();
   }
 
   const PacketSocket& socket() const { return socket_; }
 
  private:
+  static constexpr double kLongestSleepS = 0.1;
+
   PacketSocket socket_;
   Spin spin_;
 };

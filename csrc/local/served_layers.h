@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -25,10 +26,10 @@ class ServedLayers {
   ServedLayers(int fd, double spin_s, double most_s)
       : socket_(fd), spin_(spin_s), most_s_(most_s) {}
 
-  // Expect these layers from now on; none of the present plan yet.
+  // Expect no layers but those that are added from now on, and none of the present plan.
   void clear() {
     layers_.clear();
-    end();
+    batches_.clear();
   }
 
   void add(std::string packet, std::string answer, const BoundLayer& layer, uintptr_t query,
@@ -43,26 +44,33 @@ class ServedLayers {
     num_threads_ = num_threads;
   }
 
-  // No layer may come.
-  void end() { batches_.clear(); }
+  // Whether there is a packet for `serve` or `take`. `waits`: look for one for a while, until
+  // something else waits at `epoll`.
+  bool look(int epoll, bool waits) {
+    if (has_packet_) return true;
+    if (waits) {
+      find(epoll, std::numeric_limits<double>::infinity());
+    } else {
+      receive();
+    }
+    return has_packet_;
+  }
 
-  // Run and answer layers as their packets come, until there is none, something else waits at
-  // `epoll`, or `most_s` are over. `waits`: look for them for a while. Returns a packet that is
-  // not the next layer's, which the caller answers.
-  std::optional<std::string> serve(int epoll, bool waits) {
-    const double end = now_s() + most_s_;
-    int num_looks = 0;
-    bool has_packet = false;
-    const auto find = [&] {
-      has_packet = socket_.receive();
-      return has_packet || (++num_looks % kLooksBetweenOthers == 0 && others_wait(epoll));
-    };
-    do {
-      if (!(waits ? spin_.look(find) : find()) || !has_packet || socket_.error() != 0) break;
-      if (!run_next()) return socket_.packet();
-      if (socket_.error() != 0) break;
-    } while (waits && now_s() < end && !others_wait(epoll));
-    return std::nullopt;
+  // Run and answer the layer whose packet was found, and, if it `waits`, those whose packets come
+  // before something else waits at `epoll` and `most_s` are over. A packet that is not the next
+  // layer's is left for `take`.
+  void serve(int epoll, bool waits) {
+    const double end_s = now_s() + most_s_;
+    while (has_packet_ && run_next()) {
+      if (!waits || socket_.error() != 0 || now_s() >= end_s || others_wait(epoll)) return;
+      find(epoll, end_s);
+    }
+  }
+
+  // The packet that was found and not served, which the caller answers.
+  std::optional<std::string> take() {
+    if (!std::exchange(has_packet_, false)) return std::nullopt;
+    return socket_.packet();
   }
 
   int error() const { return socket_.error(); }
@@ -83,6 +91,22 @@ class ServedLayers {
     uintptr_t out;
   };
 
+  // Looks for a packet for a while, until `end_s` of the monotonic clock at most.
+  void find(int epoll, double end_s) {
+    int num_looks = 0;
+    spin_.look([&] {
+      return receive() || now_s() >= end_s ||
+             (++num_looks % kLooksBetweenOthers == 0 && others_wait(epoll));
+    });
+  }
+
+  // Whether there is a packet, or an error.
+  bool receive() {
+    const bool found = socket_.receive();
+    has_packet_ = found && socket_.error() == 0;
+    return found;
+  }
+
   // Whether the packet was the next layer's.
   bool run_next() {
     if (next_ >= batches_.size() || !socket_.is(layers_[next_].packet)) return false;
@@ -97,6 +121,7 @@ class ServedLayers {
     }
     times_.emplace_back(write_s, now_s() - began - write_s);
     ++next_;
+    has_packet_ = false;
     socket_.send_now(layer.answer);
     return true;
   }
@@ -111,10 +136,11 @@ class ServedLayers {
   }
 
   PacketSocket socket_;
+  bool has_packet_ = false;  // in the socket's buffer, neither served nor taken
   Spin spin_;
   const double most_s_;
   std::vector<Layer> layers_;
-  std::vector<const BoundBatch*> batches_;  // of the first layers; none while none may come
+  std::vector<const BoundBatch*> batches_;  // of the first layers
   size_t next_ = 0;
   int num_threads_ = 1;
   std::vector<std::pair<double, double>> times_;

@@ -119,10 +119,40 @@ MORE = {
     ),
     "callers_of_known_layers_are_not_looked_up": Fault(
         CONNECTION,
-        "self._admit()\n        except KvplaneError:\n            return packets",
-        "pass\n        except KvplaneError:\n            return packets",
+        "self._admit()\n            except KvplaneError:\n                return known",
+        "pass\n            except KvplaneError:\n                return known",
         KNOWN,
         "since_the_plan",
+    ),
+    "callers_are_looked_up_before_the_wait": Fault(
+        CONNECTION,
+        "if not known.look(epoll, waits=waits):\n                return None\n"
+        "            try:\n                self._admit()\n",
+        "try:\n                self._admit()\n"
+        "                if not known.look(epoll, waits=waits):\n                    return None\n",
+        KNOWN,
+        "is_removed_while",
+    ),
+    "the_executor_is_held_while_looking": Fault(
+        KNOWN_LAYERS,
+        "return self._native.look(epoll, waits)",
+        "with self._expectations._lock:\n            return self._native.look(epoll, waits)",
+        KNOWN,
+        "executor_is_free",
+    ),
+    "plans_presented_again_are_free": Fault(
+        KNOWN_LAYERS,
+        "if (stream.plan, stream.num_starts) != (self._plan, self._num_starts):",
+        "if stream.plan != self._plan:",
+        KNOWN,
+        "presented_again",
+    ),
+    "what_was_not_bound_never_is": Fault(
+        KNOWN_LAYERS,
+        "if self._bound is None and self._calls:",
+        "if self._bound is None and self.__dict__.setdefault('tried', self._plan) == self._plan:",
+        KNOWN,
+        "bound_for_the_next",
     ),
     "bugs_end_the_thread": Fault(
         CONNECTION,

@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc.aio
@@ -24,6 +26,7 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
     DeadlineExceededError,
+    PlanOutOfOrderError,
     SessionExpiredError,
     UnauthenticatedError,
 )
@@ -128,6 +131,23 @@ async def test_known_layers_are_computed_counted_and_charged_like_others(rig: Ri
     assert local.num_packets == NUM_PLANS * (1 + NUM_LAYERS)
 
 
+async def test_a_plan_presented_again_is_charged_again(rig: Rig) -> None:
+    """Its layers come once more then, by native code too."""
+    for _ in range(2):
+        await rig.run()
+    taken: list[int] = []
+    rig.connection.stream.take_bytes = taken.append
+    num_known = await rig.num_known()
+    for num_presented in (1, 2):
+        await rig.start()
+        assert (await rig.layer(0)).output.layer == 0
+        rig.check_output()
+        assert taken == [2 * 8 * 16 * 4] * num_presented
+        assert await rig.num_known() == num_known + num_presented
+        rig.number -= num_presented == 1
+    assert (await rig.layer(1)).output.HasField("receipt")
+
+
 def publish(rig: Rig) -> type[Exception]:
     """The block that the plan writes, as others may."""
     rig.server.executor.publish(publications((0, 1)))
@@ -160,8 +180,49 @@ async def test_what_others_did_since_the_plan_began_refuses_a_known_layer(
     assert torch.equal(rig.tier, before)
 
 
+async def test_a_caller_that_is_removed_while_its_packet_is_looked_for_is_refused(rig: Rig) -> None:
+    for _ in range(2):
+        await rig.run()
+    await rig.start()
+    await asyncio.sleep(0.1)  # the thread looks for the layer, and is not called away
+    before = rig.tier
+    expected = revoke(rig)
+    assert type(error_of(await rig.layer(0))) is expected
+    assert torch.equal(rig.tier, before)
+
+
+async def test_while_packets_are_looked_for_the_executor_is_free(rig: Rig) -> None:
+    """For callers in the same process, which do not ring for the thread."""
+    for _ in range(2):
+        await rig.run()
+    for ask in (rig.start, partial(rig.layer, 0)):  # the first layer is run by native code
+        await ask()
+        await asyncio.sleep(0.02)
+        began_s = time.monotonic()
+        rig.server.executor.check_integrity()
+        assert time.monotonic() - began_s < 0.5
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_layers_that_one_plan_does_not_allow_are_bound_for_the_next(
+    rig: Rig, raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bind(*_: object) -> None:
+        if raises:
+            raise PlanOutOfOrderError("planted")
+
+    monkeypatch.setattr(rig.server.executor.expectations, "bind", bind)
+    for _ in range(2):
+        await rig.run()
+    assert await rig.num_known() == 0
+    monkeypatch.undo()
+    await rig.run()
+    assert await rig.num_known() == NUM_LAYERS - 1
+
+
+@pytest.mark.parametrize("where", ["expect", "admit"])
 async def test_a_bug_ends_the_connection_and_nothing_else(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
         await rig.run()
@@ -169,8 +230,12 @@ async def test_a_bug_ends_the_connection_and_nothing_else(
     def fail(*_: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(rig.server.executor.expectations, "expect", fail)
-    await rig.start()
+    if where == "expect":
+        monkeypatch.setattr(rig.server.executor.expectations, "expect", fail)
+        await rig.start()
+    else:
+        monkeypatch.setattr(rig.connection, "_admit", fail)
+        rig.peer.send(rig.peer.layer(0, 2).SerializeToString())
     assert await rig.peer.ended()
     assert await rig.server._worker.run(lambda: 5) == 5
     assert rig.server.local.num_regions == 0
@@ -231,13 +296,13 @@ async def test_while_a_client_is_looked_for_others_are_served(rig: Rig) -> None:
         assert time.monotonic() - began_s < 0.8
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("native", ["new", "old", None])
 async def test_both_clients_get_the_same_bits(
-    rig: Rig, native: bool, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, native: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With native code, and in Python."""
-    if not native:
-        monkeypatch.setattr(client_connection, "native", None)
+    """With native code, and in Python where there is none, or one from before local executions."""
+    if native != "new":
+        monkeypatch.setattr(client_connection, "native", native and ModuleType(native))
     rig.peer.call.cancel()
     async with DataClient(rig.server.address) as client:
         execution = await client.open(rig.author.grant())
@@ -252,7 +317,7 @@ async def test_both_clients_get_the_same_bits(
                 rig.peer.output = lambda _, out=out: out  # type: ignore[method-assign,misc]
                 rig.check_output()
             assert rig.author.read_receipt(execution.receipt).plan_number == number
-        assert (execution.local._native is not None) == native
+        assert execution.local.is_native == (native == "new")
         await execution.close()
 
 

@@ -94,16 +94,19 @@ class LocalConnection:
 
     def _serve_known(self, epoll: int, *, waits: bool) -> bytes | None:
         """Also a packet that is to be answered."""
+        known = self._known
         try:
-            self._admit()
-        except KvplaneError:
-            return packets.receive(self._peer)
-        try:
-            return self._known.serve(epoll, waits=waits)
+            if not known.look(epoll, waits=waits):
+                return None
+            try:
+                self._admit()
+            except KvplaneError:
+                return known.take()
+            return known.serve(epoll, waits=waits)
         except OSError:
             raise
         except Exception as error:  # a bug: the thread that all share goes on
-            _LOGGER.error("unexpected error method=local error=%s", frames_of(error))
+            _log(error)
             raise ConnectionError("internal error") from error
 
     def end(self) -> None:
@@ -120,7 +123,9 @@ class LocalConnection:
         """End when the session has, and when the caller is no longer admitted."""
         try:
             self._admit()
-        except KvplaneError:
+        except Exception as error:
+            if not isinstance(error, KvplaneError):
+                _log(error)
             self.end()
         if not self._is_of_session():
             self.end()
@@ -139,8 +144,13 @@ class LocalConnection:
                 self._on_error(error)
                 public = error
             else:
-                _LOGGER.error("unexpected error method=local error=%s", frames_of(error))
+                _log(error)
                 public = InternalError("internal error; the server's log has more")
             if isinstance(public, InternalError):
                 self._executor.device_watch.check()  # copies are not commands of the executor
             return pb.ExecuteResponse(error=to_wire(public)).SerializeToString()
+
+
+def _log(error: Exception) -> None:
+    """One that is a bug."""
+    _LOGGER.error("unexpected error method=local error=%s", frames_of(error))

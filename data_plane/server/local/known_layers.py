@@ -9,6 +9,7 @@ is refused. Before layers are looked for, everything is checked that others may 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -20,8 +21,8 @@ from data_plane.expected_layers import BoundCall, ExpectedLayers, LayerCall
 from data_plane.server.execute_stream import PIECE_S, ExecuteStream, Layer
 from kvplane.errors import KvplaneError
 
-_MOST_S: Final = 0.01
-"""For how long layers are looked for and run between two checks."""
+_MOST_S: Final = 0.001
+"""For how long layers are looked for and run under the executor's lock, between two checks."""
 
 
 class KnownLayers:
@@ -38,36 +39,44 @@ class KnownLayers:
         self._stream = stream
         self._expectations = executor.expectations
         self._native = ServedLayers(fd=fd, spin_s=spin_s, most_s=_MOST_S)
-        self._calls: Sequence[Layer] = ()  # that the native object has
-        self._bound: list[BoundCall] | None = None
+        self._usual: Sequence[Layer] = ()
+        self._calls: Sequence[LayerCall] = ()  # of those; none where one has to be checked
+        self._bound: list[BoundCall] | None = None  # that the native object has
         self._plan: tuple[int, int] | None = None
         self._num_starts = 0
-        self._expected: ExpectedLayers | None = None  # of that plan
+        self._expected: ExpectedLayers | None = None  # of that plan, since that start
+
+    def look(self, epoll: int, *, waits: bool) -> bool:
+        """Whether there is a packet for ``serve`` or ``take``. ``waits``: look for a while, until
+        something else is ready at ``epoll``. Raises OSError when the client went away.
+        """
+        self._prepare()
+        return self._native.look(epoll, waits)
+
+    def take(self) -> bytes | None:
+        """The packet that was found, to be answered by the caller."""
+        return self._native.take()
 
     def serve(self, epoll: int, *, waits: bool) -> bytes | None:
-        """Answer packets until there is none, or one to be answered by the caller, which is
-        returned. ``waits``: look for a while, until something else is ready at ``epoll``. Raises
+        """Answer the packet that was found, and, if this ``waits``, those that come within a
+        millisecond, until there is one to be answered by the caller, which is returned. Raises
         OSError when the client went away or takes no answers.
         """
-        native, stream = self._native, self._stream
-        expected = self._find()
-        if expected is None:
-            native.end()
-            return native.serve(epoll, waits)
-        first = stream.num_ran
-        native.begin(expected.batches, first, expected.num_threads)
-        serve = partial(native.serve, epoll, waits)
-        try:
-            return self._expectations.run(expected, first, serve, self._take_times)
-        except KvplaneError:
-            self._expected = None
-            native.end()
-            return native.serve(epoll, waits)
+        native, stream, expected = self._native, self._stream, self._expected
+        if expected is not None and stream.is_usual:
+            first = stream.num_ran
+            native.begin(expected.batches, first, expected.num_threads)
+            serve = partial(native.serve, epoll, waits)
+            try:
+                self._expectations.run(expected, first, serve, self._take_times)
+            except KvplaneError:
+                self._expected = None
+        return native.take()
 
     def close(self) -> None:
         """Forget the region's tensors."""
         self._native.clear()
-        self._calls, self._bound, self._expected = (), None, None
+        self._usual, self._calls, self._bound, self._expected = (), (), None, None
 
     def _take_times(self) -> Sequence[tuple[float, float]]:
         times = self._native.take_times()
@@ -76,41 +85,36 @@ class KnownLayers:
         self.busy_s += sum(map(sum, times))
         return times
 
-    def _find(self) -> ExpectedLayers | None:
-        """What may come now."""
+    def _prepare(self) -> None:
+        """Expect the layers of a plan that was started since, or again."""
         stream = self._stream
-        if stream.plan != self._plan or stream.num_starts != self._num_starts:
+        if (stream.plan, stream.num_starts) != (self._plan, self._num_starts):
             self._plan, self._num_starts = stream.plan, stream.num_starts
-            try:
-                self._expected = self._expect()
-            except KvplaneError:
-                self._expected = None
-        return self._expected if stream.is_usual else None
+            self._expected = None
+            if self._plan is not None:
+                with suppress(KvplaneError):
+                    self._expected = self._expect(*self._plan)
 
-    def _expect(self) -> ExpectedLayers | None:
-        """For a plan that was started."""
+    def _expect(self, session_id: int, plan_number: int) -> ExpectedLayers | None:
         stream = self._stream
-        if self._plan is None:
-            return None
-        usual = stream.usual[:-1]
-        if self._calls is not stream.usual:
-            self._calls = stream.usual
-            self._bind(usual)
+        if self._usual is not stream.usual:
+            self._usual, self._bound = stream.usual, None
+            self._calls = _calls(stream.usual[:-1])
+        if self._bound is None and self._calls:  # also where another plan did not allow them
+            self._bind(session_id, plan_number)
         if self._bound is None:
             return None
-        expected = self._expectations.expect(*self._plan, self._bound, PIECE_S)
+        expected = self._expectations.expect(session_id, plan_number, self._bound, PIECE_S)
         if expected is not None:  # all at once; a client that sends fewer has paid for more
-            stream.take_bytes(sum(layer.num_shared_bytes for layer in usual[stream.num_ran :]))
+            layers = stream.usual[stream.num_ran : -1]
+            stream.take_bytes(sum(layer.num_shared_bytes for layer in layers))
         return expected
 
-    def _bind(self, usual: Sequence[Layer]) -> None:
+    def _bind(self, session_id: int, plan_number: int) -> None:
         self._native.clear()
-        self._bound = None
-        calls = [call for layer in usual if (call := _call(layer)) is not None]
-        if not calls or len(calls) != len(usual) or self._plan is None:
-            return
-        self._bound = self._expectations.bind(*self._plan, calls)
-        for layer, call, bound in zip(usual, calls, self._bound or (), strict=False):
+        self._bound = self._expectations.bind(session_id, plan_number, self._calls)
+        layers = zip(self._usual, self._calls, self._bound or (), strict=False)
+        for layer, call, bound in layers:
             self._native.add(
                 packet=layer.request,
                 answer=layer.packet,
@@ -120,6 +124,11 @@ class KnownLayers:
                 value=call.value.data_ptr(),
                 out=call.output.data_ptr(),
             )
+
+
+def _calls(layers: Sequence[Layer]) -> Sequence[LayerCall]:
+    calls = [call for layer in layers if (call := _call(layer)) is not None]
+    return calls if len(calls) == len(layers) else ()
 
 
 def _call(layer: Layer) -> LayerCall | None:

@@ -10,7 +10,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from kvplane.errors import (
@@ -52,7 +52,7 @@ class LocalConnection:
         self._peer: socket.socket | None = peer
         self._spin, self._spin_on_loop = Spin(_SPIN_S), Spin(_SPIN_ON_LOOP_S)
         self._native = None
-        if native is not None:
+        if hasattr(native, "AnswerSocket"):  # older ones have none
             self._native = native.AnswerSocket(fd=peer.fileno(), spin_s=_SPIN_S)
         self._poll = select.poll()
         self._poll.register(peer, select.POLLIN)
@@ -157,6 +157,8 @@ class LocalConnection:
         """End the connection; the data plane then forgets the region."""
         peer, self._peer = self._peer, None
         if peer is not None:
+            with suppress(OSError):  # native code has the socket open too
+                peer.shutdown(socket.SHUT_RDWR)
             peer.close()
 
     def _open_peer(self) -> socket.socket:
