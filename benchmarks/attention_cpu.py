@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.attention_cpu_tables import tables
-from benchmarks.calls import Calls, call_in_rounds
-from benchmarks.cpu import cpu_name
-from benchmarks.memory import (
+from benchmarks.common.calls import Calls, call_in_rounds
+from benchmarks.common.cpu import cpu_name
+from benchmarks.common.memory import (
     EVICTING_CACHES,
     Memory,
     cold_caches,
@@ -38,7 +38,7 @@ from benchmarks.memory import (
     read_runs,
 )
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.cpu import CpuKernels, cpu_isa
+from data_plane.kernels.backends.cpu import CpuKernels, cpu_isa
 from data_plane.memory import huge_pages
 
 HEAD_SIZE, BLOCK_SIZE, NUM_KV_HEADS = 128, 16, 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.calls import Calls, Spread
+from benchmarks.common.calls import Calls, Spread
 
 SHARES_OF_READ = {
     "avx512bf16": {"decode/bf16/g1": 0.85, "decode/bf16/g4": 0.65, "decode/bf16/g8": 0.50},

@@ -30,7 +30,7 @@ from benchmarks.attention_cpu import (
     random_pool,
 )
 from data_plane.kernels.arguments import AttentionArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 IDLE_MS: Final = (0.0, 0.2, 5.0, 20.0)
 GROUP, CONTEXT_TOKENS = 4, 4096

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import attention_cpu
 from benchmarks.attention_cpu import HEAD_SIZE, NUM_KV_HEADS, PREFILL_GROUP, machine, prefill_rows
-from data_plane.kernels.cpu import cpu_isa
+from data_plane.kernels.backends.cpu import cpu_isa
 
 # For each instruction set: what torch's own kernels, oneDNN and MKL may use.
 LIMITS: Final = {

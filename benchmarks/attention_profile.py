@@ -43,10 +43,10 @@ from benchmarks.attention_cpu import (
     query_dtype_of,
     random_pool,
 )
-from benchmarks.calls import Calls, Spread, call_in_rounds
-from benchmarks.memory import Memory, cold_caches
+from benchmarks.common.calls import Calls, Spread, call_in_rounds
+from benchmarks.common.memory import Memory, cold_caches
 from data_plane.kernels.arguments import AttentionArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 CACHE_BYTES = 256 << 10  # fits in any core's cache, and is far more than one tile
 HALF_SIZE = HEAD_SIZE // 2

@@ -34,9 +34,9 @@ from benchmarks.attention_cpu import (
     query_dtype_of,
     random_pool,
 )
-from benchmarks.memory import cold_caches
+from benchmarks.common.memory import cold_caches
 from data_plane.kernels.arguments import AttentionArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 SIDES = ("shared", "apart", "copies")
 

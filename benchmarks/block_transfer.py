@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.cpu import cpu_name
+from benchmarks.common.cpu import cpu_name
 from data_plane.server.push.chunks import CHUNK_BYTES
 from kvplane import ControlClient, DataClient, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.v1 import push_pb2, push_pb2_grpc

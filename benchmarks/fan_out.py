@@ -24,8 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
+from benchmarks.common.cpu import cpu_name
 from benchmarks.control_plane.report import quantile
-from benchmarks.cpu import cpu_name
 from kvplane import ControlClient, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.block_transfer import BLOCK_BYTES, LAYOUT, run
-from benchmarks.cpu import cpu_name
+from benchmarks.common.cpu import cpu_name
 from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES, read_data, read_header
 from kvplane import ControlClient, DataClient, Session, Tensor, ops

@@ -20,10 +20,10 @@ from typing import Final
 import torch
 
 from benchmarks.attention_cpu import machine
-from benchmarks.calls import Calls, call_in_rounds
-from benchmarks.memory import cold_caches
+from benchmarks.common.calls import Calls, call_in_rounds
+from benchmarks.common.memory import cold_caches
 from data_plane.kernels.arguments import AttentionArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.pages import PageShape
 from data_plane.memory import huge_pages
 from kvplane.attention_options import AttentionOptions

@@ -36,8 +36,8 @@ from benchmarks.control_plane.sizes import FULL, QUICK
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from data_plane.block_digests import BlockDigests
-from data_plane.plans.block_report import block_report
-from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.tables.block_report import block_report
+from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.server.registration_stream import (
     BLOCKS_PER_REPORT,
     RegistrationStream,

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from prometheus_client import generate_latest
 
+from benchmarks.common.cpu import cpu_name
 from benchmarks.control_plane.in_process import InProcess
 from benchmarks.control_plane.messages import Decoding, prompt
-from benchmarks.cpu import cpu_name
 from control_plane.server.metrics import ControlPlaneMetrics
 from kvplane import ops
 

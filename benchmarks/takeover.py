@@ -30,8 +30,8 @@ from pathlib import Path
 
 import grpc.aio
 
+from benchmarks.common.cpu import cpu_name
 from benchmarks.control_plane.report import quantile
-from benchmarks.cpu import cpu_name
 from kvplane import ControlClient, LayerGroup, Layout
 from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
 from kvplane.errors import KvplaneError

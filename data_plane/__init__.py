@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from data_plane.executor import Executor
     from data_plane.fixed_step import FixedStep
     from data_plane.plan_runner import StartedPlan
-    from data_plane.plans.fixed_rows import StepBounds
+    from data_plane.plans.batches.fixed_rows import StepBounds
     from data_plane.server.config import DataPlaneConfig
     from data_plane.server.embedded import EmbeddedDataPlane
 
@@ -31,7 +31,7 @@ __all__ = [
 _HOMES = {
     "Executor": "data_plane.executor",
     "FixedStep": "data_plane.fixed_step",
-    "StepBounds": "data_plane.plans.fixed_rows",
+    "StepBounds": "data_plane.plans.batches.fixed_rows",
     "StartedPlan": "data_plane.plan_runner",
     "DataPlaneConfig": "data_plane.server.config",
     "EmbeddedDataPlane": "data_plane.server.embedded",

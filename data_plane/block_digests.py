@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_plane.places import Place, group_of, tier_of
-from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import block_digests as wire

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvplane.serving.histogram import Histogram
+from kvplane.serving.observability.histogram import Histogram
 
 BATCH_BOUNDS: Final = tuple(float(2**i) for i in range(18))
 

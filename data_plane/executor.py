@@ -23,19 +23,19 @@ from data_plane.expected_layers import Expectations
 from data_plane.fixed_step import FixedStep
 from data_plane.kernels.arguments import require
 from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
-from data_plane.kernels.device_watch import DeviceWatch
-from data_plane.kernels.devices import with_index
-from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.kernels.device.device_watch import DeviceWatch
+from data_plane.kernels.device.devices import with_index
+from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.layers import layer_index
 from data_plane.memory.pool import Pools
 from data_plane.pieces import Pieces, finish, guarded
 from data_plane.places import check_group, place_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
-from data_plane.plans.block_report import Parts, Ranges, block_report
-from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.fixed_rows import StepBounds
+from data_plane.plans.batches.fixed_rows import StepBounds
+from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.sessions import Sessions, check_ordinal
-from data_plane.plans.transfers import Transfers
+from data_plane.plans.tables.block_report import Parts, Ranges, block_report
+from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.verifier import Verifier
 from data_plane.pool_keys import HeldKeys
 from data_plane.table_blocks import BlockRange, TableBlocks

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from data_plane.kernels.bound_layers import BoundLayer
-from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.kernels.backends.bound_layers import BoundLayer
+from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.layers import layer_index
 from data_plane.plan_runner import PlanRunner
 from data_plane.plans.sessions import Run

@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch
 
 from data_plane.kernels.arguments import NumbersOfHeads, numbers_of_heads, require
-from data_plane.kernels.shard_kernels import ShardKernels, check_window
+from data_plane.kernels.shards.shard_kernels import ShardKernels, check_window
 from data_plane.kernels.step_memory import is_capturing
 from data_plane.layers import layer_index
 from data_plane.plan_runner import PlanRunner
-from data_plane.plans.fixed_rows import FixedRows, StepBounds
+from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
 from data_plane.plans.sessions import Run
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError

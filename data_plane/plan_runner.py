@@ -16,25 +16,25 @@ from numpy.typing import NDArray
 
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments, require
-from data_plane.kernels.row_pieces import rows_of
-from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.kernels.shards.row_pieces import rows_of
+from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.layers import layer_index
 from data_plane.pieces import Pieces
-from data_plane.plans.attention_batch import (
+from data_plane.plans.batches.attention_batch import (
     AttentionBatch,
     check_current,
     check_unpublished,
     prepare_batch,
 )
-from data_plane.plans.block_tables import BlockTables, Table
-from data_plane.plans.last_tenants import LastTenants
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.contents.last_tenants import LastTenants
+from data_plane.plans.contents.reused_blocks import ReusedBlocks
+from data_plane.plans.contents.written_slots import WrittenSlots
 from data_plane.plans.progress import Progress
-from data_plane.plans.reused_blocks import ReusedBlocks
 from data_plane.plans.sessions import Run, Session, Sessions
-from data_plane.plans.table_changes import apply_changes
-from data_plane.plans.transfers import Transfers
+from data_plane.plans.tables.block_tables import BlockTables, Table
+from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
-from data_plane.plans.written_slots import WrittenSlots
 from kvplane import tracing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import BlockNotWrittenError, InternalError, PlanOutOfOrderError

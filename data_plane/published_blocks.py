@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from data_plane.kernels.arguments import require
-from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.places import place_of
 from data_plane.plan_runner import PlanRunner
-from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.reused_blocks import ReusedBlocks, ReusedPrefix
+from data_plane.plans.contents.reused_blocks import ReusedBlocks, ReusedPrefix
 from data_plane.plans.sessions import Sessions
+from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.v1 import types_pb2 as pb
 
 _DEVICE = place_of(0, pb.TIER_DEVICE)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from data_plane.kernels.arguments import require
-from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.layers import layer_range
 from data_plane.places import check_group, place_of, tier_of
 from data_plane.plan_runner import PlanRunner
-from data_plane.plans.block_tables import BlockTables, Table, taken_away
 from data_plane.plans.sessions import Run, Sessions
+from data_plane.plans.tables.block_tables import BlockTables, Table, taken_away
 from data_plane.published_blocks import PublishedBlocks
 from kvplane.errors import PlanOutOfOrderError, StaleGenerationError
 from kvplane.layout import Layout

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.serving.logs import LEVELS
+from kvplane.serving.observability.logs import LEVELS
 from kvplane.serving.settings import setting
 
 ROOT: Final = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from demo.report import Report, make_report, print_report
 from demo.workload import Question, questions
 from engine.llm import LLM
 from engine.request import RequestOutput
-from kvplane.serving import logs
+from kvplane.serving.observability import logs
 
 BLOCK_SIZE_TOKENS = 16
 POOL_BLOCKS = {False: (96, 28), True: (60, 24)}  # device and host blocks, by ``quick``

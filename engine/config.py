@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES
-from kvplane.serving.logs import FORMATS, LEVELS
+from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 
 if TYPE_CHECKING:

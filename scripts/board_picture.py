@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import cpu_name
+from benchmarks.common.cpu import cpu_name
 from kvplane import ControlClient
 from kvplane.cli.bench import Traffic, bench
 from scripts import boards

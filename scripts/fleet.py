@@ -22,7 +22,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from benchmarks.cpu import cpu_name
+from benchmarks.common.cpu import cpu_name
 from demo.workload import Question, questions
 from engine import LLM
 from kvplane import ControlClient

@@ -11,14 +11,14 @@ from pathlib import Path
 from control_plane.server.metric_declarations import DECLARATIONS as OF_CONTROL
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from kvplane.router.metrics import DECLARATIONS as OF_ROUTER
-from kvplane.serving.metrics import SHARED, Declaration
+from kvplane.serving.observability.metrics import SHARED, Declaration
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-`make metrics-page` writes this page from the declarations in `kvplane/serving/metrics.py`,
-`control_plane/server/metric_declarations.py`, `data_plane/server/metrics.py` and
-`kvplane/router/metrics.py`.
+`make metrics-page` writes this page from the declarations in
+`kvplane/serving/observability/metrics.py`, `control_plane/server/metric_declarations.py`,
+`data_plane/server/metrics.py` and `kvplane/router/metrics.py`.
 
 Each plane serves `/metrics` (`--metrics-port`; 9101 and 9102 by default), and `/healthz`, which
 answers 200 while it serves; the router serves both at the address of its proxy. Values are in base

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.cpu import cpu_name
+from benchmarks.common.cpu import cpu_name
 
 MICROSECONDS: Final = "us"
 STEPS_PER_S: Final = "steps/s"

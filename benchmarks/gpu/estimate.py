@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from benchmarks.gpu import shapes
-from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.cases import shapes
+from benchmarks.gpu.cases.shapes import Shape
 from benchmarks.gpu.verdict import OF_COPY, OVER_ALONE, OVER_BF16, case_of
 
 OVERHEAD_S: Final = (7e-6, 12e-6)

@@ -16,13 +16,13 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import shapes
-from benchmarks.gpu.attention import estimated_seconds, measure_attention
-from benchmarks.gpu.bandwidth import measure_bandwidths
-from benchmarks.gpu.copies import measure_copies
-from benchmarks.gpu.machine import Machine, NoGpuError, this_gpu
+from benchmarks.gpu.cases import shapes
+from benchmarks.gpu.cases.attention import estimated_seconds, measure_attention
+from benchmarks.gpu.cases.bandwidth import measure_bandwidths
+from benchmarks.gpu.cases.copies import measure_copies
+from benchmarks.gpu.device.machine import Machine, NoGpuError, this_gpu
+from benchmarks.gpu.device.timing import Once, Stopwatch
 from benchmarks.gpu.measurement import Measurement
-from benchmarks.gpu.timing import Once, Stopwatch
 from benchmarks.gpu.verdict import case_of, same_case, say, verdicts
 
 SECONDS = 280.0

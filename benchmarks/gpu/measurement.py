@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.device.machine import Machine
 
 Cases = Sequence[dict[str, Any]]
 SAVE_EVERY_S: Final = 5.0

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gpu.machine import Machine, this_gpu
-from benchmarks.gpu.problem import Problem
-from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.timing import Once
+from benchmarks.gpu.cases.problem import Problem
+from benchmarks.gpu.cases.shapes import Shape
+from benchmarks.gpu.device.machine import Machine, this_gpu
+from benchmarks.gpu.device.timing import Once
 
 SHAPES: Final = {
     "decode": Shape(16, 4096),

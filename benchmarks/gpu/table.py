@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.published import PUBLISHED
+from benchmarks.gpu.cases.published import PUBLISHED
 from benchmarks.gpu.verdict import (
     COPIES,
     OVER_PEER,

@@ -9,7 +9,7 @@ from control_plane.planning.pools.statistics import (
     DURATION_BOUNDS_S,
     WAIT_BOUNDS_S,
 )
-from kvplane.serving.metrics import LATENCY_BUCKETS_S, Declaration
+from kvplane.serving.observability.metrics import LATENCY_BUCKETS_S, Declaration
 
 
 def _gauge(name: str, help: str, *labels: str) -> Declaration:

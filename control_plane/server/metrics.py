@@ -15,8 +15,8 @@ from control_plane.planning.pools.statistics import EVICTION_REASONS
 from control_plane.planning.session import END_CAUSES
 from control_plane.planning.steps.plain_steps import PlainAnswer
 from control_plane.server import metric_declarations as declared
-from kvplane.serving.histogram import Histogram
-from kvplane.serving.metrics import LATENCY_BUCKETS_S, Counts, PlaneMetrics, Samples
+from kvplane.serving.observability.histogram import Histogram
+from kvplane.serving.observability.metrics import LATENCY_BUCKETS_S, Counts, PlaneMetrics, Samples
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns

@@ -11,7 +11,8 @@ from control_plane.server.config import PROGRAM, ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
-from kvplane.serving import event_loop, logs
+from kvplane.serving import event_loop
+from kvplane.serving.observability import logs
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 
 

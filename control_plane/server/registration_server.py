@@ -33,8 +33,8 @@ from kvplane.errors import (
     QuotaExceededError,
     StaleEpochError,
 )
-from kvplane.serving.access import Caller
-from kvplane.serving.identity import stands_by_error
+from kvplane.serving.callers.access import Caller
+from kvplane.serving.callers.identity import stands_by_error
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import protocol

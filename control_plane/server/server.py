@@ -20,8 +20,8 @@ from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
 from control_plane.server.trace_writer import TraceWriter
 from kvplane import __version__
-from kvplane.serving.access import AccessList
-from kvplane.serving.logs import frames_of
+from kvplane.serving.callers.access import AccessList
+from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
 from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server

@@ -25,8 +25,8 @@ from control_plane.server.registration_server import Registrar
 from control_plane.server.watch_server import WatchServer
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
-from kvplane.serving.identity import caller
-from kvplane.serving.logs import frames_of
+from kvplane.serving.callers.identity import caller
+from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc

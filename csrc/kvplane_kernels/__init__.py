@@ -1,6 +1,6 @@
 """The native kernels of kvplane: paged KV cache operations on plain addresses, shapes and strides.
 
-Shapes and types are not checked here: call ``data_plane.kernels.cpu.CpuKernels`` instead.
+Shapes and types are not checked here: call ``data_plane.kernels.backends.cpu.CpuKernels`` instead.
 """
 
 from importlib import import_module

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.bound_layers import BoundLayers
-from data_plane.kernels.cpu import CpuKernels
-from data_plane.kernels.cuda import CudaKernels
-from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, Streams
+from data_plane.kernels.backends.bound_layers import BoundLayers
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.backends.cuda import CudaKernels
+from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams, Streams
 from data_plane.kernels.step_memory import StepMemory
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -143,8 +143,8 @@ def cache_kinds_of(device: torch.device) -> tuple[str, ...]:
 
 
 def kernels_of(device: torch.device, num_threads: int) -> Kernels:
-    """The kernels for ``device``, as chosen by ``data_plane.kernels.devices``. ``num_threads``: of
-    the CPU kernels. Raises as ``CpuKernels`` does.
+    """The kernels for ``device``, as chosen by ``data_plane.kernels.device.devices``.
+    ``num_threads``: of the CPU kernels. Raises as ``CpuKernels`` does.
     """
     if device.type == "cpu":
         return CpuKernels(num_threads)

@@ -8,7 +8,7 @@
 A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
 pages are the strided view ``pool[:, layer]``. Both tiers of a group have this shape. The memory is
 not initialized; a block is zeroed before another tenant gets it
-(``data_plane/plans/last_tenants.py``).
+(``data_plane/plans/contents/last_tenants.py``).
 """
 
 from __future__ import annotations

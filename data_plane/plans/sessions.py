@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.plans.allocations import AllocatedBlocks
-from data_plane.plans.attention_batch import AttentionBatch
+from data_plane.plans.batches.attention_batch import AttentionBatch
+from data_plane.plans.batches.transfers import Batch, Transfers
+from data_plane.plans.contents.last_tenants import BlocksByPlace
+from data_plane.plans.contents.written_slots import SlotsToWrite
 from data_plane.plans.ended_sessions import EndedSessions
-from data_plane.plans.last_tenants import BlocksByPlace
 from data_plane.plans.progress import Progress
-from data_plane.plans.transfers import Batch, Transfers
-from data_plane.plans.written_slots import SlotsToWrite
+from data_plane.plans.tables.allocations import AllocatedBlocks
 from kvplane import tracing
 from kvplane.errors import (
     InvalidRequestError,

@@ -13,7 +13,7 @@ import torch
 
 from data_plane.executor import Executor, Observer
 from data_plane.kernels.backend import Kernels, kernels_of
-from data_plane.kernels.devices import choose_device, this_machine
+from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.shares import fit_blocks, share_blocks
 from data_plane.memory.sizing import free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig

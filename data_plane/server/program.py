@@ -10,7 +10,8 @@ from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane import tracing
 from kvplane.errors import InternalError, KvplaneError
-from kvplane.serving import event_loop, logs
+from kvplane.serving import event_loop
+from kvplane.serving.observability import logs
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 
 

@@ -21,8 +21,8 @@ from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import __version__
 from kvplane.errors import InternalError, KvplaneError
-from kvplane.serving.byte_quota import ByteQuota
-from kvplane.serving.logs import frames_of
+from kvplane.serving.limits.byte_quota import ByteQuota
+from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
 from kvplane.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server

@@ -31,9 +31,9 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
-from kvplane.serving.byte_quota import ByteQuota
-from kvplane.serving.identity import caller, payer
-from kvplane.serving.metrics import Counts
+from kvplane.serving.callers.identity import caller, payer
+from kvplane.serving.limits.byte_quota import ByteQuota
+from kvplane.serving.observability.metrics import Counts
 from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb

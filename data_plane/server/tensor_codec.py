@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from data_plane.kernels.cuda_streams import device_errors
+from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
 from kvplane.errors import InvalidRequestError

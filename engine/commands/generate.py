@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvplane import tracing
-from kvplane.serving import logs
+from kvplane.serving.observability import logs
 from kvplane.serving.settings import log_settings
 
 from ..config import GenerateConfig

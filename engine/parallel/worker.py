@@ -8,8 +8,8 @@ import pickle
 import sys
 
 from kvplane.errors import KvplaneError
-from kvplane.serving import logs
 from kvplane.serving.event_loop import tune_grpc
+from kvplane.serving.observability import logs
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.config import check_address, is_loopback
-from kvplane.serving.logs import FORMATS, LEVELS
+from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 
 from ..config import EngineConfig

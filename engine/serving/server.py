@@ -7,8 +7,8 @@ import logging
 from typing import Final
 
 from kvplane import tracing
-from kvplane.serving import logs
 from kvplane.serving.http_server import HttpServer
+from kvplane.serving.observability import logs
 from kvplane.serving.settings import log_settings
 
 from ..llm import LLM

@@ -11,7 +11,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.router.picker import HIT_BIAS, TOKENS_PER_S
 from kvplane.serving.certificates import ServerTls
 from kvplane.serving.config import check_address, is_loopback
-from kvplane.serving.logs import FORMATS, LEVELS
+from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 from kvplane.transport.tls import TlsOptions
 

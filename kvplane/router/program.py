@@ -26,9 +26,9 @@ from kvplane.router.metrics import Reading, RouterMetrics
 from kvplane.router.picker import Picker
 from kvplane.router.prompts import PromptReader
 from kvplane.router.proxy import Proxy
-from kvplane.serving import logs
 from kvplane.serving import server as serving
 from kvplane.serving.http_server import HttpServer
+from kvplane.serving.observability import logs
 from kvplane.serving.server import Server
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 

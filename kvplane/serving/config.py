@@ -9,8 +9,8 @@ from typing import Any
 
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.certificates import ServerTls
-from kvplane.serving.logs import FORMATS, LEVELS
-from kvplane.serving.metrics_endpoint import MetricsAccess, read_login
+from kvplane.serving.observability.logs import FORMATS, LEVELS
+from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
 from kvplane.serving.server import MAX_CONNECTION_CALLS
 from kvplane.serving.settings import setting
 

@@ -25,8 +25,8 @@ from grpc_status import rpc_status
 
 from kvplane import tracing
 from kvplane.errors import InternalError, KvplaneError
-from kvplane.serving.logs import frames_of
-from kvplane.serving.metrics import RpcMetrics
+from kvplane.serving.observability.logs import frames_of
+from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission, Requests
 from kvplane.wire.error_codec import to_rich_status
 from kvplane.wire.error_messages import REQUEST_ID

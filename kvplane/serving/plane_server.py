@@ -14,15 +14,15 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 
 from kvplane.serving import server as serving
-from kvplane.serving.access import AccessList
-from kvplane.serving.byte_quota import ByteQuota
+from kvplane.serving.callers.access import AccessList
+from kvplane.serving.callers.identity import Gate
 from kvplane.serving.config import ServingConfig
-from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
-from kvplane.serving.message_bounds import MessageBounds
-from kvplane.serving.metrics import PlaneMetrics
-from kvplane.serving.metrics_endpoint import serve_metrics
-from kvplane.serving.receive_budget import ReceiveBudget
+from kvplane.serving.limits.byte_quota import ByteQuota
+from kvplane.serving.limits.message_bounds import MessageBounds
+from kvplane.serving.limits.receive_budget import ReceiveBudget
+from kvplane.serving.observability.metrics import PlaneMetrics
+from kvplane.serving.observability.metrics_endpoint import serve_metrics
 from kvplane.serving.requests import Admission
 from kvplane.serving.wrong_service import WrongServiceInterceptor
 

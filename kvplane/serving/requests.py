@@ -12,10 +12,10 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from kvplane.errors import DeadlineExceededError, InvalidRequestError, KvplaneError
-from kvplane.serving.byte_quota import ByteQuota
-from kvplane.serving.identity import Gate
-from kvplane.serving.message_bounds import MessageBounds
-from kvplane.serving.receive_budget import ReceiveBudget
+from kvplane.serving.callers.identity import Gate
+from kvplane.serving.limits.byte_quota import ByteQuota
+from kvplane.serving.limits.message_bounds import MessageBounds
+from kvplane.serving.limits.receive_budget import ReceiveBudget
 
 # How long the request of a unary call may be under way.
 _ARRIVAL_S: Final = 30.0

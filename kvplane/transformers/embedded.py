@@ -19,8 +19,8 @@ import torch
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.kernels.backend import cache_kinds_of
-from data_plane.kernels.cuda_streams import device_errors
-from data_plane.kernels.devices import choose_device, this_machine
+from data_plane.kernels.device.cuda_streams import device_errors
+from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions

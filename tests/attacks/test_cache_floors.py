@@ -13,7 +13,7 @@ from listed_peers import ROLES, Peers, listed, listed_peers
 from plan_author import LAYOUT, POOL_ID
 
 from kvplane import ops
-from kvplane.serving import access
+from kvplane.serving.callers import access
 from kvplane.v1 import control_pb2 as cpb
 
 SIZE = LAYOUT.block_size_tokens

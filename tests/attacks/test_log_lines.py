@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvplane.serving import logs
+from kvplane.serving.observability import logs
 
 SENT = "a\nlevel=ERROR forged\r\x1b[2J\x07\x9b31m\u2028\u202eright\ttab\x00"
 

@@ -9,11 +9,11 @@ from typing import Any
 import grpc.aio
 
 from kvplane.layout import LayerGroup, Layout
-from kvplane.serving.access import AccessList
-from kvplane.serving.identity import Gate
+from kvplane.serving.callers.access import AccessList
+from kvplane.serving.callers.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
-from kvplane.serving.metrics import RpcMetrics
-from kvplane.serving.receive_budget import ReceiveBudget
+from kvplane.serving.limits.receive_budget import ReceiveBudget
+from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc

@@ -20,7 +20,7 @@ import torch
 from emulated_build import emulated_module
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.cuda import CudaKernels
+from data_plane.kernels.backends.cuda import CudaKernels
 from data_plane.kernels.pages import Pages
 
 Arguments = TypeVar("Arguments", AttentionArguments, WriteArguments)

@@ -20,7 +20,7 @@ from plan_author import HOST, LAYOUT, POOL_ID, ref, set_blocks, span, transfer
 
 from data_plane import Executor
 from data_plane.kernels.backend import kernels_of
-from data_plane.kernels.devices import choose_device, this_machine
+from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.upload import upload
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError

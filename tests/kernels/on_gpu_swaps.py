@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from data_plane.kernels.cuda import CudaKernels
+from data_plane.kernels.backends.cuda import CudaKernels
 
 CUDA = torch.device("cuda")
 

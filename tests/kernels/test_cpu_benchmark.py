@@ -17,12 +17,12 @@ from benchmarks import (
     attention_prefill,
     attention_profile,
     attention_shared,
-    memory,
 )
 from benchmarks.attention_cpu import Sizes
 from benchmarks.attention_cpu_tables import tables
-from benchmarks.calls import Calls, Pass, call_in_rounds
-from data_plane.kernels.cpu import CpuKernels
+from benchmarks.common import memory
+from benchmarks.common.calls import Calls, Pass, call_in_rounds
+from data_plane.kernels.backends.cpu import CpuKernels
 
 TINY = Sizes(32, 1 << 16, 8, 32, 1)
 BF16 = torch.bfloat16

@@ -22,7 +22,7 @@ from kernel_cases import (
 )
 
 from data_plane.kernels.arguments import WriteArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 E4M3, E5M2 = FP8
 HALVES = (torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from kernel_sets import emulated_kernels
 from plan_author import span
 
 from data_plane.kernels.arguments import AttentionArguments, HostLengths, SharedPlans
-from data_plane.kernels.cuda import MAX_SHARED_PLANS
+from data_plane.kernels.backends.cuda import MAX_SHARED_PLANS
 from kvplane.errors import InvalidRequestError
 
 BFLOAT, FLOAT = torch.bfloat16, torch.float32

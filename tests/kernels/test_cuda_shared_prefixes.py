@@ -16,7 +16,7 @@ from kernel_cases import FP8, Batch, Case, assert_same_bits, build
 from test_shared_prefixes import sharing
 
 from data_plane.kernels.arguments import HostLengths
-from data_plane.kernels.cuda import CudaKernels
+from data_plane.kernels.backends.cuda import CudaKernels
 from kvplane.errors import InvalidRequestError
 
 BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32

@@ -13,7 +13,7 @@ from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
 from kernel_cases import FP8, Batch, Case, assert_as_exact_as_torch, assert_same_bits, build
 
 from data_plane.kernels.arguments import AttentionArguments, HostLengths
-from data_plane.kernels.cuda import CudaKernels
+from data_plane.kernels.backends.cuda import CudaKernels
 
 E4M3, _ = FP8
 BFLOAT, FLOAT = torch.bfloat16, torch.float32

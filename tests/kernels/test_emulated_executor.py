@@ -15,7 +15,7 @@ from plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, set_blocks, span, tokens
 
 from data_plane import Executor
 from data_plane.kernels.backend import Kernels
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
 

@@ -10,7 +10,7 @@ import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 
 kernels = CpuKernels()

@@ -15,16 +15,17 @@ import pytest
 import torch
 from emulated_build import emulated_module
 
-from benchmarks.gpu import measure, peers, shapes
-from benchmarks.gpu.attention import estimated_seconds, measure_attention
-from benchmarks.gpu.bandwidth import measure_bandwidths
-from benchmarks.gpu.copies import INSIDE, SWAPPED, Blocks, measure_copies
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu import measure
+from benchmarks.gpu.cases import peers, shapes
+from benchmarks.gpu.cases.attention import estimated_seconds, measure_attention
+from benchmarks.gpu.cases.bandwidth import measure_bandwidths
+from benchmarks.gpu.cases.copies import INSIDE, SWAPPED, Blocks, measure_copies
+from benchmarks.gpu.cases.problem import MAX_ERROR, Problem
+from benchmarks.gpu.cases.shapes import Shape
+from benchmarks.gpu.device.machine import Machine
+from benchmarks.gpu.device.timing import Once, Stopwatch, Watch
 from benchmarks.gpu.measurement import Measurement
-from benchmarks.gpu.problem import MAX_ERROR, Problem
-from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.table import tables
-from benchmarks.gpu.timing import Once, Stopwatch, Watch
 from benchmarks.gpu.verdict import COPIES, SWAPS, summary, verdicts
 
 CPU = torch.device("cpu")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import estimate, shapes
-from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu import estimate
+from benchmarks.gpu.cases import shapes
+from benchmarks.gpu.cases.shapes import Shape
 from benchmarks.gpu.verdict import BANDWIDTH_TARGET, verdicts
 
 

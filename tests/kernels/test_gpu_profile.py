@@ -8,7 +8,7 @@ import pytest
 from test_gpu_benchmark import emulated
 
 from benchmarks.gpu import profile
-from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.cases.shapes import Shape
 
 _CSV = """==PROF== Connected to process 7
 "ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed"

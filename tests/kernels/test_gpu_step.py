@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import step
-from data_plane.plans.fixed_rows import FixedRows
+from data_plane.plans.batches.fixed_rows import FixedRows
 
 WORDS = ("--batch", "2", "--context", "70", "--layers", "2", "--steps", "1")
 SIZES = argparse.Namespace(batch=2, context=20, layers=1, steps=1)

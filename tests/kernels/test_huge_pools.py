@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_cases import Case, assert_same_bits, build
 
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 kernels = CpuKernels()
 

@@ -10,7 +10,7 @@ import torch
 from kernel_cases import Case, assert_same_bits, build
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 

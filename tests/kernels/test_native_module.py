@@ -9,12 +9,12 @@ import threading
 import torch
 
 from data_plane.kernels.arguments import AttentionArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 _IMPORT_WITHOUT_IT = """
 import sys
 sys.modules["kvplane_kernels"] = None  # as if it were not installed
-import data_plane.kernels.cpu
+import data_plane.kernels.backends.cpu
 """
 
 

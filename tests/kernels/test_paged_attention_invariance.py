@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import FLOATS, Batch, Case, assert_same_bits, build
 
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 

@@ -8,7 +8,7 @@ import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
 from data_plane.kernels.arguments import WriteArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 kernels = CpuKernels()
 

@@ -11,7 +11,7 @@ import shared_reads
 import torch
 from kernel_cases import FLOATS, FP8, Batch, Case, assert_same_bits, build
 
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 BF16 = torch.bfloat16
 LENS = ((1, 1100), (3, 1090), (1, 700), (1, 1024), (2, 1500), (1, 100))

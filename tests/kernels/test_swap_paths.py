@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated_build import emulated_module
 
-from data_plane.kernels.cuda import CudaKernels
+from data_plane.kernels.backends.cuda import CudaKernels
 from kvplane.errors import InvalidRequestError
 
 # kMinBytesOfEngine and kMinBytesOfBatch of csrc/cuda/cache/blocks.cu

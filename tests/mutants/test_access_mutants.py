@@ -18,7 +18,10 @@ MOVED = "tests/rpc/test_moved_bytes.py"
 
 BASIC = {
     "roles_are_not_asked_for": Fault(
-        "kvplane/serving/identity.py", "if roles and not roles & who.roles:", "if False:", SOCKETS
+        "kvplane/serving/callers/identity.py",
+        "if roles and not roles & who.roles:",
+        "if False:",
+        SOCKETS,
     ),
     "any_plane_registers_for_any_pool": Fault(
         "control_plane/server/registration_server.py",
@@ -48,12 +51,15 @@ BASIC = {
         "tests/unit/core/test_core_floors.py",
     ),
     "who_moves_too_much_is_not_refused": Fault(
-        "kvplane/serving/byte_quota.py", "if may_refuse and overdrawn_s > 0:", "if False:", QUOTA
+        "kvplane/serving/limits/byte_quota.py",
+        "if may_refuse and overdrawn_s > 0:",
+        "if False:",
+        QUOTA,
     ),
 }
 MORE = {
     "any_share_of_a_pool_may_be_promised": Fault(
-        "kvplane/serving/access.py",
+        "kvplane/serving/callers/access.py",
         "if (total := sum(shares.values())) > _MAX_TOTAL_SHARE + 1e-9:",
         "if (total := 0):",
         LIST,
@@ -75,32 +81,32 @@ MORE = {
         "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
     ),
     "what_a_plan_claims_is_believed": Fault(
-        "data_plane/plans/change_columns.py",
+        "data_plane/plans/tables/change_columns.py",
         'column(columns.INT32, "indices", int(counts[sets].sum()))',
         "pass",
         PLANS,
     ),
     "what_is_refused_is_counted": Fault(
-        "kvplane/serving/byte_quota.py",
+        "kvplane/serving/limits/byte_quota.py",
         "            if may_refuse and",
         "            self._full_s[caller] = full_s + num_bytes / self._rate\n"
         "            if may_refuse and",
         QUOTA,
     ),
     "all_callers_share_one_quota": Fault(
-        "kvplane/serving/byte_quota.py",
+        "kvplane/serving/limits/byte_quota.py",
         "with self._lock:",
         "caller = ''\n        with self._lock:",
         QUOTA,
     ),
     "a_pause_earns_credit": Fault(
-        "kvplane/serving/byte_quota.py",
+        "kvplane/serving/limits/byte_quota.py",
         "max(now_s, self._full_s.get(caller, now_s))",
         "self._full_s.get(caller, now_s)",
         QUOTA,
     ),
     "callers_are_remembered_for_ever": Fault(
-        "kvplane/serving/byte_quota.py", "if full_s > now_s}", "}", QUOTA
+        "kvplane/serving/limits/byte_quota.py", "if full_s > now_s}", "}", QUOTA
     ),
     "the_bytes_of_requests_are_not_counted": Fault(
         "kvplane/serving/requests.py",
@@ -142,13 +148,13 @@ MORE = {
         "no_changed_request",
     ),
     "trimmed_entries_are_not_counted": Fault(
-        "data_plane/plans/change_columns.py",
+        "data_plane/plans/tables/change_columns.py",
         "if num_trimmed > MAX_TRIMMED_ENTRIES:",
         "if False:",
         PLANS,
     ),
     "tokens_of_spans_are_not_counted": Fault(
-        "data_plane/plans/attention_batch.py",
+        "data_plane/plans/batches/attention_batch.py",
         "if (num_tokens := int(counts.sum())) > num_slots:",
         "if False:",
         PLANS,
@@ -172,7 +178,7 @@ MORE = {
         FLOODS,
     ),
     "what_waits_for_its_answer_is_not_counted": Fault(
-        "kvplane/serving/receive_budget.py",
+        "kvplane/serving/limits/receive_budget.py",
         "self._callers[caller] = held + num_bytes",
         "self._callers[caller] = 0",
         FLOODS,
@@ -208,16 +214,16 @@ MORE = {
         SOCKETS,
     ),
     "a_digest_is_a_token": Fault(
-        "kvplane/serving/access.py",
+        "kvplane/serving/callers/access.py",
         "hashlib.sha256(token.encode()).hexdigest()",
         "token if len(token) == 64 else hashlib.sha256(token.encode()).hexdigest()",
         LIST,
     ),
     "the_list_is_read_once": Fault(
-        "kvplane/serving/access.py", "if stamp == self._stamp:", "if True:", LIST
+        "kvplane/serving/callers/access.py", "if stamp == self._stamp:", "if True:", LIST
     ),
     "everybody_is_somebody": Fault(
-        "kvplane/serving/access.py",
+        "kvplane/serving/callers/access.py",
         "if caller is None:",
         "if caller is None and name is None and token is None:",
         LIST,

@@ -22,7 +22,7 @@ from control_plane.server.registration_server import Registrar
 from control_plane.server.server import ControlPlaneServer
 from data_plane import block_digests as of_data
 from data_plane.block_digests import BlockDigests
-from data_plane.plans.publications import Publications
+from data_plane.plans.tables.publications import Publications
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.wire import block_digests as wire

@@ -17,8 +17,8 @@ from data_plane.files import block_files, names
 from data_plane.files.block_files import BlockFiles
 from data_plane.files.index import FileIndex
 from data_plane.files.record import HEADER_BYTES, BlockKey
-from data_plane.plans import reused_blocks
-from data_plane.plans.reused_blocks import ReusedBlocks
+from data_plane.plans.contents import reused_blocks
+from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.server.files import tier, writer
 from data_plane.server.files.tier import FileTier
 from data_plane.server.files.writer import FileWriter

@@ -18,14 +18,14 @@ from two_pools import two_pools
 
 from data_plane import table_blocks
 from data_plane.executor import Executor
-from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.server.push import chunks, receiver
 from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender
 from data_plane.server.push.tickets import Ticket, Tickets
 from kvplane import PrefixMover
 from kvplane.errors import InvalidRequestError, KvplaneError
-from kvplane.serving.identity import Gate
+from kvplane.serving.callers.identity import Gate
 from kvplane.v1.push_pb2 import PushBlocksResponse
 
 Run = Callable[[Path, pytest.MonkeyPatch], None]

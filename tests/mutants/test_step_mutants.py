@@ -14,7 +14,7 @@ import torch
 from data_plane.fixed_step import FixedStep
 from data_plane.kernels.arguments import numbers_of_heads
 from data_plane.kernels.step_memory import StepMemory
-from data_plane.plans.fixed_rows import FixedRows
+from data_plane.plans.batches.fixed_rows import FixedRows
 
 HERE = Path(__file__).parent
 _SPEC = importlib.util.spec_from_file_location(

@@ -23,7 +23,8 @@ from kvplane.errors import (
     NotPermittedError,
     UnauthenticatedError,
 )
-from kvplane.serving import access, requests
+from kvplane.serving import requests
+from kvplane.serving.callers import access
 from kvplane.transport.connection import typed_errors
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc

@@ -19,8 +19,8 @@ from register_side import RegisterSide
 from data_plane import EmbeddedDataPlane
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
-from data_plane.kernels.cpu import CpuKernels
-from data_plane.kernels.cuda_streams import DeviceStreams
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.device.cuda_streams import DeviceStreams
 from data_plane.server import build
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.clients.data_client import DataClient
@@ -164,7 +164,7 @@ LOSES_ITS_DEVICE = """
 import sys
 from data_plane import __main__
 from data_plane.server import build
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from kernel_sets import late_kernels
 
 kernels, runtime = late_kernels(CpuKernels(1), 0)

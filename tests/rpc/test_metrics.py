@@ -21,7 +21,7 @@ from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient
 from kvplane.cli.bench import Traffic, bench
 from kvplane.errors import PoolNotFoundError
-from kvplane.serving.metrics import SHARED, Declaration
+from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from scripts.metrics_page import page

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from control_plane.server.config import ControlPlaneConfig
 from kvplane.errors import InvalidRequestError
-from kvplane.serving import metrics_endpoint
-from kvplane.serving.metrics_endpoint import (
+from kvplane.serving.observability import metrics_endpoint
+from kvplane.serving.observability.metrics_endpoint import (
     MetricsAccess,
     MetricsEndpoint,
     read_login,

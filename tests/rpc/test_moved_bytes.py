@@ -19,7 +19,7 @@ from data_plane.server.tensor_codec import tensor_to_message
 from kvplane import DataClient, Tensor, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import QuotaExceededError
-from kvplane.serving.byte_quota import ByteQuota
+from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.transport.local.layer import LocalLayer
 from kvplane.v1 import data_pb2_grpc
 from kvplane.wire.error_messages import from_wire

@@ -21,8 +21,8 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, TlsOptions
 from kvplane.serving import server as serving
+from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
-from kvplane.serving.identity import caller
 from kvplane.transport import renewed_channel
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc

@@ -13,7 +13,7 @@ from sdk_peers import interceptor
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
 from kvplane.serving import server as serving
-from kvplane.serving.identity import caller
+from kvplane.serving.callers.identity import caller
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 

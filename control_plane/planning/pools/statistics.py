@@ -10,7 +10,7 @@ from typing import Final
 from kvplane_blocks import duration_bounds_s
 
 from control_plane.planning.pools.reports import TIERS
-from kvplane.serving.histogram import Histogram
+from kvplane.serving.observability.histogram import Histogram
 from kvplane.v1 import types_pb2 as tpb
 
 # From an append of one token to a prompt of a million.

@@ -21,9 +21,9 @@ from importlib.resources import files
 from typing import Any, Final
 
 from kvplane.errors import KvplaneError, NotPermittedError
-from kvplane.serving.access import ROLES, AccessList, Caller
+from kvplane.serving.callers.access import ROLES, AccessList, Caller
 from kvplane.serving.certificates import ServerTls
-from kvplane.serving.logs import frames_of
+from kvplane.serving.observability.logs import frames_of
 from kvplane.transport.renewed import renewed_context
 
 _LOGGER: Final = logging.getLogger(__name__)

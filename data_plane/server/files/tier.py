@@ -24,7 +24,7 @@ from data_plane.files.block_files import BlockFiles
 from data_plane.files.disk import Disk
 from data_plane.files.names import Scope, block_names, folder_name, part_name, scope_of
 from data_plane.files.record import BlockKey, FileMissError
-from data_plane.kernels.cuda_streams import device_errors
+from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
 from data_plane.server.fair_queue import Lane
@@ -32,7 +32,7 @@ from data_plane.server.files.counts import FileCounts
 from data_plane.server.files.writer import FileWriter
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
-from kvplane.serving.byte_quota import ByteQuota
+from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.v1 import control_pb2
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb

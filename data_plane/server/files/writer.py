@@ -20,8 +20,8 @@ import torch
 from data_plane.executor import Executor
 from data_plane.files.block_files import BlockFiles
 from data_plane.files.names import block_names, scope_of
-from data_plane.kernels.cuda_streams import device_errors
-from data_plane.plans.reused_blocks import ReusedPrefix
+from data_plane.kernels.device.cuda_streams import device_errors
+from data_plane.plans.contents.reused_blocks import ReusedPrefix
 from data_plane.server.fair_queue import Lane
 from data_plane.server.files.counts import FileCounts
 from data_plane.server.worker_thread import WorkerThread

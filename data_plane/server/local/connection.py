@@ -14,7 +14,7 @@ from data_plane.server.local.known_layers import KnownLayers
 from data_plane.server.local.region import Region
 from data_plane.server.worker_thread import NOTHING, Waited
 from kvplane.errors import InternalError, KvplaneError
-from kvplane.serving.logs import frames_of
+from kvplane.serving.observability.logs import frames_of
 from kvplane.transport.local import packets
 from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import to_wire

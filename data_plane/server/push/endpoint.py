@@ -9,8 +9,8 @@ from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender, GrpcTransport
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError
-from kvplane.serving.access import AccessList
-from kvplane.serving.byte_quota import ByteQuota
+from kvplane.serving.callers.access import AccessList
+from kvplane.serving.limits.byte_quota import ByteQuota
 
 
 class PushEndpoint:

@@ -24,7 +24,7 @@ import torch
 from grpc_status import rpc_status
 
 from data_plane.executor import Executor
-from data_plane.kernels.cuda_streams import device_errors
+from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
 from data_plane.places import check_group, place_of
@@ -40,11 +40,11 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
-from kvplane.serving.access import AccessList
-from kvplane.serving.byte_quota import ByteQuota
+from kvplane.serving.callers.access import AccessList
+from kvplane.serving.callers.identity import Gate
 from kvplane.serving.certificates import ServerTls, credentials
-from kvplane.serving.identity import Gate
-from kvplane.serving.logs import frames_of
+from kvplane.serving.limits.byte_quota import ByteQuota
+from kvplane.serving.observability.logs import frames_of
 from kvplane.shard import Shard
 from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb

@@ -17,7 +17,7 @@ import grpc
 import torch
 
 from data_plane.executor import Executor
-from data_plane.kernels.cuda_streams import device_errors
+from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
@@ -30,7 +30,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
     QuotaExceededError,
 )
-from kvplane.serving.byte_quota import ByteQuota
+from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.transport.renewed import Renewed
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc

@@ -8,7 +8,7 @@ import sys
 
 from kernel_faults import with_fault
 
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane.serving.settings import parse

@@ -15,8 +15,8 @@ from kernel_faults import with_operations
 
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
-from data_plane.kernels.cuda import CudaKernels
-from data_plane.kernels.cuda_streams import DeviceStreams
+from data_plane.kernels.backends.cuda import CudaKernels
+from data_plane.kernels.device.cuda_streams import DeviceStreams
 
 _KERNEL_TESTS = Path(__file__).parents[2] / "kernels"
 

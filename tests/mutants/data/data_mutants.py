@@ -15,17 +15,13 @@ from kernel_faults import FAULTS, with_fault
 from table_mutants import TABLE_MUTANTS
 
 from data_plane import executor, plan_runner
-from data_plane.kernels import bound_layers, cuda_streams, scales, shard_kernels
+from data_plane.kernels.backends import bound_layers
+from data_plane.kernels.device import cuda_streams
+from data_plane.kernels.shards import scales, shard_kernels
 from data_plane.memory import pool
-from data_plane.plans import (
-    attention_batch,
-    ended_sessions,
-    progress,
-    publications,
-    sessions,
-    transfers,
-    verifier,
-)
+from data_plane.plans import ended_sessions, progress, sessions, verifier
+from data_plane.plans.batches import attention_batch, transfers
+from data_plane.plans.tables import publications
 from kvplane.errors import InternalError
 from kvplane.layout import KEYS_AND_VALUES, LayerGroup
 from kvplane.v1 import types_pb2 as pb

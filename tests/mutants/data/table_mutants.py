@@ -12,15 +12,10 @@ from typing import Any
 import numpy as np
 
 from data_plane import executor, plan_runner
-from data_plane.kernels import shard_kernels
-from data_plane.plans import (
-    allocations,
-    block_tables,
-    last_tenants,
-    table_changes,
-    transfers,
-    written_slots,
-)
+from data_plane.kernels.shards import shard_kernels
+from data_plane.plans.batches import transfers
+from data_plane.plans.contents import last_tenants, written_slots
+from data_plane.plans.tables import allocations, block_tables, table_changes
 from kvplane.v1 import types_pb2 as pb
 
 _allocate_new = allocations.NewBlocks.allocate

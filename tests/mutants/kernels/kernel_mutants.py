@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 
 _attention = CpuKernels.paged_attention
 _reshape_and_cache = CpuKernels.reshape_and_cache

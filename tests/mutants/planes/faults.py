@@ -18,10 +18,10 @@ from control_plane.planning.session import Session
 from control_plane.planning.steps import planner, receipts
 from control_plane.planning.steps.abort import abort_from
 from control_plane.planning.steps.numbering import Answer, Numbering
-from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.last_tenants import LastTenants
-from data_plane.plans.publications import Publications
+from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.sessions import Sessions
+from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.plans.tables.publications import Publications
 from data_plane.plans.verifier import Verifier
 from data_plane.pool_keys import HeldKeys
 from kvplane.results import sequence_states

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvplane.errors import InvalidRequestError, UnauthenticatedError
-from kvplane.serving import access
-from kvplane.serving.access import ROLES, AccessList, Caller
+from kvplane.serving.callers import access
+from kvplane.serving.callers.access import ROLES, AccessList, Caller
 from kvplane.serving.config import is_loopback
 
 TOKEN = "a-token"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplane.errors import QuotaExceededError
-from kvplane.serving.byte_quota import ByteQuota
+from kvplane.serving.limits.byte_quota import ByteQuota
 
 
 class Clock:

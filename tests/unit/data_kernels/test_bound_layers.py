@@ -16,8 +16,8 @@ from plan_author import LAYOUT, set_blocks, span, tokens, trim
 
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
-from data_plane.kernels.bound_layers import BoundLayers
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.bound_layers import BoundLayers
+from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import BlockNotWritableError, InvalidRequestError
 from kvplane.layout import Layout

@@ -17,8 +17,8 @@ from plan_author import LAYOUT
 from prometheus_client import generate_latest
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.cpu import CpuKernels, cpu_isa
-from data_plane.kernels.devices import Machine, choose_device, this_machine, with_index
+from data_plane.kernels.backends.cpu import CpuKernels, cpu_isa
+from data_plane.kernels.device.devices import Machine, choose_device, this_machine, with_index
 from data_plane.memory import pinned
 from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kernel_sets import LateRuntime
 
-from data_plane.kernels.cuda_streams import DeviceStreams, HostStreams
-from data_plane.kernels.device_watch import DeviceWatch
+from data_plane.kernels.device.cuda_streams import DeviceStreams, HostStreams
+from data_plane.kernels.device.device_watch import DeviceWatch
 
 
 def test_a_device_that_is_lost_is_told_of_once() -> None:

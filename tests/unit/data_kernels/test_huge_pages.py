@@ -6,7 +6,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from data_plane.kernels import cpu
+from data_plane.kernels.backends import cpu
 from data_plane.memory import huge_pages
 from data_plane.server.metrics import DataPlaneMetrics
 from kvplane.errors import InvalidRequestError

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.cpu import CpuKernels
-from data_plane.kernels.native import NativeKernels
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.backends.native import NativeKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 

@@ -13,7 +13,7 @@ from kernel_faults import with_operations
 from kernel_sets import LateRuntime, late_kernels
 from plan_author import HOST, fork, ref, set_blocks, span, tokens, transfer
 
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.pieces import finish
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions

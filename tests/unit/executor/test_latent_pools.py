@@ -21,7 +21,7 @@ from plan_author import (
 )
 
 from data_plane import Executor
-from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.pieces import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError

@@ -18,8 +18,8 @@ from kernel_sets import LateRuntime, late_kernels
 from plan_author import HOST, drop, fork, ref, set_blocks, span, tokens, transfer
 
 from data_plane.kernels.arguments import AttentionArguments
-from data_plane.kernels.cpu import CpuKernels
-from data_plane.kernels.cuda_streams import DeviceStreams
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.device.cuda_streams import DeviceStreams
 from data_plane.memory.upload import upload
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError

@@ -20,9 +20,9 @@ from plan_author import (
     transfer,
 )
 
-from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.transfers import Transfers
-from data_plane.plans.written_slots import WrittenSlots
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.contents.written_slots import WrittenSlots
+from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import BlockNotWrittenError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_author import BLOCK_SIZE, DEVICE, HOST, pack_spans, span
 
-from data_plane.plans.attention_batch import check_unpublished, prepare_batch
-from data_plane.plans.block_tables import BlockTables, Table
+from data_plane.plans.batches.attention_batch import check_unpublished, prepare_batch
+from data_plane.plans.tables.block_tables import BlockTables, Table
 from kvplane.errors import (
     BlockNotWritableError,
     InvalidRequestError,

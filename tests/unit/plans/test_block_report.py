@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_author import BLOCK_SIZE, DEVICE, HOST, blocks_of, publications
 
-from data_plane.plans.block_report import block_report
-from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.tables.block_report import block_report
+from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from plan_author import BLOCK_SIZE, DEVICE, HOST, publications
 
-from data_plane.plans.block_tables import BlockTables, Table
+from data_plane.plans.tables.block_tables import BlockTables, Table
 from kvplane.errors import InternalError
 from kvplane.v1 import types_pb2 as pb
 

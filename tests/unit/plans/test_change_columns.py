@@ -17,7 +17,7 @@ from plan_author import (
     truncate,
 )
 
-from data_plane.plans.change_columns import ChangeColumns, read_allocations
+from data_plane.plans.tables.change_columns import ChangeColumns, read_allocations
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as pb
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from plan_author import DEVICE, HOST
 
-from data_plane.plans.allocations import Allocated, AllocatedBlocks
-from data_plane.plans.last_tenants import LastTenants
-from data_plane.plans.transfers import TransferEnds, Transfers
+from data_plane.plans.batches.transfers import TransferEnds, Transfers
+from data_plane.plans.contents.last_tenants import LastTenants
+from data_plane.plans.tables.allocations import Allocated, AllocatedBlocks
 from kvplane.v1 import types_pb2 as pb
 
 NUM_BLOCKS = {DEVICE: 4, HOST: 2}

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_plane.plans.attention_batch import prepare_batch
-from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.batches.attention_batch import prepare_batch
+from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.progress import Progress
 from data_plane.plans.sessions import MAX_SESSION_ID, Run, Session, Sessions
-from data_plane.plans.transfers import Transfers
+from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import (
     InvalidRequestError,
     PlanConflictError,

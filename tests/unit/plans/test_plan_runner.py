@@ -23,12 +23,12 @@ from plan_author import (
 )
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.cpu import CpuKernels
-from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.memory.pool import Pools
 from data_plane.plan_runner import PlanRunner, StartedPlan
-from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.sessions import Session, Sessions
+from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.verifier import Verifier
 from kvplane.errors import (
     BlockNotWritableError,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_author import BLOCK_SIZE, blocks_of, publications
 
-from data_plane.plans.publications import Publications
+from data_plane.plans.tables.publications import Publications
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb

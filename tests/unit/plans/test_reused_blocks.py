@@ -18,10 +18,10 @@ from plan_author import (
     transfer,
 )
 
-from data_plane.plans import reused_blocks
-from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.reused_blocks import ReusedBlocks
-from data_plane.plans.transfers import Transfers
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.contents import reused_blocks
+from data_plane.plans.contents.reused_blocks import ReusedBlocks
+from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
 

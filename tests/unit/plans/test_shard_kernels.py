@@ -21,13 +21,13 @@ from plan_author import (
 )
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.cpu import CpuKernels
-from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.memory.pool import Pools
-from data_plane.plans.attention_batch import AttentionBatch, prepare_batch
-from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.table_changes import apply_changes
-from data_plane.plans.transfers import Batch
+from data_plane.plans.batches.attention_batch import AttentionBatch, prepare_batch
+from data_plane.plans.batches.transfers import Batch
+from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.plans.tables.table_changes import apply_changes
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.shard import Shard

@@ -24,9 +24,9 @@ from plan_author import (
     truncate,
 )
 
-from data_plane.plans.allocations import Allocated, AllocatedBlocks
-from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.table_changes import apply_changes
+from data_plane.plans.tables.allocations import Allocated, AllocatedBlocks
+from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.plans.tables.table_changes import apply_changes
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_author import BLOCK_SIZE, DEVICE, HOST, pack_transfers, ref, transfer
 
-from data_plane.plans.allocations import Allocated
-from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.transfers import Transfers
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.tables.allocations import Allocated
+from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns

@@ -18,8 +18,8 @@ from control_plane.planning.pools.ahead import ReportsAhead
 from control_plane.planning.pools.reports import Reports
 from control_plane.planning.pools.shards import total_blocks
 from data_plane.block_digests import BlockDigests
-from data_plane.plans.block_report import block_report
-from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.tables.block_report import block_report
+from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import InvalidRequestError, QuotaExceededError, StaleEpochError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb

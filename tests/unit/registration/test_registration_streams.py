@@ -14,7 +14,7 @@ from control_plane.planning.core import ControlPlane
 from control_plane.planning.pools.publications import root_of
 from control_plane.server.registration_server import Registrar
 from kvplane.errors import CancelledError, InvalidRequestError, QuotaExceededError
-from kvplane.serving.access import everything
+from kvplane.serving.callers.access import everything
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing

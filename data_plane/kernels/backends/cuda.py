@@ -1,0 +1,383 @@
+"""The kernels on a GPU (csrc/cuda), or emulated: calls are queued on a stream and not waited for.
+
+The native module is an argument: ``kvplane_kernels._cuda``, or the emulator's. Ids of blocks to
+copy are on the host and are checked by the call; what is in device memory is checked by the
+kernels, and ``check_faults`` reports what they found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_plane.kernels.arguments import (
+    AttentionArguments,
+    HostLengths,
+    SharedPlans,
+    WriteArguments,
+    are_latents,
+    check_result,
+    require,
+)
+from data_plane.kernels.backends.native import NativeKernels
+from data_plane.kernels.device.cuda_streams import HostStreams, Streams
+from data_plane.kernels.step_memory import StepMemory
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import KEYS_AND_VALUES, LATENT
+
+_FAULTS: Final = {
+    "BAD_BLOCK_TABLES": (
+        "block_tables",
+        "must hold ids of the pages' blocks wherever a query token attends",
+    ),
+    "BAD_QUERY_STARTS": (
+        "query_starts",
+        "must ascend from 0 to num_tokens, by max_query_len at most",
+    ),
+    "BAD_CONTEXT_LENS": (
+        "context_lens",
+        "must cover the sequence's query tokens and fit its table",
+    ),
+    "BAD_SLOTS": ("slots", "must be slots of the pages"),
+    "BAD_KEY_SCALES": ("key_scales", "must be finite and above 0"),
+    "BAD_VALUE_SCALES": ("value_scales", "must be finite and above 0"),
+    "BAD_WORKSPACE": ("workspace", "must have room for the partial results of the batch"),
+}
+MAX_WORKSPACE_BYTES: Final = 1 << 30
+"""Attention runs in several calls where the partial results of one would need more."""
+MAX_SHARED_PLANS: Final = 16
+"""Kept of a batch. Callers choose the window of each call, so they could fill memory with plans."""
+_TENSOR_BYTES: Final = 256 << 20  # for queries, outputs and block tables beside the workspace
+_FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention", "plan_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a batch is cut into items of work: ``native`` refers to ``memory``."""
+
+    native: Any
+    memory: torch.Tensor
+    workspace_bytes: int
+    """Of each call that uses the plan."""
+
+
+class CudaKernels(NativeKernels):
+    """The operations of ``data_plane.kernels.backend.Kernels`` on one GPU. Of tokens with equal
+    slots, any one may be stored.
+
+    module: the compiled one. device: of all tensors but pairs and block_ids.
+    streams: those of the device; the emulator needs none.
+    split_tokens: the context of a short query is split at multiples of it; a multiple of 64. The
+        rounding of a result depends on it, and on nothing else in a batch.
+    max_workspace_bytes: of one call. A batch that needs more is attended to in parts, with the
+        same result, where its lengths are known on the host.
+    share_reads: read what decodes share once for several of them. No bit depends on it; it is there
+        to be measured.
+    """
+
+    backend = "cuda"
+    cache_kinds = (KEYS_AND_VALUES,)
+
+    def __init__(
+        self,
+        module: ModuleType,
+        device: torch.device,
+        *,
+        streams: Streams | None = None,
+        split_tokens: int = 512,
+        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+        share_reads: bool = True,
+    ) -> None:
+        super().__init__(module, device)
+        self.streams = streams if streams is not None else HostStreams()
+        self.detail = ""
+        if device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(device)
+            self.detail = f'device="{gpu.name}" arch=sm_{gpu.major}{gpu.minor}'
+        self._split_tokens = split_tokens
+        self._share_reads = share_reads
+        self.max_workspace_bytes = max_workspace_bytes
+        self._faults = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def bound_layers(self) -> None:
+        """None: launches are queued, so that little is to be gained."""
+
+    def step_memory(self) -> StepMemory:
+        return StepMemory(self)
+
+    def paged_attention(
+        self,
+        arguments: AttentionArguments,
+        *,
+        lse: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
+    ) -> torch.Tensor:
+        """``out``: of ``arguments.output_shape`` and the query's dtype, contiguous. ``workspace``:
+        uint8 [num_bytes], of ``attention_workspace_bytes``. Either is allocated if not given; a
+        captured graph needs both, and ``arguments`` made before the capture. ``plan``: made for
+        these lengths and tables; then the workspace is of ``plan.workspace_bytes``.
+        """
+        if plan is not None and workspace is None:
+            workspace = self.empty(plan.workspace_bytes)
+        if workspace is not None:
+            check_result("workspace", workspace, (None,), torch.uint8, self.device)
+            return self._attend_in(workspace, arguments, out, lse, plan)
+        if arguments.lengths is None:
+            return self._attend_in(self._workspace(arguments), arguments, out, lse)
+        if arguments.plans is not None and out is None:
+            plan = self._shared_plan(arguments, arguments.plans)
+            if plan is not None:
+                there = self.empty(plan.workspace_bytes)
+                return self._attend_in(there, arguments, out, lse, plan)
+        counts = self.count_partials(arguments)
+        total = int(counts.sum())
+        if total <= self.room(arguments):
+            return self._attend_in(self._workspace(arguments, total), arguments, out, lse)
+        if out is None:
+            query = arguments.query
+            out = torch.empty(arguments.output_shape, dtype=query.dtype, device=query.device)
+        for first, end in _parts(counts, self.room(arguments)):
+            part, tokens = _part(arguments, arguments.lengths, first, end)
+            there = self._workspace(part, int(counts[first:end].sum()))
+            of_part = None if lse is None else lse[tokens]
+            self._attend_in(there, part, out[tokens], of_part)
+        return out
+
+    def plan(
+        self,
+        arguments: AttentionArguments,
+        *,
+        memory: torch.Tensor | None = None,
+        num_partials: int | None = None,
+    ) -> AttentionPlan:
+        """Queue what a call does before it attends, for all calls with the same lengths and tables,
+        and the same shapes, types, strides and window. Of the pages the contents do not matter.
+        ``memory``: uint8 [num_bytes], of ``plan_bytes``; allocated if not given.
+        ``num_partials``: for which workspaces have room; None: as many as the lengths need.
+        """
+        if num_partials is None and arguments.lengths is not None:
+            num_partials = int(self.count_partials(arguments).sum())
+        return self._plan(arguments, num_partials, memory)
+
+    def attention_workspace_bytes(
+        self, arguments: AttentionArguments, num_partials: int | None = None
+    ) -> int:
+        """Enough bytes for every batch of these shapes and this window that needs up to
+        ``num_partials`` partial results; None: whatever its lengths.
+        """
+        if num_partials is None:
+            num_partials = self.max_partials(arguments)
+        num_bytes: int = super()._call(
+            "attention_workspace_bytes", **self._sizes(arguments), num_partials=num_partials
+        )
+        return num_bytes
+
+    def max_partials(self, arguments: AttentionArguments) -> int:
+        """The partial results that a batch of these shapes and this window needs at most."""
+        count: int = super()._call(
+            "max_partials",
+            **self._sizes(arguments),
+            max_blocks=arguments.block_tables.shape[1],
+            options=self._options(arguments),
+            split_tokens=self._split_tokens,
+            max_query_len=arguments.max_query_len,
+        )
+        return count
+
+    def count_partials(self, arguments: AttentionArguments) -> NDArray[np.int64]:
+        """[num_sequences]: the partial results that each sequence needs: for each split and query
+        token one, or none where there is one split. ``arguments`` must have ``lengths``.
+        """
+        assert arguments.lengths is not None
+        return self._count(self._sizes(arguments), self._options(arguments), arguments.lengths)
+
+    def partials_counter(self, arguments: AttentionArguments) -> Callable[[HostLengths], int]:
+        """Counts the partial results of batches of other lengths. It keeps no tensor."""
+        sizes, options = self._sizes(arguments), self._options(arguments)
+        return lambda lengths: int(self._count(sizes, options, lengths).sum())
+
+    def _count(
+        self, sizes: dict[str, Any], options: Any, lengths: HostLengths
+    ) -> NDArray[np.int64]:
+        counts = np.empty(len(lengths.context_lens), np.int64)
+        super()._call(
+            "count_partials",
+            **sizes | {"num_sequences": len(counts)},
+            options=options,
+            split_tokens=self._split_tokens,
+            query_starts=lengths.query_starts.ctypes.data,
+            context_lens=lengths.context_lens.ctypes.data,
+            counts=counts.ctypes.data,
+        )
+        return counts
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that the calls need beside the pools."""
+        return self.max_workspace_bytes + _TENSOR_BYTES
+
+    def room(self, arguments: AttentionArguments) -> int:
+        """The partial results that the largest workspace has room for."""
+        empty, one_more = (self.attention_workspace_bytes(arguments, n) for n in (0, 1 << 10))
+        return max(0, self.max_workspace_bytes - empty) // max(1, (one_more - empty) >> 10)
+
+    def _workspace(
+        self, arguments: AttentionArguments, num_partials: int | None = None
+    ) -> torch.Tensor:
+        return self.empty(self.attention_workspace_bytes(arguments, num_partials))
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Memory on the device: uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    @staticmethod
+    def plan_key(arguments: AttentionArguments) -> tuple[object, ...]:
+        """What a plan depends on beside the lengths and tables."""
+        query, keys, values = arguments.query, arguments.keys, arguments.values
+        of_pages = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
+        between = values.data_ptr() - keys.data_ptr()
+        addresses = (query.data_ptr() % 16, keys.data_ptr() % 16, between)
+        window = arguments.options.sliding_window_tokens
+        return (query.dtype, query.shape, query.stride(), *of_pages, *addresses, window)
+
+    def _shared_plan(
+        self, arguments: AttentionArguments, plans: SharedPlans
+    ) -> AttentionPlan | None:
+        """The plan of calls like this one; None where one workspace would not suffice."""
+        key = self.plan_key(arguments)
+        if key not in plans.made:
+            if len(plans.made) >= MAX_SHARED_PLANS:
+                plans.made.clear()
+            total = int(self.count_partials(arguments).sum())
+            fits = total <= self.room(arguments)
+            plans.made[key] = self._plan(arguments, total) if fits else None
+        plan = plans.made[key]
+        assert plan is None or isinstance(plan, AttentionPlan)
+        return plan
+
+    def plan_bytes(self, arguments: AttentionArguments) -> int:
+        """Of the memory of a plan."""
+        num_sequences = arguments.context_lens.shape[0]
+        num_bytes: int = super()._call("attention_plan_bytes", num_sequences=num_sequences)
+        return num_bytes
+
+    def _plan(
+        self,
+        arguments: AttentionArguments,
+        num_partials: int | None,
+        memory: torch.Tensor | None = None,
+    ) -> AttentionPlan:
+        a = arguments
+        if num_partials is None:
+            num_partials = self.max_partials(a)
+        if memory is None:
+            memory = self.empty(self.plan_bytes(a))
+        native = self._call(
+            "plan_attention",
+            query=self._view(a.query),
+            pages=self._pages(a),
+            **self._batch(a),
+            share_reads=self._may_share(a),
+            is_padded=a.is_padded,
+            options=self._options(a),
+            max_query_len=a.max_query_len,
+            split_tokens=self._split_tokens,
+            num_partials=num_partials,
+            memory=memory.data_ptr(),
+        )
+        return AttentionPlan(native, memory, self.attention_workspace_bytes(a, num_partials))
+
+    def _attend_in(
+        self,
+        workspace: torch.Tensor,
+        arguments: AttentionArguments,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        plan: AttentionPlan | None = None,
+    ) -> torch.Tensor:
+        try:
+            return self._attend(
+                arguments,
+                out,
+                lse,
+                max_query_len=arguments.max_query_len,
+                split_tokens=self._split_tokens,
+                workspace=workspace.data_ptr(),
+                workspace_bytes=workspace.numel(),
+                plan=None if plan is None else plan.native,
+                share_reads=self._may_share(arguments),
+                is_padded=arguments.is_padded,
+            )
+        except ValueError as error:
+            raise InvalidRequestError(str(error), field="plan") from None
+
+    def _may_share(self, arguments: AttentionArguments) -> bool:
+        lengths = arguments.lengths
+        return self._share_reads and (lengths is None or lengths.tables_may_share)
+
+    def _sizes(self, arguments: AttentionArguments) -> dict[str, Any]:
+        return {
+            "query": self._view(arguments.query),
+            "pages": self._pages(arguments),
+            "num_sequences": arguments.context_lens.shape[0],
+        }
+
+    def _pages(self, arguments: WriteArguments | AttentionArguments) -> Any:
+        is_latent = are_latents(arguments.keys, arguments.values)
+        wanted = f"must be of cache kind {KEYS_AND_VALUES}, the only one of these kernels"
+        require(not is_latent, f"{wanted}, are of {LATENT}", "pages")
+        return super()._pages(arguments)
+
+    def check_faults(self) -> None:
+        faults = int(self._faults.item())
+        if faults:
+            self._faults.zero_()
+        for name, (field, wanted) in _FAULTS.items():
+            if faults & int(getattr(self._module, name)):
+                raise InvalidRequestError(wanted, field=field)
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        """Call on the caller's stream, with the device as the current one."""
+        if name in _FINDING_FAULTS:
+            arguments["faults"] = self._faults.data_ptr()
+        if self.device.type != "cuda":
+            return super()._call(name, stream=0, **arguments)
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            return super()._call(name, stream=stream, **arguments)
+
+
+def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
+    """Ranges of sequences whose partial results fit in ``room``; at least one sequence each."""
+    first = total = 0
+    for i, count in enumerate(counts.tolist()):
+        if total + count > room and i > first:
+            yield first, i
+            first, total = i, 0
+        total += count
+    yield first, len(counts)
+
+
+def _part(
+    arguments: AttentionArguments, lengths: HostLengths, first: int, end: int
+) -> tuple[AttentionArguments, slice]:
+    """The arguments of sequences first to end - 1, and where their query tokens are."""
+    tokens = slice(int(lengths.query_starts[first]), int(lengths.query_starts[end]))
+    part = replace(
+        arguments,
+        query=arguments.query[tokens],
+        block_tables=arguments.block_tables[first:end],
+        query_starts=arguments.query_starts[first : end + 1] - tokens.start,
+        context_lens=arguments.context_lens[first:end],
+        lengths=lengths.of(first, end),
+        plans=None,
+    )
+    return part, tokens

@@ -1,0 +1,31 @@
+"""Finds out, after a failure, whether the device still works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from data_plane.kernels.device.cuda_streams import Streams
+from kvplane.errors import InternalError
+
+
+class DeviceWatch:
+    """For one device. Some failures end one call. After others, such as an illegal access, every
+    call of the process fails, and only a new process can use the device again.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._on_lost: Callable[[], None] | None = None
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Have ``check`` call this once, on its caller's thread, when the device is lost."""
+        self._on_lost = call
+
+    def check(self) -> None:
+        """Find out whether the device still works, after an InternalError."""
+        try:
+            self._streams.drain()
+        except InternalError:
+            call, self._on_lost = self._on_lost, None
+            if call is not None:
+                call()

@@ -1,0 +1,1 @@
+"""The kernels on one shard's pools, as plans call them."""

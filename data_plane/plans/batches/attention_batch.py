@@ -1,0 +1,338 @@
+"""A plan's spans in the form that the kernels of a layer group take: checked against its block
+tables, made once.
+
+Token i of a span is at position p = first_position + i of its sequence and is written to slot
+``table[p // block_size] * block_size + p % block_size``. A table that was trimmed has 0 for the
+entries behind the attention window; ``max_window_tokens`` says how far back queries may look.
+
+Computed with numpy: torch would wake its threads, even for tensors as small as a decode step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_plane.kernels.arguments import HostLengths, SharedPlans
+from data_plane.kernels.shards.step_rows import StepRows
+from data_plane.memory.upload import upload
+from data_plane.places import place_of
+from data_plane.plans.plan_columns import ints, refuse
+from data_plane.plans.tables.block_tables import BlockTables, Table, no_table, taken_away
+from kvplane.errors import (
+    BlockNotWritableError,
+    InvalidRequestError,
+    SequenceNotFoundError,
+    SequenceSwappedError,
+    StaleGenerationError,
+)
+from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
+
+_AT = "plan.spans"
+# Entries of the block tables that kernels get, padded to the longest: 1 GiB.
+MAX_PADDED_ENTRIES = 2**28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch(StepRows):
+    """S spans of T tokens in all. Arrays are on the host; tensors too unless moved with ``to``.
+    Each span's table ends with its last token; padding and trimmed entries are 0.
+    """
+
+    group: int
+    """The layer group whose tables these are."""
+    sequence_ids: NDArray[np.int64]
+    """[S]."""
+    first_positions: NDArray[np.int64]
+    """[S]."""
+    starts: NDArray[np.int64]
+    """[S + 1]: span s has the tokens [starts[s], starts[s + 1])."""
+    written_blocks: NDArray[np.int64]
+    """Device blocks written, each listed once for each span that writes it."""
+    num_written: NDArray[np.int64]
+    """Leading slots of each that are written, now or before."""
+    written_by: NDArray[np.int64]
+    """The span that writes each."""
+
+    @property
+    def num_spans(self) -> int:
+        """S."""
+        return len(self.sequence_ids)
+
+    def num_context_tokens(self, window_tokens: int) -> int:
+        """Positions whose keys and values attention reads, summed over the spans; with a window, 0
+        for none, those that some query of the span sees.
+        """
+        seen = self.first_positions
+        if window_tokens:
+            seen = np.minimum(seen, window_tokens - 1)
+        return int(seen.sum()) + self.num_tokens
+
+    def span_of(self, sequence_id: int) -> int:
+        """A sequence's span. Raises InvalidRequestError when the plan has none for it."""
+        spans = np.flatnonzero(self.sequence_ids == sequence_id)
+        if not len(spans):
+            raise InvalidRequestError(
+                f"the plan computes no tokens of sequence {sequence_id}", field="sequence_id"
+            )
+        return int(spans[0])
+
+    def to(self, device: torch.device) -> AttentionBatch:
+        """The batch with its tensors on ``device``. Does not wait for the device."""
+        if device.type == "cpu":
+            return self
+        here = [self.slots, self.block_tables, self.query_starts, self.context_lens]
+        slots, block_tables, query_starts, context_lens = upload(here, device)
+        return replace(
+            self,
+            slots=slots,
+            block_tables=block_tables,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            plans=SharedPlans(),
+        )
+
+
+def prepare_batch(
+    tables: BlockTables,
+    session_id: int,
+    spans: pb.Spans,
+    changed_ids: bytes = b"",
+    group: int = 0,
+) -> AttentionBatch:
+    """Check a plan's spans and compute what the kernels need for a layer group. ``changed_ids``: an
+    int64 column of the sequences whose tables in it the plan has changed.
+
+    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError, StaleGenerationError
+    and BlockNotWritableError, naming the field.
+    """
+    sequence_ids = ints(columns.INT64, spans.sequence_ids, f"{_AT}.sequence_ids")
+    num_spans = len(sequence_ids)
+    first = ints(columns.INT64, spans.first_positions, f"{_AT}.first_positions", num_spans)
+    counts = ints(columns.INT32, spans.num_tokens, f"{_AT}.num_tokens", num_spans)
+    found = _tables_of(tables.of_session(session_id, group), sequence_ids, group)
+    _check_current(tables, found, sequence_ids)
+    block_size = tables.block_size_tokens
+    blocks = [table.blocks for table in found]
+    lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
+    trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
+    _check_positions(first, counts, trimmed * block_size, lengths * block_size)
+    _check_size(tables, group, first, counts)
+    num_gone = trimmed * block_size
+    batch = _batch(group, sequence_ids, first, counts, blocks, lengths, num_gone, block_size)
+    check_writable(tables, session_id, batch, np.frombuffer(changed_ids, "<i8"))
+    return batch
+
+
+def check_current(tables: BlockTables, session_id: int, batch: AttentionBatch) -> None:
+    """Raise StaleGenerationError if a block of a span's table has been allocated again."""
+    of_session = tables.of_session(session_id, batch.group)
+    found = [of_session[sequence_id] for sequence_id in batch.sequence_ids.tolist()]
+    _check_current(tables, found, batch.sequence_ids)
+
+
+def check_unpublished(tables: BlockTables, batch: AttentionBatch) -> None:
+    """Raise BlockNotWritableError if a block to be written is published."""
+    published = tables.publications[batch.group].published[batch.written_blocks]
+    if published.any():
+        raise _not_writable(batch, int(published.argmax()), "published")
+
+
+def check_writable(
+    tables: BlockTables, session_id: int, batch: AttentionBatch, changed_ids: NDArray[np.int64]
+) -> None:
+    """Raise BlockNotWritableError if a block to be written is published, or shared: if a table
+    refers to it that this plan does not change, besides the writer's, or two spans write it.
+
+    Tables that the plan makes may share what it computes: equal prompts are computed once.
+    ``changed_ids``: the sequences whose tables the plan changes.
+    """
+    check_unpublished(tables, batch)
+    blocks = batch.written_blocks
+    num_entries = tables.ref_counts[place_of(batch.group, pb.TIER_DEVICE)][blocks]
+    shared = num_entries != 1
+    if not shared.any():
+        return
+    of_session = tables.of_session(session_id, batch.group)
+    changed = [of_session[i].held.blocks for i in set(changed_ids.tolist()) if i in of_session]
+    counts = np.bincount(np.concatenate([*changed, blocks[:0]]), minlength=int(blocks.max()) + 1)
+    writers = batch.sequence_ids[batch.written_by]
+    counts = counts[blocks] + ~np.isin(writers, changed_ids)
+    again = np.ones(len(blocks), np.bool_)
+    again[np.unique(blocks, return_index=True)[1]] = False
+    bad = shared & (again | (counts != num_entries))
+    if bad.any():
+        raise _not_writable(batch, int(bad.argmax()), "shared with another table")
+
+
+def _not_writable(batch: AttentionBatch, i: int, why: str) -> BlockNotWritableError:
+    return BlockNotWritableError(
+        f"block {batch.written_blocks[i]} is {why} and may not be written: a plan has to copy it "
+        "to a block of the sequence's own first",
+        field=f"{_AT}.sequence_ids[{batch.written_by[i]}]",
+    )
+
+
+def _tables_of(
+    tables: Mapping[int, Table], sequence_ids: NDArray[np.int64], group: int
+) -> list[Table]:
+    """The table of each span. Refuses one in the host tier, and a sequence with two spans."""
+    ids = sequence_ids.tolist()
+    found = list(map(tables.get, ids))
+    if None in found:
+        i = found.index(None)
+        raise SequenceNotFoundError(no_table(ids[i]), field=f"{_AT}.sequence_ids[{i}]")
+    if len(set(ids)) != len(ids):
+        again = np.ones(len(ids), np.bool_)
+        again[np.unique(sequence_ids, return_index=True)[1]] = False
+        refuse(
+            again,
+            InvalidRequestError,
+            lambda i: f"sequence {ids[i]} is in two spans: a plan computes it in one",
+            f"{_AT}.sequence_ids",
+        )
+    in_places = np.fromiter(map(attrgetter("place"), found), np.int64, len(found))
+    refuse(
+        in_places != place_of(group, pb.TIER_DEVICE),
+        SequenceSwappedError,
+        lambda i: f"sequence {ids[i]} is in the host tier: it has to be swapped in first",
+        f"{_AT}.sequence_ids",
+    )
+    return found  # type: ignore[return-value]
+
+
+def _check_current(
+    tables: BlockTables, found: list[Table], sequence_ids: NDArray[np.int64]
+) -> None:
+    i = tables.first_stale(found)
+    if i is not None:
+        at = f"{_AT}.sequence_ids[{i}]"
+        raise StaleGenerationError(taken_away(int(sequence_ids[i])), field=at)
+
+
+def _check_positions(
+    first: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    trimmed: NDArray[np.int64],
+    num_slots: NDArray[np.int64],
+) -> None:
+    """``trimmed``: positions that were dropped from the front of each table."""
+    refuse(
+        (first < trimmed) | (first >= num_slots),
+        InvalidRequestError,
+        lambda i: (
+            f"the table has slots for positions {trimmed[i]} to {num_slots[i] - 1}, not for "
+            f"{first[i]}"
+        ),
+        f"{_AT}.first_positions",
+    )
+    refuse(
+        (counts < 1) | (counts > num_slots - first),
+        InvalidRequestError,
+        lambda i: (
+            f"must be 1 to {num_slots[i] - first[i]}, the slots that the table has from position "
+            f"{first[i]} on, is {counts[i]}"
+        ),
+        f"{_AT}.num_tokens",
+    )
+
+
+def _check_size(
+    tables: BlockTables, group: int, first: NDArray[np.int64], counts: NDArray[np.int64]
+) -> None:
+    """Refuse spans that cannot all be written, before arrays of their size are made: each token has
+    a slot of its own, but tables may share blocks and so claim far more.
+    """
+    num_slots = tables.num_blocks[place_of(group, pb.TIER_DEVICE)] * tables.block_size_tokens
+    if (num_tokens := int(counts.sum())) > num_slots:
+        raise InvalidRequestError(
+            f"the spans have {num_tokens} tokens, and the pool has {num_slots} slots to write them",
+            field=f"{_AT}.num_tokens",
+        )
+    longest = -(-int((first + counts).max(initial=0)) // tables.block_size_tokens)
+    if (num_entries := len(first) * longest) > MAX_PADDED_ENTRIES:
+        raise InvalidRequestError(
+            f"{len(first)} tables of up to {longest} entries make {num_entries}, and may make "
+            f"{MAX_PADDED_ENTRIES}: compute the longest sequences in a plan of their own",
+            field=f"{_AT}.sequence_ids",
+        )
+
+
+def _batch(
+    group: int,
+    sequence_ids: NDArray[np.int64],
+    first: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    blocks: list[NDArray[np.int32]],
+    lengths: NDArray[np.int64],
+    trimmed: NDArray[np.int64],
+    block_size: int,
+) -> AttentionBatch:
+    """``lengths``: of ``blocks``. ``trimmed``: positions dropped from the front of each table."""
+    num_spans = len(sequence_ids)
+    context_lens = first + counts
+    begins, ends = first // block_size, (context_lens + block_size - 1) // block_size
+    block_tables = _pad(blocks, lengths, ends)
+    starts = np.zeros(num_spans + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    # The entries that are written, span after span, and their slots.
+    written_by, entries = np.arange(num_spans), begins
+    is_decode = starts[-1] == num_spans  # each has one token
+    if not is_decode:
+        num_entries = ends - begins
+        before = np.cumsum(num_entries) - num_entries
+        written_by = np.repeat(written_by, num_entries)
+        entries = np.arange(len(written_by)) - (before - begins)[written_by]
+    written = block_tables[written_by, entries].astype(np.int64)
+    if is_decode:
+        slots = written * block_size + first % block_size
+        num_written = first % block_size + 1
+    else:
+        all_slots = (written[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        num_written = np.minimum(block_size, context_lens[written_by] - entries * block_size)
+        skipped = before * block_size + first % block_size - starts[:-1]
+        slots = all_slots[np.arange(starts[-1]) + np.repeat(skipped, counts)]
+    reach = (first + 1 - trimmed)[trimmed > 0]
+    return AttentionBatch(
+        group=group,
+        sequence_ids=sequence_ids,
+        first_positions=first,
+        num_tokens=int(starts[-1]),
+        starts=starts,
+        max_tokens=int(counts.max(initial=0)),
+        slots=torch.from_numpy(slots),
+        block_tables=torch.from_numpy(block_tables),
+        query_starts=torch.from_numpy(starts),
+        context_lens=torch.from_numpy(context_lens),
+        lengths=HostLengths(starts, context_lens, _may_share(block_tables)),
+        written_blocks=written,
+        num_written=num_written,
+        written_by=written_by,
+        max_window_tokens=int(reach.min()) if len(reach) else None,
+    )
+
+
+def _may_share(block_tables: NDArray[np.int32]) -> bool:
+    """Whether two tables begin with the same block."""
+    if not block_tables.size:
+        return False
+    first = np.sort(block_tables[:, 0])
+    return bool((first[1:] == first[:-1]).any())
+
+
+def _pad(
+    blocks: list[NDArray[np.int32]], lengths: NDArray[np.int64], wanted: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """[S, max(wanted)]: the first ``wanted`` entries of each of ``blocks``, padded with 0."""
+    padded = np.zeros((len(blocks), int(wanted.max(initial=0))), np.int32)
+    for i in np.flatnonzero(lengths > wanted).tolist():
+        blocks[i] = blocks[i][: wanted[i]]
+    if blocks:
+        padded[np.arange(padded.shape[1]) < wanted[:, None]] = np.concatenate(blocks)
+    return padded

@@ -1,0 +1,134 @@
+"""Which prefixes new sequences find: what is used a second time is worth a file.
+
+A prefix waits here until all of it is published: what comes from the host tier is published again,
+in another block, with the receipt of the plan that copies it, and a session finds what it is still
+computing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_plane.places import place_of
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.plan_columns import Mask
+from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.plans.tables.change_columns import REPLACE, SET
+from kvplane.v1 import types_pb2 as pb
+
+MAX_NOTED = 1024
+_MOST_LOOKS = 256
+_DEVICE = place_of(0, pb.TIER_DEVICE)
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedPrefix:
+    """Leading blocks of a sequence that it did not compute.
+
+    ``blocks`` and ``generations``: [num_blocks]. ``token_ids``: int32 column of all of them.
+    """
+
+    tenant: str
+    namespace: str
+    blocks: NDArray[np.int32]
+    generations: NDArray[np.int64]
+    token_ids: bytes
+
+
+@dataclass(slots=True)
+class _Noted:
+    blocks: NDArray[np.int32]
+    generations: NDArray[np.int64]
+    num_looks: int = 0
+
+
+class ReusedBlocks:
+    """The prefixes of an executor of one layer group. Not thread-safe: the executor's lock guards
+    it.
+    """
+
+    def __init__(self, tables: BlockTables, on_reuse: Callable[[], None]) -> None:
+        """``on_reuse`` is called when ``take`` may have more than before."""
+        self.num_dropped = 0
+        """Prefixes that nobody took in time."""
+        self._tables = tables
+        self._on_reuse = on_reuse
+        self._noted: deque[_Noted] = deque()
+
+    def note(self, plan: pb.Plan, transfers: Transfers) -> None:
+        """Look at the sequences that a plan admits. Its changes must have been applied: they are
+        whole and right.
+        """
+        changes = plan.changes
+        if plan.resync or not changes.kinds:
+            return
+        kinds = np.frombuffer(changes.kinds, np.uint8)
+        is_new = (kinds == SET) & (np.frombuffer(changes.first_blocks, "<i4") == 0)
+        if not is_new.any():
+            return
+        # Entries of one change follow those of another; only SET and REPLACE have some.
+        counts = np.where(kinds <= REPLACE, np.frombuffer(changes.num_blocks, "<i4"), 0)
+        ends = np.cumsum(counts)
+        blocks = np.frombuffer(changes.indices, "<i4")
+        generations = np.frombuffer(changes.generations, "<i8")
+        is_found = np.frombuffer(changes.allocated, np.uint8) == 0
+        is_found |= np.isin(blocks, _from_host(transfers))
+        is_on_device = np.frombuffer(changes.tiers, np.uint8) == pb.TIER_DEVICE
+        for i in np.flatnonzero(is_new & is_on_device).tolist():
+            begin = int(ends[i] - counts[i])
+            end = begin + _num_leading(is_found[begin : ends[i]])
+            if end > begin:
+                self._add(_Noted(blocks[begin:end], generations[begin:end]))
+
+    def published(self) -> None:
+        """Some blocks have been published."""
+        if self._noted:
+            self._on_reuse()
+
+    def take(self) -> list[ReusedPrefix]:
+        """Each prefix once; not those that wait for a receipt."""
+        taken = []
+        noted, self._noted = self._noted, deque()
+        for each in noted:
+            is_present = self._tables.generations[_DEVICE][each.blocks] == each.generations
+            is_whole = is_present & self._tables.publications[0].published[each.blocks]
+            num = _num_leading(is_whole)
+            each.num_looks += 1
+            if num < len(is_present) and is_present[num] and each.num_looks < _MOST_LOOKS:
+                self._noted.append(each)
+            elif num:
+                taken.append(self._prefix(each.blocks[:num], each.generations[:num]))
+        return taken
+
+    def drop(self, tenant: str | None) -> None:
+        """Drop what ``take`` would give of a tenant, or with None all of it."""
+        for each in self.take():
+            if tenant not in (None, each.tenant):
+                self._add(_Noted(each.blocks, each.generations))
+
+    def _add(self, noted: _Noted) -> None:
+        if len(self._noted) >= MAX_NOTED:
+            self._noted.popleft()
+            self.num_dropped += 1
+        self._noted.append(noted)
+        self._on_reuse()
+
+    def _prefix(self, blocks: NDArray[np.int32], generations: NDArray[np.int64]) -> ReusedPrefix:
+        (tenant, namespace, _), token_ids = self._tables.publications[0].contents(blocks)
+        column = token_ids.astype("<i4").tobytes()
+        return ReusedPrefix(tenant, namespace, blocks, generations, column)
+
+
+def _from_host(transfers: Transfers) -> NDArray[np.int64]:
+    """The device blocks that transfers fill from the host tier."""
+    is_up: Mask = transfers.sources.tiers == pb.TIER_HOST
+    return transfers.destinations.blocks[is_up]
+
+
+def _num_leading(mask: Mask) -> int:
+    return len(mask) if mask.all() else int(mask.argmin())

@@ -1,0 +1,106 @@
+"""How much of each block its present generation has had written: what a session may read of it.
+
+    plan starts ──► its blocks are allocated, nothing written ──► transfers copy ──► spans complete
+
+A table refers to a block that its session allocated, or to one that a prefix was found in or that a
+fork shares, which others of the tenant have written. So what was written in the present generation
+is what the session wrote or found cached; the rest is left from whoever had the block before.
+Slots are written from a block's first on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_plane.places import Place, place_of
+from data_plane.plans.batches.attention_batch import AttentionBatch
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.tables.block_tables import BlockTables, Table
+from kvplane.v1 import types_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsToWrite:
+    """The blocks that a plan's spans write in one layer group, as the plan allocated them."""
+
+    place: Place
+    blocks: NDArray[np.int64]
+    num_slots: NDArray[np.int64]
+    """Leading slots of each that are written when the plan has run."""
+    generations: NDArray[np.int64]
+
+
+class WrittenSlots:
+    """Of all blocks of one data plane; the counts are ``BlockTables.num_written``."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+
+    def of_sources(self, transfers: Transfers) -> NDArray[np.int64]:
+        """[num_transfers]: slots written in each source, to be taken before the plan's changes."""
+        counts = np.zeros(len(transfers), np.int64)
+        sources = transfers.sources
+        for place, num_written in self._tables.num_written.items():
+            of_place = sources.places == place
+            if of_place.any():
+                counts[of_place] = num_written[sources.blocks[of_place]]
+        return counts
+
+    def copy(self, transfers: Transfers, of_sources: NDArray[np.int64]) -> None:
+        """The transfers have run. ``of_sources``: as the method of that name returned it."""
+        if not len(transfers):
+            return
+        sources, destinations = transfers.sources.keys, transfers.destinations.keys
+        if np.isin(sources, destinations).any():  # one reads what another wrote
+            counts = dict(zip(sources.tolist(), of_sources.tolist(), strict=True))
+            moved = []
+            for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+                moved.append(counts[source])
+                counts[destination] = counts[source]
+            of_sources = np.array(moved, np.int64)
+        ends = transfers.destinations
+        for place, num_written in self._tables.num_written.items():
+            of_place = ends.places == place
+            if of_place.any():
+                num_written[ends.blocks[of_place]] = of_sources[of_place]
+
+    def to_write(self, batches: Sequence[AttentionBatch]) -> tuple[SlotsToWrite, ...]:
+        """What the spans of a plan that starts will have written."""
+        if not batches[0].num_spans:
+            return ()
+        return tuple(
+            SlotsToWrite(
+                place := place_of(batch.group, pb.TIER_DEVICE),
+                batch.written_blocks,
+                batch.num_written,
+                self._tables.generations[place][batch.written_blocks],
+            )
+            for batch in batches
+        )
+
+    def add(self, written: Sequence[SlotsToWrite]) -> None:
+        """A plan has run. Blocks that were allocated again since are left as they are."""
+        for each in written:
+            counts, blocks, num_slots = (
+                self._tables.num_written[each.place],
+                each.blocks,
+                each.num_slots,
+            )
+            current = self._tables.generations[each.place][blocks] == each.generations
+            if not current.all():
+                blocks, num_slots = blocks[current], num_slots[current]
+            counts[blocks] = np.maximum(counts[blocks], num_slots)
+
+    def of_table(self, part: Table, first_block: int, num_tokens: int) -> NDArray[np.int64]:
+        """[num_blocks]: leading slots that may be read of each entry of ``part``, which begins with
+        a table's entry ``first_block``. ``num_tokens``: of the sequence that are written, though
+        the plan that writes them still runs; 0 for none.
+        """
+        counts = self._tables.num_written[part.place][part.blocks].astype(np.int64)
+        block_size = self._tables.block_size_tokens
+        begins = (first_block + np.arange(len(counts))) * block_size
+        return np.maximum(counts, np.clip(num_tokens - begins, 0, block_size))

@@ -1,0 +1,125 @@
+"""The blocks that a plan allocates: for its tables' entries, and for no table.
+
+An allocation ends the block's generation: what was published of it is forgotten, and table entries
+of that generation are stale from then on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_plane.places import Place
+from data_plane.plans.plan_columns import Mask
+from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.plans.tables.change_columns import (
+    AT_ALLOCATIONS,
+    AT_CHANGES,
+    BlockColumns,
+    ChangeColumns,
+)
+from kvplane.errors import StaleGenerationError
+
+_MAX_GENERATION = 2**63 - 2
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """The blocks of one place that a plan allocates, ascending. A block allocated twice is listed
+    twice, in the order of its generations.
+    """
+
+    blocks: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    former_generations: NDArray[np.int64]
+    """The generation of each block before the allocation."""
+
+    def begins(self, blocks: NDArray[np.int64], generations: NDArray[np.int64]) -> Mask:
+        """Which of these are allocated with the generation given."""
+        return self._has(self.generations, blocks, generations)
+
+    def ends(self, blocks: NDArray[np.int64], generations: NDArray[np.int64]) -> Mask:
+        """Which of these had the generation given before an allocation."""
+        return self._has(self.former_generations, blocks, generations)
+
+    def before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The generation that each of these had before the plan; -1 for one that is not
+        allocated.
+        """
+        at = np.minimum(np.searchsorted(self.blocks, blocks), len(self.blocks) - 1)
+        return np.where(self.blocks[at] == blocks, self.former_generations[at], -1)
+
+    def _has(
+        self,
+        own: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        generations: NDArray[np.int64],
+    ) -> Mask:
+        at = np.searchsorted(self.blocks, blocks)
+        end = np.searchsorted(self.blocks, blocks, side="right")
+        found = np.zeros(len(blocks), np.bool_)
+        while (left := np.flatnonzero(at < end)).size:  # once, but for blocks allocated twice
+            found[left] |= own[at[left]] == generations[left]
+            at += 1
+        return found
+
+
+AllocatedBlocks = dict[Place, Allocated]
+"""By place; a place without any is left out."""
+
+
+class NewBlocks:
+    """The blocks that a plan allocates: the entries that its changes allocate, then those for no
+    table. They are allocated in this order where a block comes again.
+    """
+
+    def __init__(self, changes: ChangeColumns, others: BlockColumns) -> None:
+        self._entries = np.flatnonzero(changes.allocated)
+        of_tables = changes.entries
+        self._places = np.concatenate((of_tables.places[self._entries], others.places))
+        self._blocks = np.concatenate((of_tables.blocks[self._entries], others.blocks))
+        self._generations = np.concatenate(
+            (of_tables.generations[self._entries], others.generations)
+        )
+
+    def allocate(self, tables: BlockTables) -> AllocatedBlocks:
+        """Raises StaleGenerationError unless each generation is above the one before."""
+        allocated: AllocatedBlocks = {}
+        for place in tables.generations:
+            of_place = np.flatnonzero(self._places == place)
+            if len(of_place):
+                allocated[place] = self._allocate_in(tables, place, of_place)
+        return allocated
+
+    def _allocate_in(
+        self, tables: BlockTables, place: Place, of_place: NDArray[np.int64]
+    ) -> Allocated:
+        present = tables.generations[place]
+        order = of_place[np.argsort(self._blocks[of_place], kind="stable")]
+        blocks, generations = self._blocks[order], self._generations[order]
+        former = present[blocks]
+        again = np.flatnonzero(blocks[1:] == blocks[:-1]) + 1
+        former[again] = generations[again - 1]
+        bad = (generations <= former) | (generations > _MAX_GENERATION)
+        if bad.any():
+            i = int(order[bad].min())
+            block = self._blocks[i]
+            raise StaleGenerationError(
+                f"block {block} has generation {present[block]}, but the plan has "
+                f"{self._generations[i]}: a plan that allocates the block has to set a higher one",
+                field=self._field(i),
+            )
+        tables.allocate(place, blocks, generations)
+        return Allocated(blocks, generations, former)
+
+    def field_of(self, place: Place, block: int) -> str:
+        """The field that allocates a block, the last one if there are several."""
+        found = np.flatnonzero((self._places == place) & (self._blocks == block))
+        return self._field(int(found[-1]))
+
+    def _field(self, i: int) -> str:
+        if i < len(self._entries):
+            return f"{AT_CHANGES}.generations[{self._entries[i]}]"
+        return f"{AT_ALLOCATIONS}.generations[{i - len(self._entries)}]"

@@ -1,0 +1,320 @@
+"""The data plane's metadata of its own memory: block tables, generations, reference counts and
+publications.
+
+    session ── group ── sequence ── Table(place, blocks, generations, num_trimmed)
+                                                    │
+    place ── block ── generation          ref_count, stale_count: table entries that refer to it
+                   └─ publication         (device tier only; dropped when the block is allocated)
+
+A place is a tier of a layer group (``data_plane/places.py``).
+
+Plans change all this inside ``transaction``, which undoes the changes when an exception is raised.
+``ref_counts`` counts the entries of a block's present generation. An entry is stale when its block
+has been allocated again: the control plane has taken the sequence away, and its session's next plan
+drops the table. Whoever uses a table checks that it has none (``first_stale``).
+
+A table is never changed in place, so tables may share arrays, and keeping a former one for undo is
+free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_plane.places import Place, group_of, place_of, tier_of
+from data_plane.plans.tables.publications import Publications
+from kvplane.errors import InternalError, SequenceNotFoundError
+from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.block_digests import RANGE_BLOCKS, num_ranges
+
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(eq=False, slots=True)
+class Table:
+    """One sequence's blocks of a layer group, all in one tier. Never changed once it is made;
+    sequences share it.
+    """
+
+    place: Place
+    blocks: NDArray[np.int32]
+    """[num_blocks]."""
+    generations: NDArray[np.int64]
+    """[num_blocks]."""
+    num_trimmed: int = 0
+    """Leading entries that were dropped behind the attention window. Their block and generation are
+    0: kernels that are given more of a table than they need find the id of a block there.
+    """
+
+    def part(self, begin: int, end: int) -> Table:
+        """The entries [begin, end) without the trimmed ones."""
+        held = slice(max(begin, self.num_trimmed), end)
+        return Table(self.place, self.blocks[held], self.generations[held])
+
+    def copy(self) -> Table:
+        """The same entries in memory of their own."""
+        return Table(self.place, self.blocks.copy(), self.generations.copy(), self.num_trimmed)
+
+    @property
+    def held(self) -> Table:
+        """The entries without the trimmed ones."""
+        return self.part(0, len(self.blocks)) if self.num_trimmed else self
+
+
+@dataclass(slots=True)
+class _Before:
+    """The former values of what a transaction has changed."""
+
+    num_stale: dict[Place, int]
+    tables: dict[tuple[int, int, int], Table | None] = field(default_factory=dict)
+    elements: list[tuple[Array, Array, Array]] = field(default_factory=list)
+    """Array, indices and the values that were there, in the order of the changes."""
+
+
+class BlockTables:
+    """All tables of one data plane. Not thread-safe: the executor's lock guards it."""
+
+    def __init__(self, num_blocks: dict[Place, int], block_size_tokens: int) -> None:
+        """``num_blocks``: blocks of each place."""
+        self.num_blocks = dict(num_blocks)
+        self.block_size_tokens = block_size_tokens
+        self.generations = {place: np.zeros(n, np.int64) for place, n in num_blocks.items()}
+        """[num_blocks] for each place; 0 before a block was first allocated."""
+        self.ref_counts = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
+        """[num_blocks] for each place: table entries of the block's present generation."""
+        self.stale_counts = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
+        """[num_blocks] for each place: table entries of a former generation."""
+        self.num_written = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
+        """[num_blocks] for each place: leading slots written in the block's present generation; see
+        ``written_slots``.
+        """
+        self.changed_ranges = {
+            place: np.ones(num_ranges(n), np.bool_) for place, n in num_blocks.items()
+        }
+        """Of each place, whether a block of the range has been allocated, published or withdrawn
+        since its digest was computed; see ``data_plane/block_digests.py``.
+        """
+        self.num_taken = 0
+        """Counts the plans that made entries stale, which make earlier checks outdated."""
+        self.publications = tuple(
+            Publications(
+                n, block_size_tokens, group_of(place), changed_ranges=self.changed_ranges[place]
+            )
+            for place, n in num_blocks.items()
+            if tier_of(place) == pb.TIER_DEVICE
+        )
+        """Of each layer group."""
+        self._num_stale = dict.fromkeys(num_blocks, 0)
+        self._tables: dict[tuple[int, int], dict[int, Table]] = {}  # by session and group
+        self._before: _Before | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all sessions that have tables."""
+        return sum(len(self._tables.get((i, 0), {})) for i in self.session_ids())
+
+    @property
+    def num_groups(self) -> int:
+        """Layer groups."""
+        return len(self.publications)
+
+    @property
+    def num_messages_published(self) -> int:
+        """Counts the messages that published a block, which make earlier checks outdated."""
+        return sum(publications.version for publications in self.publications)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Undo all changes made inside when an exception is raised there."""
+        self._before = _Before(dict(self._num_stale))
+        try:
+            yield
+        except BaseException:
+            self._undo(self._before)
+            raise
+        finally:
+            self._before = None
+
+    def session_ids(self) -> list[int]:
+        """The sessions that have tables."""
+        return list(dict.fromkeys(session_id for session_id, _ in self._tables))
+
+    def of_session(self, session_id: int, group: int = 0) -> Mapping[int, Table]:
+        """The session's tables in a layer group by sequence."""
+        return self._tables.get((session_id, group), {})
+
+    def get(self, session_id: int, sequence_id: int, field: str, group: int = 0) -> Table:
+        """A table. Raises SequenceNotFoundError naming ``field``."""
+        table = self.of_session(session_id, group).get(sequence_id)
+        if table is None:
+            raise SequenceNotFoundError(no_table(sequence_id), field=field)
+        return table
+
+    def put(self, session_id: int, sequence_id: int, table: Table | None, group: int = 0) -> None:
+        """Add, replace or, with None, remove a table. The caller updates the reference counts."""
+        key = session_id, group
+        tables = self._tables.setdefault(key, {})
+        if self._before is not None:
+            self._before.tables.setdefault((*key, sequence_id), tables.get(sequence_id))
+        if table is not None:
+            tables[sequence_id] = table
+            return
+        tables.pop(sequence_id, None)
+        if not tables:
+            del self._tables[key]
+
+    def first_stale(self, tables: Sequence[Table]) -> int | None:
+        """The first of these tables, all of one place, that has a stale entry; None if none has."""
+        if not tables or not self._num_stale[place := tables[0].place]:
+            return None
+        stale = self.stale_counts[place]
+        if not stale[np.concatenate([table.blocks for table in tables])].any():
+            return None
+        present = self.generations[place]
+        for i, table in enumerate(tables):
+            held = table.held
+            if (held.generations != present[held.blocks]).any():
+                return i
+        return None
+
+    def add_references(self, place: Place, tables: Mapping[Table, int]) -> None:
+        """Count the entries of tables of one place, each as often as it says: below 0 for those
+        that are counted no more.
+        """
+        of_weight: dict[int, list[Table]] = {}
+        for table, weight in tables.items():
+            if weight:
+                of_weight.setdefault(weight, []).append(table.held)
+        for weight, parts in of_weight.items():
+            blocks = np.concatenate([part.blocks for part in parts])
+            generations = np.concatenate([part.generations for part in parts])
+            is_stale = generations != self.generations[place][blocks]
+            if is_stale.any():
+                self._add(self.stale_counts[place], blocks[is_stale], weight)
+                self._num_stale[place] += weight * int(np.count_nonzero(is_stale))
+                blocks = blocks[~is_stale]
+            self._add(self.ref_counts[place], blocks, weight)
+
+    def allocate(self, place: Place, blocks: Array, generations: Array) -> None:
+        """Set new generations of blocks: entries that refer to them are stale from now on, and
+        their publications are dropped. ``blocks``: ascending; where one is listed twice, its last
+        generation counts.
+        """
+        self.changed_ranges[place][blocks // RANGE_BLOCKS] = True
+        self._set(self.generations[place], blocks, generations)
+        self._set(self.num_written[place], blocks, 0)
+        if tier_of(place) == pb.TIER_DEVICE:
+            self._set(self.publications[group_of(place)].published, blocks, False)
+        num_entries = self.ref_counts[place][blocks]
+        if num_entries.any():
+            stale = self.stale_counts[place]
+            self._set(stale, blocks, stale[blocks] + num_entries)
+            self._set(self.ref_counts[place], blocks, 0)
+            self._num_stale[place] += int(num_entries[np.diff(blocks, prepend=-1) > 0].sum())
+            self.num_taken += 1
+
+    def drop_session(self, session_id: int) -> None:
+        """Remove all tables of a session."""
+        for group in range(self.num_groups):
+            tables = Counter(self._tables.pop((session_id, group), {}).values())
+            for place in {table.place for table in tables}:
+                of_place = {t: -num for t, num in tables.items() if t.place == place}
+                self.add_references(place, of_place)
+
+    def drop_all(self) -> None:
+        """Remove all tables of all sessions; generations and publications stay."""
+        self._tables.clear()
+        for counts in (*self.ref_counts.values(), *self.stale_counts.values()):
+            counts[:] = 0
+        self._num_stale = dict.fromkeys(self.num_blocks, 0)
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless counts, generations and tables agree."""
+        counted = {
+            place: (np.zeros(n, np.int32), np.zeros(n, np.int32))
+            for place, n in self.num_blocks.items()
+        }
+        for (session_id, group), tables in self._tables.items():
+            _require(bool(tables), f"session {session_id}: an empty set of tables")
+            for sequence_id, table in tables.items():
+                at = f"session {session_id}, group {group}, sequence {sequence_id}"
+                _require(group_of(table.place) == group, f"{at}: in another group's memory")
+                self._check_table(table, at)
+                held = table.held
+                stale = held.generations != self.generations[table.place][held.blocks]
+                for counts, of_kind in zip(counted[table.place], (~stale, stale), strict=True):
+                    np.add.at(counts, held.blocks[of_kind], np.int32(1))
+        for place, (current, stale) in counted.items():
+            same = np.array_equal(current, self.ref_counts[place])
+            _require(same, f"place {place}: the reference counts are not those of the tables")
+            same = np.array_equal(stale, self.stale_counts[place])
+            same &= int(stale.sum()) == self._num_stale[place]
+            _require(
+                same, f"place {place}: the counts of stale entries are not those of the tables"
+            )
+        for group, publications in enumerate(self.publications):
+            present = self.generations[place_of(group, pb.TIER_DEVICE)]
+            is_known = bool((present[publications.published] > 0).all())
+            _require(is_known, "a published block was never allocated")
+        _require(self._before is None, "a transaction is open")
+
+    def _check_table(self, table: Table, at: str) -> None:
+        blocks, generations, num_trimmed = table.blocks, table.generations, table.num_trimmed
+        _require(len(blocks) == len(generations), f"{at}: columns of unequal length")
+        known = (blocks >= 0) & (blocks < self.num_blocks[table.place])
+        _require(bool(known.all()), f"{at}: a block that is not there")
+        _require(0 <= num_trimmed <= len(blocks), f"{at}: trimmed by more than it is long")
+        hole = (*blocks[:num_trimmed].tolist(), *generations[:num_trimmed].tolist())
+        _require(not any(hole), f"{at}: a trimmed entry has a block")
+        held = table.held
+        present = self.generations[table.place][held.blocks]
+        in_range = (held.generations >= 1) & (held.generations <= present)
+        _require(bool(in_range.all()), f"{at}: a generation that is to come")
+
+    def _add(self, array: Array, indices: Array, num: int) -> None:
+        self._remember(array, indices)
+        np.add.at(array, indices, array.dtype.type(num))  # a Python int would be 40 times slower
+
+    def _set(self, array: Array, indices: Array, values: Any) -> None:
+        self._remember(array, indices)
+        array[indices] = values
+
+    def _remember(self, array: Array, indices: Array) -> None:
+        if self._before is not None:
+            self._before.elements.append((array, indices, array[indices]))
+
+    def _undo(self, before: _Before) -> None:
+        self._before = None
+        self._num_stale = before.num_stale
+        for (session_id, group, sequence_id), table in before.tables.items():
+            self.put(session_id, sequence_id, table, group)
+        for array, indices, values in reversed(before.elements):
+            array[indices] = values
+
+
+def no_table(sequence_id: int) -> str:
+    """The error message for a sequence without a table."""
+    return (
+        f"sequence {sequence_id} has no block table here: it was freed, or the plan that admits "
+        "it has not been started"
+    )
+
+
+def taken_away(sequence_id: int) -> str:
+    """The error message for a sequence whose table has a stale entry."""
+    return (
+        f"blocks of sequence {sequence_id} have been allocated again: the control plane has taken "
+        "the sequence away, or another plan of the session has yet to be started"
+    )
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise InternalError(message)

@@ -1,0 +1,290 @@
+"""Applies a plan's changes to the block tables, checking every field and every generation.
+
+Entries of all changes are checked and counted as whole columns; the loop over changes only
+assembles tables. A plan may allocate a block that its own session still refers to, or allocate one
+twice, as long as none of the session's tables refers to a former generation after all changes.
+
+To be called inside ``BlockTables.transaction``, which undoes what fails half way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from data_plane.places import Place, group_of
+from data_plane.plans.plan_columns import refuse
+from data_plane.plans.tables.allocations import AllocatedBlocks, NewBlocks
+from data_plane.plans.tables.block_tables import BlockTables, Table, no_table
+from data_plane.plans.tables.change_columns import (
+    AT_CHANGES,
+    DROP,
+    FORK,
+    MAX_ENTRIES,
+    MAX_TRIMMED_ENTRIES,
+    REPLACE,
+    SET,
+    TRUNCATE,
+    ChangeColumns,
+    read_allocations,
+)
+from kvplane.errors import InvalidRequestError, SequenceNotFoundError, StaleGenerationError
+from kvplane.v1 import types_pb2 as pb
+
+
+def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> AllocatedBlocks:
+    """Apply ``plan.changes`` in order, and ``plan.allocations``. Returns the blocks that the plan
+    allocates.
+
+    Raises InvalidRequestError, SequenceNotFoundError and StaleGenerationError, each naming its
+    field.
+    """
+    if not (plan.resync or plan.changes.ByteSize() or plan.allocations.ByteSize()):
+        return {}  # as in most decode steps
+    changes = ChangeColumns.read(tables.num_blocks, plan.changes)
+    new = NewBlocks(changes, read_allocations(tables.num_blocks, plan.allocations))
+    allocated = new.allocate(tables)
+    _check_generations(tables, changes, allocated)
+    _Changer(tables, session_id, changes).run(resync=plan.resync)
+    _check_own_tables(tables, session_id, new, allocated)
+    return allocated
+
+
+def _check_generations(
+    tables: BlockTables, changes: ChangeColumns, allocated: AllocatedBlocks
+) -> None:
+    """Entries that are not allocated must have the present generation, or a former one of a block
+    that this plan allocates.
+    """
+    entries, others = changes.entries, np.flatnonzero(~changes.allocated)
+    if not len(others):
+        return
+    present = np.zeros(len(entries), np.int64)
+    bad = np.zeros(len(entries), np.bool_)
+    for place, generations in tables.generations.items():
+        of_place = others[entries.places[others] == place]
+        blocks, has = entries.blocks[of_place], entries.generations[of_place]
+        present[of_place] = generations[blocks]
+        is_bad = has != present[of_place]
+        if place in allocated and is_bad.any():
+            is_bad &= ~allocated[place].ends(blocks, has)
+        bad[of_place] = is_bad | (has < 1)
+    refuse(
+        bad,
+        StaleGenerationError,
+        lambda i: (
+            f"block {entries.blocks[i]} has generation {present[i]}, but the plan has "
+            f"{entries.generations[i]}: it has been allocated again since, or never was"
+        ),
+        f"{AT_CHANGES}.generations",
+    )
+
+
+class _Counts:
+    """How often each table, or part of one, is in use more often than before; by place."""
+
+    def __init__(self) -> None:
+        self._of_place: dict[Place, Counter[Table]] = defaultdict(Counter)
+
+    def add(self, table: Table | None, num: int = 1) -> None:
+        if table is not None:
+            self._of_place[table.place][table] += num
+
+    def apply(self, tables: BlockTables) -> None:
+        for place, counts in self._of_place.items():
+            tables.add_references(place, counts)
+
+
+class _Changer:
+    """Makes the changed tables of one session, and counts their entries."""
+
+    def __init__(self, tables: BlockTables, session_id: int, changes: ChangeColumns) -> None:
+        self._tables = tables
+        self._session_id = session_id
+        self._changes = changes
+        self._counts = _Counts()
+        self._num_forks = 0
+        self._num_copied = 0
+        # Forks of a table share one, so that many cost what one does.
+        self._prefixes: dict[tuple[Table, int], Table] = {}
+
+    def run(self, *, resync: bool) -> None:
+        if resync:
+            for group in range(self._tables.num_groups):
+                of_group = self._tables.of_session(self._session_id, group)
+                for sequence_id, table in list(of_group.items()):
+                    self._tables.put(self._session_id, sequence_id, None, group)
+                    self._counts.add(table, -1)
+        changes, entries = self._changes, self._changes.entries
+        blocks, end = entries.blocks.astype(np.int32), 0
+        for i, (kind, sequence_id, group, place, first, num) in enumerate(
+            zip(
+                changes.kinds.tolist(),
+                changes.sequence_ids.tolist(),
+                changes.groups.tolist(),
+                changes.places.tolist(),
+                changes.first_blocks.tolist(),
+                changes.num_blocks.tolist(),
+                strict=True,
+            )
+        ):
+            old = self._tables.of_session(self._session_id, group).get(sequence_id)
+            made: Table | None
+            if kind <= REPLACE:
+                begin, end = end, end + num
+                piece = Table(place, blocks[begin:end], entries.generations[begin:end])
+                make = self._set if kind == SET else self._replace
+                made = make(old, piece, first, i)
+            elif kind == FORK:
+                made = self._fork(sequence_id, group, num, i)
+                self._counts.add(made)
+                self._counts.add(old, -1)
+            elif old is None:
+                at = f"{AT_CHANGES}.sequence_ids[{i}]"
+                raise SequenceNotFoundError(no_table(sequence_id), field=at)
+            else:
+                made = self._shorten(old, kind, num, i)
+            self._tables.put(self._session_id, sequence_id, made, group)
+        self._counts.apply(self._tables)
+
+    def _set(self, old: Table | None, piece: Table, first: int, i: int) -> Table:
+        """The table with the entries of ``piece`` from ``first`` on. ``i``: the change."""
+        if old is None:
+            old = Table(piece.place, piece.blocks[:0], piece.generations[:0])
+        length = len(old.blocks)
+        if old.place != piece.place:
+            raise InvalidRequestError(
+                "the table is in the other tier: only REPLACE may change it",
+                field=f"{AT_CHANGES}.tiers[{i}]",
+            )
+        if not old.num_trimmed <= first <= length:
+            raise InvalidRequestError(
+                f"must be {old.num_trimmed} to {length}, the first entry that was not trimmed and "
+                f"the length of the table, is {first}",
+                field=f"{AT_CHANGES}.first_blocks[{i}]",
+            )
+        end = first + len(piece.blocks)
+        self._check_length(piece.place, max(end, length), old.num_trimmed, i)
+        self._counts.add(piece)
+        if first < length:
+            # A copy, so that not every former table is kept until the plan has been read.
+            self._counts.add(old.part(first, end).copy(), -1)
+        return Table(
+            piece.place,
+            np.concatenate((old.blocks[:first], piece.blocks, old.blocks[end:])),
+            np.concatenate((old.generations[:first], piece.generations, old.generations[end:])),
+            old.num_trimmed,
+        )
+
+    def _replace(self, old: Table | None, piece: Table, first: int, i: int) -> Table:
+        """A table of the entries of ``piece``, after ``first`` trimmed ones."""
+        self._check_length(piece.place, first + len(piece.blocks), first, i)
+        self._counts.add(old, -1)
+        self._counts.add(piece)
+        hole = np.zeros(first, np.int32)
+        return Table(
+            piece.place,
+            np.concatenate((hole, piece.blocks)),
+            np.concatenate((hole, piece.generations)),
+            first,
+        )
+
+    def _check_length(self, place: Place, length: int, num_trimmed: int, i: int) -> None:
+        most = min(MAX_ENTRIES, num_trimmed + self._tables.num_blocks[place])
+        if length > most:
+            raise InvalidRequestError(
+                f"the table would have {length} entries, {num_trimmed} of them trimmed, and may "
+                f"have {most}: as many more as there are blocks in its tier, and {MAX_ENTRIES} in "
+                "all",
+                field=f"{AT_CHANGES}.num_blocks[{i}]",
+            )
+
+    def _copy(self, num_entries: int, i: int) -> None:
+        """Refuse what a few bytes ask for and takes gigabytes. ``i``: the change."""
+        self._num_copied += num_entries
+        if self._num_copied > MAX_TRIMMED_ENTRIES:
+            raise InvalidRequestError(
+                f"the tables that the plan trims have more than {MAX_TRIMMED_ENTRIES} entries in "
+                "all: trim fewer of them in one plan",
+                field=f"{AT_CHANGES}.num_blocks[{i}]",
+            )
+
+    def _fork(self, sequence_id: int, group: int, num_blocks: int, i: int) -> Table:
+        """The first entries of a parent's table."""
+        parent_id = int(self._changes.parents[self._num_forks])
+        at = f"{AT_CHANGES}.parent_sequence_ids[{self._num_forks}]"
+        self._num_forks += 1
+        if parent_id == sequence_id:
+            raise InvalidRequestError("a sequence cannot be forked from itself", field=at)
+        parent = self._tables.get(self._session_id, parent_id, at, group)
+        return self._prefix(parent, num_blocks, i)
+
+    def _prefix(self, table: Table, num_blocks: int, i: int) -> Table:
+        _check_at_most(len(table.blocks), num_blocks, i)
+        if num_blocks == len(table.blocks):
+            return table
+        made = self._prefixes.get((table, num_blocks))
+        if made is None:
+            made = self._prefixes[table, num_blocks] = Table(
+                table.place,
+                table.blocks[:num_blocks],
+                table.generations[:num_blocks],
+                min(table.num_trimmed, num_blocks),
+            )
+        return made
+
+    def _shorten(self, old: Table, kind: int, num_blocks: int, i: int) -> Table | None:
+        """What DROP, TRUNCATE and TRIM leave of a table."""
+        length = len(old.blocks)
+        if kind == DROP:
+            self._counts.add(old, -1)
+            return None
+        if kind == TRUNCATE:
+            made = self._prefix(old, num_blocks, i)
+            self._counts.add(old.part(num_blocks, length), -1)
+            return made
+        _check_at_most(length, num_blocks, i)
+        if num_blocks <= old.num_trimmed:
+            return old
+        self._copy(length, i)
+        self._counts.add(old.part(0, num_blocks).copy(), -1)
+        blocks, generations = old.blocks.copy(), old.generations.copy()
+        blocks[:num_blocks] = generations[:num_blocks] = 0
+        return Table(old.place, blocks, generations, num_blocks)
+
+
+def _check_at_most(length: int, num_blocks: int, i: int) -> None:
+    if num_blocks > length:
+        raise InvalidRequestError(
+            f"must be at most {length}, the length of the table, is {num_blocks}",
+            field=f"{AT_CHANGES}.num_blocks[{i}]",
+        )
+
+
+def _check_own_tables(
+    tables: BlockTables, session_id: int, new: NewBlocks, allocated: AllocatedBlocks
+) -> None:
+    """Refuse the plan if a table of its session still refers to a former generation of a block that
+    it allocates. Another session's tables may: the control plane has taken the block from it.
+    """
+    for place, of_place in allocated.items():
+        left = of_place.blocks[tables.stale_counts[place][of_place.blocks] > 0]
+        if not len(left):
+            continue
+        is_left = np.zeros(tables.num_blocks[place], np.bool_)
+        is_left[left] = True
+        for sequence_id, table in tables.of_session(session_id, group_of(place)).items():
+            if table.place != place:
+                continue
+            held = table.held
+            stale = is_left[held.blocks] & (
+                held.generations != tables.generations[place][held.blocks]
+            )
+            if stale.any():
+                block = held.blocks[stale.argmax()]
+                raise StaleGenerationError(
+                    f"block {block} is allocated while the table of sequence {sequence_id} refers "
+                    "to it: the plan has to remove that entry",
+                    field=new.field_of(place, int(block)),
+                )

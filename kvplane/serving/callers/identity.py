@@ -1,0 +1,120 @@
+"""Who a caller is, and what it may call. The server takes both from the connection and from its
+access list, never from a request, since they decide which prefixes the caller shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any, Final
+
+from google.protobuf.descriptor import ServiceDescriptor
+
+from kvplane.errors import NotPermittedError, PlaneUnavailableError, UnauthenticatedError
+from kvplane.serving.callers.access import ROLES, AccessList, Caller
+from kvplane.v1 import types_pb2 as pb
+
+_CALLER: ContextVar[Caller] = ContextVar("kvplane_caller")
+_PAYER: ContextVar[str] = ContextVar("kvplane_payer")
+_ROLE_NAMES: Final = {number: name for name, number in ROLES.items()}
+_BEARER: Final = "bearer "
+
+
+def caller() -> Caller:
+    """Who makes the call that is being served."""
+    return _CALLER.get()
+
+
+def payer() -> str:
+    """Whose requests and time the call that is being served counts as: a tenant's, or those of a
+    connection whose tenant is not known.
+    """
+    return _PAYER.get()
+
+
+class Gate:
+    """Lets calls through whose callers have one of the roles that the contract asks for.
+
+    Methods that the contract does not have, such as health checks and reflection, are open to all.
+    """
+
+    stands_by = False
+    """Whether another server serves instead: all calls of the contract are refused then, but those
+    of ``open_while_standing_by``.
+    """
+    open_while_standing_by: frozenset[str] = frozenset()
+
+    def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
+        self._access = access
+        extension: Any = pb.callers
+        self._roles: dict[str, frozenset[int]] = {
+            f"/{service.full_name}/{method.name}": frozenset(
+                method.GetOptions().Extensions[extension].roles
+            )
+            for service in services
+            for method in service.methods
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers need not say who they are."""
+        return self._access.is_open
+
+    @property
+    def num_reloads(self) -> int:
+        """How often what the gate goes by has changed."""
+        return self._access.num_reloads
+
+    def admit(self, method: str, context: Any) -> str:
+        """Let a call through: ``caller`` and ``payer`` then tell this task who makes it. Returns
+        what ``payer`` tells. ``method``: "/SERVICE/METHOD".
+
+        Raises UnauthenticatedError and NotPermittedError, and PlaneUnavailableError when the server
+        stands by.
+        """
+        counts_as: str = context.peer()
+        roles = self._roles.get(method)
+        if roles is None:
+            return counts_as
+        if self.stands_by and method not in self.open_while_standing_by:
+            raise stands_by_error()
+        name = _certificate_name(context)
+        who = self._access.caller(name, _bearer_token(context))
+        if roles and not roles & who.roles:
+            raise NotPermittedError(
+                f"{method.rpartition('/')[2]} needs the role "
+                f"{' or '.join(_ROLE_NAMES[role] for role in sorted(roles))}"
+            )
+        _CALLER.set(who)
+        if name is not None or not self._access.is_open:
+            counts_as = f"tenant {who.tenant}"
+        _PAYER.set(counts_as)
+        return counts_as
+
+
+def stands_by_error() -> PlaneUnavailableError:
+    """Of a call that is for the server that leads."""
+    return PlaneUnavailableError(
+        "this server stands by: call the one that leads, which is the one that is SERVING"
+    )
+
+
+def _certificate_name(context: Any) -> str | None:
+    """The common name of a client's certificate; None without one."""
+    names = list(context.auth_context().get("x509_common_name", ()))
+    if not names:
+        return None
+    try:
+        name: str = names[0].decode()
+    except UnicodeDecodeError:
+        name = ""
+    if not name:
+        raise UnauthenticatedError("the client certificate's common name is empty")
+    return name
+
+
+def _bearer_token(context: Any) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str) and value[:7].lower() == _BEARER:
+            return value[7:]
+    return None

@@ -1,0 +1,1 @@
+"""How much a caller may send, and how fast: counted before memory or time is spent on it."""

@@ -1,0 +1,1 @@
+"""What a server says of itself: logs, metrics, and their endpoint for Prometheus."""
