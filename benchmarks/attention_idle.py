@@ -21,12 +21,12 @@ from typing import Final
 
 import torch
 
-from benchmarks.attention_cpu import (
+from benchmarks.attention_cpu.report import machine
+from benchmarks.attention_cpu.rows import (
     BATCH,
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_KV_HEADS,
-    machine,
     random_pool,
 )
 from data_plane.kernels.arguments import AttentionArguments

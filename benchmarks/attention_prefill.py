@@ -25,8 +25,9 @@ from typing import Final
 import kvplane_kernels
 import torch
 
-from benchmarks import attention_cpu
-from benchmarks.attention_cpu import HEAD_SIZE, NUM_KV_HEADS, PREFILL_GROUP, machine, prefill_rows
+from benchmarks.attention_cpu import rows
+from benchmarks.attention_cpu.report import machine
+from benchmarks.attention_cpu.rows import HEAD_SIZE, NUM_KV_HEADS, PREFILL_GROUP, prefill_rows
 from data_plane.kernels.backends.cpu import cpu_isa
 
 # For each instruction set: what torch's own kernels, oneDNN and MKL may use.
@@ -48,7 +49,7 @@ def products_of_prefill(num_tokens: int) -> float:
 
 def sides_of(num_tokens: int, num_threads: int) -> list[Side]:
     """Calls that return the number of products that they computed."""
-    attention_cpu.KERNELS.num_threads = num_threads
+    rows.KERNELS.num_threads = num_threads
     products = products_of_prefill(num_tokens)
 
     def counted(run: Callable[[], object]) -> Callable[[], float]:

@@ -31,7 +31,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attention_cpu import (
+from benchmarks.attention_cpu.report import machine
+from benchmarks.attention_cpu.rows import (
     BATCH,
     BLOCK_SIZE,
     DTYPES,
@@ -39,7 +40,6 @@ from benchmarks.attention_cpu import (
     HEAD_SIZE,
     NUM_KV_HEADS,
     Sizes,
-    machine,
     query_dtype_of,
     random_pool,
 )

@@ -24,13 +24,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attention_cpu import (
+from benchmarks.attention_cpu.report import machine
+from benchmarks.attention_cpu.rows import (
     BLOCK_SIZE,
     DTYPES,
     GROUPS,
     HEAD_SIZE,
     NUM_KV_HEADS,
-    machine,
     query_dtype_of,
     random_pool,
 )

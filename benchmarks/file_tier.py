@@ -14,21 +14,14 @@ Files that were just written are in the page cache; of a disk's own speed this s
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import statistics
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.block_transfer import BLOCK_BYTES, LAYOUT, run
-from benchmarks.common.cpu import cpu_name
+from benchmarks.common.block_rates import Rates, report_rates
+from benchmarks.common.planes import BLOCK_BYTES, LAYOUT, planes
 from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES, read_data, read_header
 from kvplane import ControlClient, DataClient, Session, Tensor, ops
@@ -36,27 +29,6 @@ from kvplane import ControlClient, DataClient, Session, Tensor, ops
 POOL = "files"
 SEQUENCE = 1
 WAYS = ("files alone", "loaded", "written")
-
-
-@contextmanager
-def planes(folder: Path, num_blocks: int) -> Iterator[str]:
-    """A control plane and a pool with a file tier; the address of the first."""
-    layout, port = folder / "layout.json", folder / "port"
-    layout.write_text(json.dumps(asdict(LAYOUT)))
-    with ExitStack() as stack:
-        run(stack, "control_plane", "--bind", "127.0.0.1:0", "--port-file", str(port))
-        while not port.exists():
-            time.sleep(0.05)
-        address = f"127.0.0.1:{port.read_text().strip()}"
-        run(
-            stack,
-            *("data_plane", "--bind", "127.0.0.1:0", "--control-plane", address),
-            *("--layout", str(layout), "--pool-id", POOL, "--num-threads", "1"),
-            *("--num-device-blocks", str(2 * num_blocks + 8)),
-            *("--file-tier-dir", str(folder / "files")),
-            *("--file-tier-bytes", str(2 * num_blocks * (BLOCK_BYTES + HEADER_BYTES))),
-        )
-        yield address
 
 
 class Bench:
@@ -130,16 +102,14 @@ class Bench:
         await self._session.submit_receipts()
 
 
-async def measure(
-    address: str, folder: Path, num_blocks: int, num_rounds: int
-) -> dict[str, list[float]]:
-    """GB/s of each way, of each round."""
-    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+async def measure(address: str, files: Path, num_blocks: int, num_rounds: int) -> Rates:
+    """All ways by turns."""
+    rates: Rates = {name: [] for name in WAYS}
     async with ControlClient(address, timeout_s=60) as control:
         await control.wait_ready(POOL, timeout_s=180)
         session = await control.open_session(POOL, LAYOUT)
         async with session, DataClient(session.shards[0].address, timeout_s=60) as data:
-            bench = Bench(session, data, folder / "files", num_blocks)
+            bench = Bench(session, data, files, num_blocks)
             await bench.fill()
             for number in range(num_rounds + 1):
                 for name, way in zip(
@@ -151,28 +121,19 @@ async def measure(
     return rates
 
 
+def tokens_per_s(rates: Rates, median: float) -> str:
+    """The median as tokens."""
+    return f"{median * 1e9 / (BLOCK_BYTES // LAYOUT.block_size_tokens):.0f}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mebibytes", type=int, default=64, help="of blocks")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    options = parser.parse_args()
-    num_blocks = max(1, options.mebibytes * 1024 * 1024 // BLOCK_BYTES)
-    load = os.getloadavg()[0]
-    machine = f"{cpu_name()}, {os.cpu_count()} virtual processors, load {load:.1f} at the beginning"
-    print(f"{machine}; {num_blocks * BLOCK_BYTES / 2**20:.0f} MiB, {options.rounds} rounds")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with planes(folder, num_blocks) as address:
-            rates = asyncio.run(measure(address, folder, num_blocks, options.rounds))
-    print(f"{'way':<12} {'median GB/s':>12} {'best':>6} {'tokens/s':>10}")
-    token_bytes = BLOCK_BYTES // LAYOUT.block_size_tokens
-    for name, values in rates.items():
-        median = statistics.median(values)
-        print(f"{name:<12} {median:>12.2f} {max(values):>6.2f} {median * 1e9 / token_bytes:>10.0f}")
-    if options.json is not None:
-        record = {"machine": machine, "num_bytes": num_blocks * BLOCK_BYTES, "gb_per_s": rates}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    def run(folder: Path, num_blocks: int, num_rounds: int) -> Rates:
+        files, num_bytes = folder / "files", 2 * num_blocks * (BLOCK_BYTES + HEADER_BYTES)
+        flags = ("--file-tier-dir", str(files), "--file-tier-bytes", str(num_bytes))
+        with planes(folder, num_blocks, [POOL], *flags) as address:
+            return asyncio.run(measure(address, files, num_blocks, num_rounds))
+
+    report_rates(__doc__, run, "tokens/s", tokens_per_s, num_rounds=5)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.attention_cpu import machine
+from benchmarks.attention_cpu.report import machine
 from benchmarks.common.calls import Calls, call_in_rounds
 from benchmarks.common.memory import cold_caches
 from data_plane.kernels.arguments import AttentionArguments

@@ -179,8 +179,16 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     ),
     (
         rules.folders_of_many_files_have_floors,
-        {f"kvplane/many/{name}.py": "" for name in "abcdefghijklmnopqrstuvwxy"},
-        ["kvplane/many: 25 files"],
+        {
+            f"{folder}/{name}.py": ""
+            for folder, names in (
+                ("kvplane/many", "abcdefghijklmnopq"),
+                ("kvplane/few", "abcdefghijklmnop"),
+                ("benchmarks/many", "abcdefghijklmnopq"),
+            )
+            for name in names
+        },
+        ["kvplane/many: 17 files", "benchmarks/many: 17 files"],
     ),
     (rules.the_readme_is_short, {"README.md": "\n" * 150}, ["README.md: 150 lines"]),
     (

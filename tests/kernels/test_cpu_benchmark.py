@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import (
-    attention_cpu,
-    attention_idle,
-    attention_prefill,
-    attention_profile,
-    attention_shared,
-)
-from benchmarks.attention_cpu import Sizes
-from benchmarks.attention_cpu_tables import tables
+from benchmarks import attention_idle, attention_prefill, attention_profile, attention_shared
+from benchmarks.attention_cpu import __main__ as attention_cpu
+from benchmarks.attention_cpu import rows as attention_rows
+from benchmarks.attention_cpu.rows import Sizes
+from benchmarks.attention_cpu.tables import tables
 from benchmarks.common import memory
 from benchmarks.common.calls import Calls, Pass, call_in_rounds
 from data_plane.kernels.backends.cpu import CpuKernels
@@ -118,7 +114,7 @@ def test_prefill_is_measured_beside_a_bare_loop_and_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(attention_prefill, "BARE_ROUNDS", 1000)
-    monkeypatch.setattr(attention_cpu, "KERNELS", CpuKernels())
+    monkeypatch.setattr(attention_rows, "KERNELS", CpuKernels())
     out, num_threads = tmp_path / "prefill.json", torch.get_num_threads()
     words = ["--tokens", "32", "--rounds", "3", "--json", str(out)]
     if every_cpu_isa == "baseline":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import soak
+from benchmarks.soak import __main__ as soak
+from benchmarks.soak import engine
 
 
 @pytest.mark.nightly
 def test_each_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "STEP_S", 0.1)
+    monkeypatch.setattr(engine, "STEP_S", 0.1)
     phases = soak.run(24.0)
     assert [phase.num_sessions for phase in phases] == [40, 400, 40]
     normal, overload, again = (phase.goodput_tokens_per_s for phase in phases)

@@ -1,44 +1,16 @@
-"""Measures the CPU kernels against the speed of memory and against torch's attention, in one run.
-
-    python -m benchmarks.attention_cpu [--quick] [--runs N] [--threads N] [--json OUT]
-
-All measurements take turns in rounds, so that noise from elsewhere affects them alike: compare rows
-of one run, not of two. ``--runs``: the number of passes over all rounds; each row's figure is the
-median of the passes' medians. Before every call, torch's too, other memory is read so that no cache
-holds what the call needs. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE, unless
-the environment says otherwise). ``GB/s`` count each byte once: the keys and values that decode
-reads, and the bytes that a copy copies, not both its read and its write. ``read_bandwidth`` and
-``read_pages`` read and do nothing else, on the kernels' own threads: memory in order, and pages in
-the order of decode, which is the limit of any kernel over them.
-"""
+"""What is measured of the CPU kernels, and torch's attention beside them."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention_cpu_tables import tables
-from benchmarks.common.calls import Calls, call_in_rounds
-from benchmarks.common.cpu import cpu_name
-from benchmarks.common.memory import (
-    EVICTING_CACHES,
-    Memory,
-    cold_caches,
-    last_level_cache_bytes,
-    page_offsets,
-    read_runs,
-)
+from benchmarks.common.calls import Calls
+from benchmarks.common.memory import page_offsets, read_runs
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.backends.cpu import CpuKernels, cpu_isa
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory import huge_pages
 
 HEAD_SIZE, BLOCK_SIZE, NUM_KV_HEADS = 128, 16, 8
@@ -159,90 +131,3 @@ def block_rows(num_blocks: int) -> list[Calls]:
         Calls("swap_in", "GB/s", num_bytes, lambda: KERNELS.swap_blocks(host, device, back)),
         Calls("reshape_and_cache", "GB/s", key.nbytes + value.nbytes, write),
     ]
-
-
-def machine(num_threads: int, num_passes: int) -> dict[str, object]:
-    """The machine and the settings of this run."""
-    return {
-        "cpu": cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "threads": num_threads,
-        "runs": num_passes,
-        "cache_bytes": last_level_cache_bytes(),
-        "evicting_bytes": EVICTING_CACHES * last_level_cache_bytes(),
-        "isa": cpu_isa(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "not set"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def measure(sizes: Sizes, *, num_threads: int, num_passes: int) -> list[Calls]:
-    """Measure all rows by turns."""
-    memory = Memory(sizes.memory_bytes, num_threads)
-    rows = [memory.read_calls(), memory.copy_calls()]
-    for name, dtype in DTYPES.items():
-        rows += decode_rows(name, dtype, sizes.context_tokens)
-    rows += block_rows(sizes.num_blocks)
-    rows += prefill_rows(sizes.prefill_tokens)
-    empty = cold_caches(num_threads)
-    call_in_rounds(rows, empty, num_passes=num_passes, num_rounds=sizes.num_rounds)
-    return rows
-
-
-def as_json(rows: list[Calls], described: dict[str, object]) -> dict[str, object]:
-    """The figures of the tables, for programs. ``p99``: the rate that 99 of 100 calls reach."""
-    return {
-        "machine": described,
-        "rows": [
-            {
-                "name": row.name,
-                "unit": row.unit,
-                "p50": round(row.rate().middle, 2),
-                "p50_lowest": round(row.rate().lowest, 2),
-                "p50_highest": round(row.rate().highest, 2),
-                "p99": round(row.quantile(0.01), 2),
-                "best": round(row.quantile(1.0), 2),
-                "per_cpu_s": round(row.best_rate_of_core().middle, 2),
-                "num_samples": row.num_samples,
-            }
-            for row in rows
-        ],
-    }
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description="Measure the CPU kernels.")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, few rounds")
-    parser.add_argument("--runs", type=int, default=1, help="passes over all of it")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/out/attention_cpu.json"))
-    arguments = parser.parse_args(words)
-    torch.manual_seed(0)
-    torch.set_num_threads(arguments.threads)
-    described = machine(arguments.threads, arguments.runs)
-    sizes = QUICK if arguments.quick else Sizes()
-    rows = measure(sizes, num_threads=arguments.threads, num_passes=arguments.runs)
-    print(", ".join(f"{name} {value}" for name, value in described.items()), end="\n\n")
-    print(tables(rows, cpu_isa()), end="\n\n")
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(as_json(rows, described), indent=2) + "\n")
-    print(f"saved to {arguments.json}")
-
-
-def let_torch_sleep() -> None:
-    """Restart this program with OMP_WAIT_POLICY=PASSIVE, so that idle threads of torch sleep.
-
-    Otherwise they would spin after a call, on the cores that the next call needs. OpenMP reads the
-    setting when torch is loaded, so it is too late to set it in this process.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.attention_cpu", *sys.argv[1:]])
-
-
-if __name__ == "__main__":
-    let_torch_sleep()
-    main()

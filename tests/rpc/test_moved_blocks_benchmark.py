@@ -1,4 +1,4 @@
-"""The benchmark of the file tier runs, and writes its figures."""
+"""The benchmarks of moved blocks run, and write their figures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+WAYS = {
+    "block_transfer": ["raw TCP", "plain gRPC", "pushed", "by a client"],
+    "file_tier": ["files alone", "loaded", "written"],
+}
+
+
 @pytest.mark.nightly
-def test_it_measures_each_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("benchmark", WAYS)
+def test_it_measures_each_way(benchmark: str, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.file_tier", "--mebibytes", "1"]
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--mebibytes", "1"]
     done = subprocess.run(
         [*command, "--rounds", "1", "--json", str(out)],
         cwd=ROOT,
@@ -25,5 +32,5 @@ def test_it_measures_each_way(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rates = json.loads(out.read_text())["gb_per_s"]
-    assert list(rates) == ["files alone", "loaded", "written"]
+    assert list(rates) == WAYS[benchmark]
     assert all(len(values) == 1 and values[0] > 0 for values in rates.values())

@@ -1,0 +1,159 @@
+"""Measures how fast blocks get from one data plane to another, beside what the machine could do.
+
+    python -m benchmarks.block_transfer [--mebibytes 64] [--rounds 7] [--json OUT]
+
+The same bytes go by turns, over loopback, between two processes:
+
+    raw TCP        sendall and recv_into, nothing else
+    plain gRPC     a synchronous stream of messages as large as a push's chunks, which are dropped
+    pushed         SendBlocks, from the call to its answer: read from a pool, checksums, written
+    by a client    ReadBlocks here and WriteBlocks there, by a third process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from benchmarks.block_transfer.sinks import by_grpc, by_tcp, grpc_sink, sink, tcp_sink
+from benchmarks.common.block_rates import Rates, report_rates
+from benchmarks.common.planes import BLOCK_BYTES, LAYOUT, planes
+from kvplane import ControlClient, DataClient, Session, Tensor, ops
+from kvplane.wire.protocol import CHANNEL_OPTIONS
+
+POOLS: Final = ("prefill", "decode")
+PUSHES: Final = ("--push-bind", "127.0.0.1:0", "--push-to", "127.0.0.1")
+SEQUENCE: Final = 1
+# What a client reads and writes at a time.
+CLIENT_BYTES: Final = 4 * 1024 * 1024
+
+
+class Mover:
+    """A sequence in the first pool, moved to the second again and again."""
+
+    def __init__(
+        self, sessions: Sequence[Session], clients: Sequence[DataClient], num_blocks: int
+    ) -> None:
+        self._here, self._there = sessions
+        self._source, self._target = clients
+        self._num_blocks = num_blocks
+        self._tokens = [i % 1000 for i in range(num_blocks * LAYOUT.block_size_tokens)]
+
+    async def prefill(self) -> None:
+        """Write the sequence, without attention."""
+        plan = (await self._here.admit(SEQUENCE, self._tokens)).plan
+        shape = (len(self._tokens), 8, 64)
+        key = Tensor("float32", shape, os.urandom(Tensor.size_bytes("float32", shape)))
+        for layer in range(4):
+            answer = await self._source.reshape_and_cache(self._here.grant, plan, layer, key, key)
+        self._here.add_receipt(answer.receipt)
+        await self._here.submit_receipts()
+
+    async def pushed(self) -> float:
+        """Seconds."""
+        plan = await self._admit()
+        ticket = (await self._target.receive_blocks(self._there.grant, plan, SEQUENCE)).ticket
+        begin_s = time.perf_counter()
+        sent = await self._source.send_blocks(self._here.grant, SEQUENCE, ticket)
+        took_s = time.perf_counter() - begin_s
+        await self._free(sent.receipt)
+        return took_s
+
+    async def by_client(self) -> float:
+        """Seconds."""
+        plan = await self._admit()
+        at_once = CLIENT_BYTES // BLOCK_BYTES
+        begin_s = time.perf_counter()
+        for first in range(0, self._num_blocks, at_once):
+            read = await self._source.read_blocks(
+                self._here.grant,
+                SEQUENCE,
+                first_block=first,
+                num_blocks=min(at_once, self._num_blocks - first),
+            )
+            blocks = Tensor.from_proto(read.blocks)
+            written = await self._target.write_blocks(
+                self._there.grant, plan, SEQUENCE, blocks, first_block=first
+            )
+        took_s = time.perf_counter() - begin_s
+        await self._free(written.receipt)
+        return took_s
+
+    async def _admit(self) -> Any:
+        operation = ops.admit(SEQUENCE, self._tokens, skip_prefix_lookup=True)
+        return (await self._there.step([operation])).raise_for_status().plan
+
+    async def _free(self, receipt: Any) -> None:
+        self._there.add_receipt(receipt)
+        plan = (await self._there.free(SEQUENCE)).plan
+        ran = await self._target.copy_blocks(self._there.grant, plan)
+        self._there.add_receipt(ran.receipt)
+        await self._there.submit_receipts()
+
+
+async def measure(address: str, num_blocks: int, num_rounds: int) -> Rates:
+    """All ways by turns."""
+    data = os.urandom(num_blocks * BLOCK_BYTES)
+    async with AsyncExitStack() as stack:
+        tcp_port = stack.enter_context(sink(tcp_sink))
+        grpc_port = stack.enter_context(sink(grpc_sink))
+        connection = socket.create_connection(("127.0.0.1", tcp_port))
+        stack.enter_context(connection)
+        channel = grpc.insecure_channel(f"127.0.0.1:{grpc_port}", [*CHANNEL_OPTIONS])
+        stack.enter_context(channel)
+        control = await stack.enter_async_context(ControlClient(address, timeout_s=60))
+        sessions, clients = [], []
+        for pool_id in POOLS:
+            await control.wait_ready(pool_id, timeout_s=180)
+            session = await control.open_session(pool_id, LAYOUT)
+            sessions.append(await stack.enter_async_context(session))
+            client = DataClient(session.shards[0].address, timeout_s=60)
+            clients.append(await stack.enter_async_context(client))
+        mover = Mover(sessions, clients, num_blocks)
+        await mover.prefill()
+        ways: dict[str, Callable[[], Any]] = {
+            "raw TCP": lambda: asyncio.to_thread(timed, by_tcp, connection, data),
+            "plain gRPC": lambda: asyncio.to_thread(timed, by_grpc, channel, data),
+            "pushed": mover.pushed,
+            "by a client": mover.by_client,
+        }
+        rates: Rates = {name: [] for name in ways}
+        for number in range(num_rounds + 1):
+            for name, move in ways.items():
+                took_s = await move()
+                if number:  # the first round is a warm-up
+                    rates[name].append(len(data) / took_s / 1e9)
+    return rates
+
+
+def timed(move: Callable[..., None], *arguments: Any) -> float:
+    """Seconds that a call takes."""
+    begin_s = time.perf_counter()
+    move(*arguments)
+    return time.perf_counter() - begin_s
+
+
+def of_raw_tcp(rates: Rates, median: float) -> str:
+    """The median as a share of raw TCP's."""
+    return f"{median / statistics.median(rates['raw TCP']):.0%}"
+
+
+def main() -> None:
+    def run(folder: Path, num_blocks: int, num_rounds: int) -> Rates:
+        with planes(folder, num_blocks, POOLS, *PUSHES) as address:
+            return asyncio.run(measure(address, num_blocks, num_rounds))
+
+    report_rates(__doc__, run, "of raw TCP", of_raw_tcp, num_rounds=7)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What the machine could do: bytes to another process by TCP alone, and by gRPC alone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+
+from data_plane.server.push.chunks import CHUNK_BYTES
+from kvplane.v1 import push_pb2, push_pb2_grpc
+from kvplane.wire.protocol import MAX_MESSAGE_BYTES
+
+
+def tcp_sink(pipe: Connection) -> None:
+    """Take what comes, and answer with a byte each time that the number told before has come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pipe.send(server.getsockname()[1])
+        connection, _ = server.accept()
+        with connection:
+            while header := connection.recv(8, socket.MSG_WAITALL):
+                buffer = memoryview(bytearray(int.from_bytes(header, "little")))
+                while buffer:
+                    buffer = buffer[connection.recv_into(buffer) :]
+                connection.sendall(b"!")
+
+
+class _Drop(push_pb2_grpc.BlockPushServiceServicer):
+    def PushBlocks(self, request_iterator: Iterator[Any], context: Any) -> Any:
+        return push_pb2.PushBlocksResponse(num_bytes=sum(1 for _ in request_iterator))
+
+
+def grpc_sink(pipe: Connection) -> None:
+    """Take messages and drop them, until the pipe has something."""
+    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    server = grpc.server(ThreadPoolExecutor(1), options=options)
+    push_pb2_grpc.add_BlockPushServiceServicer_to_server(_Drop(), server)
+    pipe.send(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    pipe.recv()
+    server.stop(0).wait()
+
+
+@contextmanager
+def sink(take: Callable[[Connection], None]) -> Iterator[int]:
+    """A process that takes bytes; its port."""
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=take, args=(there,), daemon=True)
+    process.start()
+    yield here.recv()
+    here.send("end")
+    process.join(10)
+    process.kill()
+
+
+def by_tcp(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(len(data).to_bytes(8, "little"))
+    connection.sendall(data)
+    connection.recv(1)
+
+
+def by_grpc(channel: grpc.Channel, data: bytes) -> None:
+    view = memoryview(data)
+    chunks = (
+        push_pb2.PushBlocksRequest(
+            chunk=push_pb2.BlockChunk(data=bytes(view[at : at + CHUNK_BYTES]))
+        )
+        for at in range(0, len(data), CHUNK_BYTES)
+    )
+    push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks(chunks)
