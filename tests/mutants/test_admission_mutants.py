@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from admission_checker import CASES, SLOW, starved
 from admission_world import CONFIG
+from patched_faults import load
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"admission_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HERE = Path(__file__).parent
-FAULTS = _load(HERE / "admission" / "faults.py")
+FAULTS = load("mutants/admission/faults.py")
 BEHAVIOURS = [
     function
     for part in ("line", "turns", "yielding")
-    for name, function in vars(
-        _load(HERE.parent / "unit" / "admission" / f"test_admission_{part}.py")
-    ).items()
+    for name, function in vars(load(f"unit/admission/test_admission_{part}.py")).items()
     if name.startswith("test_") and not inspect.signature(function).parameters
 ]
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from native_programs import SOURCES, cmake
+from patched_faults import load
 from warm_pytest import TESTS_FAILED, run_pytest
 
 ROOT = Path(__file__).parents[2]
@@ -27,18 +26,7 @@ GROUP_TESTS = {
 }
 
 
-def _load_mutants() -> ModuleType:
-    path = Path(__file__).parent / "blocks" / "block_mutants.py"
-    spec = importlib.util.spec_from_file_location("block_mutants", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-MUTANTS = _load_mutants()
+MUTANTS = load("mutants/blocks/block_mutants.py")
 
 
 class Build:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from core_machine import CoreMachine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from patched_faults import load
 
 from kvplane.errors import KvplaneError
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def _load_faults() -> ModuleType:
-    path = Path(__file__).parent / "core" / "faults.py"
-    spec = importlib.util.spec_from_file_location("core_faults", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = _load_faults()
+FAULTS = load("mutants/core/faults.py")
 
 
 @pytest.mark.parametrize("fault", FAULTS.QUICK, ids=lambda f: f.__name__)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc.aio
 import pytest
+from patched_faults import load
 
 from control_plane.planning.pools import ahead
 from control_plane.planning.pools import digests as of_control
@@ -27,21 +25,8 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.wire import block_digests as wire
 
-
-def _load(path: str) -> ModuleType:
-    """The tests of a file."""
-    file = Path(__file__).parents[1] / path
-    spec = importlib.util.spec_from_file_location(f"of_digests_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-TESTS = _load("unit/registration/test_digests.py")
-ON_SOCKETS = _load("rpc/test_reports_ahead.py")
+TESTS = load("unit/registration/test_digests.py")
+ON_SOCKETS = load("rpc/test_reports_ahead.py")
 NOTICED_WITHIN_S = 2.0
 
 

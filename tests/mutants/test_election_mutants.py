@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from etcd_cluster import EtcdCluster
+from patched_faults import Run, assert_noticed, load
 
 from control_plane.server.election import file_elector
 from control_plane.server.election.etcd_elector import EtcdElector
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.server import ControlPlaneServer
-from kvplane.errors import KvplaneError
 
-
-def _load_tests() -> ModuleType:
-    path = Path(__file__).parents[1] / "rpc" / "test_elections.py"
-    spec = importlib.util.spec_from_file_location("elections", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TESTS = _load_tests()
-Run = Callable[[Path, pytest.MonkeyPatch], None]
+TESTS = load("rpc/test_elections.py")
 
 
 def incarnations_from_the_clock(patch: pytest.MonkeyPatch) -> None:
@@ -147,10 +133,4 @@ NOTICED_BY = {
 def test_a_fault_of_elections_is_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("sound", "faulty"):
-        (tmp_path / name).mkdir()
-    with monkeypatch.context() as patch:
-        NOTICED_BY[fault](tmp_path / "sound", patch)
-    fault(monkeypatch)
-    with pytest.raises((AssertionError, TimeoutError, KvplaneError, pytest.fail.Exception)):
-        NOTICED_BY[fault](tmp_path / "faulty", monkeypatch)
+    assert_noticed(fault, NOTICED_BY[fault], monkeypatch, tmp_path)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from patched_faults import Run, assert_noticed, load
 
 from control_plane.planning.pools import file_forgets
 from control_plane.planning.pools.file_forgets import FileForgets
@@ -22,27 +21,12 @@ from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.server.files import tier, writer
 from data_plane.server.files.tier import FileTier
 from data_plane.server.files.writer import FileWriter
-from kvplane.errors import KvplaneError
 from kvplane.v1 import control_pb2
 
-Run = Callable[[Path, pytest.MonkeyPatch], None]
-
-
-def _load(path: str) -> ModuleType:
-    """The tests of a file."""
-    file = Path(__file__).parents[1] / path
-    spec = importlib.util.spec_from_file_location(f"of_files_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FILES = _load("unit/files/test_block_files.py")
-REUSED = _load("unit/plans/test_reused_blocks.py")
-FORGETS = _load("unit/registration/test_file_forgets.py")
-TIER = _load("rpc/test_file_tier.py")
+FILES = load("unit/files/test_block_files.py")
+REUSED = load("unit/plans/test_reused_blocks.py")
+FORGETS = load("unit/registration/test_file_forgets.py")
+TIER = load("rpc/test_file_tier.py")
 TIER.PATIENCE_S = 5.0
 
 
@@ -297,22 +281,10 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     ),
     prefixes_that_wait_are_not_bounded: unit(REUSED.test_what_waits_is_bounded),
 }
-ERRORS = (AssertionError, KvplaneError, TimeoutError, KeyError, IndexError, pytest.fail.Exception)
-_SOUND: set[Run] = set()
 
 
 @pytest.mark.parametrize("fault", NOTICED_BY, ids=lambda fault: fault.__name__)
 def test_a_fault_of_the_file_tier_is_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sound, faulty = tmp_path / "sound", tmp_path / "faulty"
-    sound.mkdir()
-    faulty.mkdir()
-    run = NOTICED_BY[fault]
-    if run not in _SOUND:
-        with monkeypatch.context() as patch:
-            run(sound, patch)
-        _SOUND.add(run)
-    fault(monkeypatch)
-    with monkeypatch.context() as patch, pytest.raises(ERRORS):
-        run(faulty, patch)
+    assert_noticed(fault, NOTICED_BY[fault], monkeypatch, tmp_path)

@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from patched_faults import load
 from plane_cache_checks import greedy_with_padding
 
 from kvplane.errors import InvalidRequestError
@@ -18,18 +16,7 @@ from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from tests.models.tiny_models import tiny_model
 
-
-def _load_faults() -> ModuleType:
-    path = Path(__file__).parent / "latents" / "faults.py"
-    spec = importlib.util.spec_from_file_location("latent_faults", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = _load_faults().FAULTS
+FAULTS = load("mutants/latents/faults.py").FAULTS
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 

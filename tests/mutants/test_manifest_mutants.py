@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+from patched_faults import load
 
-
-def _load_tests() -> ModuleType:
-    path = Path(__file__).parents[1] / "unit" / "test_kubernetes_files.py"
-    spec = importlib.util.spec_from_file_location("kubernetes_files", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TESTS = _load_tests()
+TESTS = load("unit/test_kubernetes_files.py")
 
 
 class Fault(NamedTuple):

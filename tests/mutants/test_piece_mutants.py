@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from patched_faults import load
 
 TIMEOUT_S = 30.0
 # What a test that has parameters is given.
@@ -18,19 +16,9 @@ ARGUMENTS = {
 }
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"mutated_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HERE = Path(__file__).parent
-FAULTS = _load(HERE / "core" / "piece_faults.py")
-CORE = _load(HERE.parent / "unit" / "core" / "test_core_pieces.py")
-LANE = _load(HERE.parent / "unit" / "planning" / "test_request_lane.py")
+FAULTS = load("mutants/core/piece_faults.py")
+CORE = load("unit/core/test_core_pieces.py")
+LANE = load("unit/planning/test_request_lane.py")
 
 
 @pytest.mark.parametrize("fault", FAULTS.CORE, ids=lambda fault: fault.__name__)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import Any
 
 import pytest
+from patched_faults import load
 
 from control_plane.planning.steps import plain_steps
 
@@ -35,17 +34,7 @@ FAULTS = {
 }
 
 
-def _load_tests() -> ModuleType:
-    path = Path(__file__).parents[1] / "unit" / "core" / "test_plain_steps.py"
-    spec = importlib.util.spec_from_file_location("plain_steps_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TESTS = _load_tests()
+TESTS = load("unit/core/test_plain_steps.py")
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from patched_faults import load
 from plane_cache_checks import Check, tiny_llama
 from transformers import PreTrainedModel
 
 from kvplane.transformers import close_planes
 
-
-def _load_faults() -> ModuleType:
-    path = Path(__file__).parent / "plane_cache" / "faults.py"
-    spec = importlib.util.spec_from_file_location("plane_cache_faults", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = _load_faults()
+FAULTS = load("mutants/plane_cache/faults.py")
 CASES = [(fault, check) for fault, found in FAULTS.CAUGHT_BY.items() for check in found]
 
 

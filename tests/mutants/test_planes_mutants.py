@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from patched_faults import load
 from planes_machine import PlanesMachine
 
 from kvplane.errors import KvplaneError
@@ -17,17 +15,7 @@ from kvplane.errors import KvplaneError
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def _load_faults() -> ModuleType:
-    path = Path(__file__).parent / "planes" / "faults.py"
-    spec = importlib.util.spec_from_file_location("planes_faults", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = _load_faults()
+FAULTS = load("mutants/planes/faults.py")
 
 
 @pytest.mark.parametrize("fault", FAULTS.QUICK, ids=lambda f: f.__name__)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import xxhash
+from patched_faults import Run, load
+from patched_faults import assert_noticed as assert_patch_noticed
 from source_faults import Fault, assert_noticed
 from two_pools import two_pools
 
@@ -24,27 +24,13 @@ from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender
 from data_plane.server.push.tickets import Ticket, Tickets
 from kvplane import PrefixMover
-from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.identity import Gate
 from kvplane.v1.push_pb2 import PushBlocksResponse
 
-Run = Callable[[Path, pytest.MonkeyPatch], None]
-
-
-def _load(path: str) -> ModuleType:
-    """The tests of a file."""
-    file = Path(__file__).parents[1] / path
-    spec = importlib.util.spec_from_file_location(f"of_pushes_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PUSHES = _load("rpc/test_pushes.py")
-ACCESS = _load("rpc/test_push_access.py")
-TICKETS = _load("unit/executor/test_tickets.py")
+PUSHES = load("rpc/test_pushes.py")
+ACCESS = load("rpc/test_push_access.py")
+TICKETS = load("unit/executor/test_tickets.py")
 
 
 def checksums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -242,25 +228,13 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     ),
     anybody_pushes: over_tls,
 }
-ERRORS = (AssertionError, KvplaneError, TimeoutError, KeyError, pytest.fail.Exception)
-_SOUND: set[Run] = set()
 
 
 @pytest.mark.parametrize("fault", NOTICED_BY, ids=lambda fault: fault.__name__)
 def test_a_fault_of_pushes_is_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sound, faulty = tmp_path / "sound", tmp_path / "faulty"
-    sound.mkdir()
-    faulty.mkdir()
-    run = NOTICED_BY[fault]
-    if run not in _SOUND:
-        with monkeypatch.context() as patch:
-            run(sound, patch)
-        _SOUND.add(run)
-    fault(monkeypatch)
-    with monkeypatch.context() as patch, pytest.raises(ERRORS):
-        run(faulty, patch)
+    assert_patch_noticed(fault, NOTICED_BY[fault], monkeypatch, tmp_path)
 
 
 RECEIVER = "data_plane/server/push/receiver.py"

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from patched_faults import load
 
 from kvplane.ray import placement, supervisor
 from kvplane.ray.placement import FleetShape
 
-
-def _load_tests() -> ModuleType:
-    path = Path(__file__).parents[1] / "unit" / "client" / "test_ray_placement.py"
-    spec = importlib.util.spec_from_file_location("ray_placement", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.WAIT_S = 2.0  # what a fault does not do, it does not do later
-    return module
-
-
-TESTS = _load_tests()
+TESTS = load("unit/client/test_ray_placement.py")
+TESTS.WAIT_S = 2.0  # what a fault does not do, it does not do later
 
 
 def shards_have_the_same_index(patch: pytest.MonkeyPatch) -> None:

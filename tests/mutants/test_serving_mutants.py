@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from engine_harness import LLAMA, save_model
+from patched_faults import load
 
 TIMEOUT_S = 3.0  # of tests that take a fraction of it; some faults show as waiting for ever
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"serving_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HERE = Path(__file__).parent
-FAULTS = _load(HERE / "serving" / "faults.py")
-TESTS = _load(HERE.parent / "unit" / "engine" / "test_engine_worker.py")
+FAULTS = load("mutants/serving/faults.py")
+TESTS = load("unit/engine/test_engine_worker.py")
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from patched_faults import load
 
 from control_plane.planning import core, silent_shards
 from control_plane.planning.pools.pool import Pool
@@ -21,26 +19,10 @@ from kvplane.clients import sharded_execution
 from kvplane.errors import KvplaneError
 from kvplane.shard import QueryHeads
 
-
-def _load(path: str) -> ModuleType:
-    """The tests of a file."""
-    file = Path(__file__).parents[1] / path
-    sys.path.insert(0, str(file.parent))  # of what it imports beside it
-    try:
-        spec = importlib.util.spec_from_file_location(f"of_shards_{file.stem}", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(file.parent))
-    return module
-
-
-SILENT = _load("unit/registration/test_silent_shards.py")
-SHARDS = _load("unit/registration/test_shards.py")
-EXECUTION = _load("rpc/test_sharded_execution.py")
-PARTS = _load("models/test_model_parts.py")
+SILENT = load("unit/registration/test_silent_shards.py")
+SHARDS = load("unit/registration/test_shards.py")
+EXECUTION = load("rpc/test_sharded_execution.py")
+PARTS = load("models/test_model_parts.py")
 
 
 def long_plans_are_lost(patch: pytest.MonkeyPatch) -> None:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from patched_faults import load
 
 from control_plane.planning.pools.pool import Pool
 
-
-def _load_tests() -> ModuleType:
-    path = Path(__file__).parents[1] / "unit" / "core" / "test_withdrawals.py"
-    spec = importlib.util.spec_from_file_location("withdrawals", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TESTS = _load_tests()
+TESTS = load("unit/core/test_withdrawals.py")
 
 
 def never_sent(patch: pytest.MonkeyPatch) -> None:
