@@ -212,7 +212,7 @@ void store(const float* row, int64_t count, Dtype dtype, void* destination) {
 
 // Into the second-level cache. One core has few buffers for lines on their way to its first-level
 // cache, and their number times a line, each memory latency, is all that prefetches into that one
-// can bring: 11 GB/s on an AMD EPYC (Zen 4) that brings 18 into the second.
+// can bring; the second level has more buffers.
 KVPLANE_INLINE void prefetch_line(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 // Prefetches rows a few at a time, between pieces of work: prefetching all at once would fill the
