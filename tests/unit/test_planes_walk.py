@@ -4,14 +4,56 @@ it is over the whole pool can be had. See ``planes_machine``.
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from planes_engine import Engine
+from planes_known import HOST
 from planes_machine import PlanesMachine
+from planes_values import BLOCK
+from planes_world import LEASE_S, World
+
+from kvplane import ops
 
 
 def test_no_engine_sees_what_is_not_its_own() -> None:
     walk(max_examples=80, derandomize=True)
+
+
+def test_the_walk_knows_what_the_line_took() -> None:
+    """A swap-in waits for blocks, so an idle sequence of another session is cut."""
+    machine = PlanesMachine()
+    machine.rng = Random(0)
+    machine.world = world = World(
+        num_shards=1, by_layers=False, num_device=4, num_host=2, watermark=0.0
+    )
+    holder, waiter = machine.engines = [
+        Engine(world, world.control, (name, "")) for name in ("ann", "bob")
+    ]
+    for engine, *operations in (
+        (waiter, ops.admit(1, [0] * BLOCK)),
+        (waiter, ops.swap_out([1])),
+        (holder, ops.admit(2, [1] * 4 * BLOCK)),
+        (waiter, ops.swap_in([1])),
+    ):
+        engine.step(*operations)
+        engine.run_all()
+        engine.submit()
+    assert waiter.sequences[1].tier == HOST
+    for _ in range(3):
+        world.clock.now += LEASE_S * 0.4
+        for engine in machine.engines:
+            engine.control.core.renew_session(engine.ref, engine.tenant)
+        world.control.core.tick()
+    holder.check()
+    assert 2 in holder.sequences, "it was not told yet"
+    holder.step(ops.append(2, [0], 1, first_position=4 * BLOCK))
+    assert holder.cut == {2}
+    assert not holder.sequences
+    machine.all_is_sound()
+    machine.teardown()
 
 
 @pytest.mark.nightly

@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 from planes_keys import why_lost
-from planes_known import DEVICE, HOST, Known, LayerCall, Made, Sent, ShardRun, Span, deferred_of
+from planes_known import (
+    DEVICE,
+    HOST,
+    Known,
+    LayerCall,
+    Made,
+    Sent,
+    ShardRun,
+    Span,
+    deferred_of,
+    extend,
+    untold_cuts,
+)  # fmt: skip
 from planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
@@ -54,6 +66,7 @@ class Engine:
         self.num_restarts = control.num_restarts
         self.number = 0
         self.sequences: dict[int, Known] = {}
+        self.cut: set[int] = set()  # the line took these, and their ids were not used since
         self.sent: list[Sent] = []
         self.unanswered: Sent | None = None
         self.given_up: list[Sent] = []
@@ -228,7 +241,9 @@ class Engine:
         """The control plane knows what this engine believes."""
         if self.ended or self.unanswered is not None or self.id not in self.control.core._sessions:
             return
-        for state in self._states(sorted(self.sequences)):
+        for state in self._states(
+            sorted(self.sequences.keys() - untold_cuts(self.control.core, self.id))
+        ):
             known = self.sequences[state.sequence_id]
             assert state.admitted_by == known.admitted_by
             assert state.num_tokens == known.num_known
@@ -238,6 +253,10 @@ class Engine:
     def _believe_all(self, sent: Sent) -> None:
         request, answer = sent.request, getattr(sent.answer, "result", sent.answer)  # a step's
         self._believe_past(request)
+        if sent.method == "step":
+            for i in columns.read(INT64, answer.news.cut_sequence_ids, ""):
+                self.world.happened["sequences cut"] += self.sequences.pop(i, None) is not None
+                self.cut.add(i)
         if sent.method in ("abort_plan", "resync"):
             self._believe_states(answer.sequences)
         if sent.method == "step":
@@ -265,54 +284,34 @@ class Engine:
             scheduled = done.num_cached_tokens + done.num_scheduled_tokens
             known = Known(number, tokens, len(tokens), scheduled)
             self.sequences[operation.admit.sequence_id] = known
+            self.cut.discard(operation.admit.sequence_id)
             self.world.happened["tokens found cached"] += done.num_cached_tokens
         elif kind == "append":
-            self._believe_append(operation.append, failed)
+            extend(self.sequences, operation.append, failed)
         elif kind == "fork":
             parents = columns.read(INT64, operation.fork.parent_sequence_ids, "")
             ids = columns.read(INT64, operation.fork.sequence_ids, "")
             for item, (parent, i) in enumerate(zip(parents, ids, strict=True)):
                 if item not in failed:
                     of = self.sequences[parent]
+                    self.cut.discard(i)
                     self.sequences[i] = Known(
                         number, list(of.tokens), of.num_known, of.num_scheduled, of.tier
                     )
         elif kind == "free":
             for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "")):
                 if item not in failed:
-                    del self.sequences[i]
+                    assert i in self.sequences or i in self.cut
+                    self.sequences.pop(i, None)
+                    self.cut.discard(i)
         else:
             for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, ""):
                 self.sequences[i].tier = HOST if kind == "swap_out" else DEVICE
 
-    def _believe_append(self, append: cpb.Append, failed: set[int]) -> None:
-        token_ids, begin = list(columns.read(INT32, append.token_ids, "")), 0
-        items = zip(
-            columns.read(INT64, append.sequence_ids, ""),
-            columns.read(INT64, append.first_positions, ""),
-            columns.read(INT32, append.num_slots, ""),
-            columns.read(INT32, append.num_tokens, ""),
-            strict=True,
-        )
-        for item, (i, first, slots, num_tokens) in enumerate(items):
-            tokens, begin = token_ids[begin : begin + num_tokens], begin + num_tokens
-            known = self.sequences.get(i)
-            if known is None or first != known.num_scheduled:
-                assert item in failed, "an append at another position was done"
-            if item in failed:
-                continue
-            assert known is not None
-            end = known.num_known + num_tokens
-            known.tokens[known.num_known : end] = tokens
-            known.num_known = end
-            known.num_scheduled += slots
-            # Tokens of slots beyond those known: this engine knows them first.
-            while len(known.tokens) < known.num_scheduled:
-                known.tokens.append(len(known.tokens) % 3)
-
     def _believe_states(self, message: cpb.SequenceStates) -> None:
         states = sequence_states(message)
-        assert [state.sequence_id for state in states] == sorted(self.sequences)
+        live = self.sequences.keys() - untold_cuts(self.control.core, self.id)
+        assert [state.sequence_id for state in states] == sorted(live)
         for state in states:
             known = self.sequences[state.sequence_id]
             reached = state.num_tokens, state.num_scheduled_tokens

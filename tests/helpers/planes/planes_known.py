@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from planes_values import Values
-from planes_world import DataProcess
+from planes_world import POOL, DataProcess
 
+from control_plane.planning.core import ControlPlane
 from kvplane.errors import KvplaneError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -60,6 +61,42 @@ def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
             strict=True,
         )
     ]
+
+
+def untold_cuts(core: ControlPlane, session_id: int) -> set[int]:
+    """Sequences that the line took from a session, which the next answer to its steps tells."""
+    sharing = core._sharing.get(POOL)
+    member = sharing.members.get(session_id) if sharing is not None else None
+    if member is None or member.news is None:
+        return set()
+    return set(columns.read(INT64, member.news.cut_sequence_ids, ""))
+
+
+def extend(sequences: dict[int, Known], append: cpb.Append, failed: set[int]) -> None:
+    """Believe the answer to an append. ``failed``: items that were refused."""
+    token_ids, begin = list(columns.read(INT32, append.token_ids, "")), 0
+    items = zip(
+        columns.read(INT64, append.sequence_ids, ""),
+        columns.read(INT64, append.first_positions, ""),
+        columns.read(INT32, append.num_slots, ""),
+        columns.read(INT32, append.num_tokens, ""),
+        strict=True,
+    )
+    for item, (i, first, slots, num_tokens) in enumerate(items):
+        tokens, begin = token_ids[begin : begin + num_tokens], begin + num_tokens
+        known = sequences.get(i)
+        if known is None or first != known.num_scheduled:
+            assert item in failed, "an append at another position was done"
+        if item in failed:
+            continue
+        assert known is not None
+        end = known.num_known + num_tokens
+        known.tokens[known.num_known : end] = tokens
+        known.num_known = end
+        known.num_scheduled += slots
+        # Tokens of slots beyond those known: this engine knows them first.
+        while len(known.tokens) < known.num_scheduled:
+            known.tokens.append(len(known.tokens) % 3)
 
 
 @dataclass

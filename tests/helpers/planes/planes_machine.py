@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from planes_duplicates import LateDuplicates
 from planes_engine import Engine
-from planes_known import DEVICE, Known, deferred_of
+from planes_known import DEVICE, Known, deferred_of, untold_cuts
 from planes_values import BLOCK, NUM_HEADS, NUM_LAYERS
 from planes_world import LEASE_S, POOL, ControlProcess, World, wire
 
@@ -130,7 +130,10 @@ class PlanesMachine(LateDuplicates):
             return
         old = self.rng.choice(engine.old_tokens[-5:])
         are_of_others = []
+        cut = engine.cut | untold_cuts(engine.control.core, engine.id)
         for i, admitted_by, first, tokens in deferred_of(old):
+            if i in cut:
+                continue  # what comes of a sequence that was cut is passed over
             known = engine.sequences.get(i)
             are_of_others.append(known is None or known.admitted_by != admitted_by)
             if not are_of_others[-1] and known is not None:
