@@ -31,6 +31,7 @@ from kvplane.serving.http_server import HttpServer
 from kvplane.serving.observability import logs
 from kvplane.serving.server import Server
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
+from kvplane.transport.renewed import RenewedClientContext
 
 _LOGGER: Final = logging.getLogger("router")
 _CONNECT_TIMEOUT_S: Final = 5.0
@@ -130,8 +131,12 @@ async def _serve_gateways(
 def _client(config: RouterConfig) -> httpx2.AsyncClient:
     """Raises InvalidRequestError when the authority's file cannot be read."""
     try:
-        context = ssl.create_default_context(cafile=config.engine_ca)
-    except (OSError, ssl.SSLError) as error:
+        context: ssl.SSLContext = (
+            RenewedClientContext(config.engine_ca)
+            if config.engine_ca is not None
+            else ssl.create_default_context()
+        )
+    except OSError as error:
         raise InvalidRequestError(f"cannot be read: {error}", field="engine_ca") from error
     return httpx2.AsyncClient(
         verify=context,

@@ -33,6 +33,19 @@ FAULTS = {
     "connections_keep_the_first_context": Fault(
         "kvplane/transport/renewed.py", "    context.sni_callback = renew\n", "", TESTS
     ),
+    "a_router_keeps_the_first_authority": Fault(
+        "kvplane/transport/renewed.py",
+        "return self._renewed.get().wrap_bio(",
+        "return self._renewed._value.wrap_bio(",
+        TESTS,
+    ),
+    "a_router_trusts_former_authorities": Fault(
+        "kvplane/transport/renewed.py",
+        "self._renewed = Renewed(lambda: ssl.create_default_context(cafile=ca), [ca])",
+        "kept = ssl.create_default_context()\n"
+        "        self._renewed = Renewed(lambda: kept.load_verify_locations(ca) or kept, [ca])",
+        TESTS,
+    ),
 }
 
 

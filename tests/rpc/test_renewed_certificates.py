@@ -10,16 +10,21 @@ import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from sdk_peers import interceptor
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, TlsOptions
+from kvplane.errors import InvalidRequestError
+from kvplane.router.config import RouterConfig
+from kvplane.router.program import _client
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
@@ -28,6 +33,7 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 
 NAME = "localhost"
+ENGINE = f"https://{NAME}:1=pool"
 
 
 class Authority:
@@ -171,16 +177,14 @@ async def test_the_next_connection_has_the_new_certificate_and_streams_go_on(
         stream.cancel()
 
 
-async def test_an_http_server_too(
-    authority: Authority, pairs: list[tuple[bytes, bytes]], files: Files, tmp_path: Path
-) -> None:
-    """Of the router and the engine."""
+@asynccontextmanager
+async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
+    """As the router and the engine serve; its address."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    port_file = tmp_path / "port"
     server = HttpServer(
         app,
         "127.0.0.1:0",
@@ -193,12 +197,53 @@ async def test_an_http_server_too(
     async with asyncio.timeout(20):
         while not port_file.exists():
             await asyncio.sleep(0.01)
-    address = f"127.0.0.1:{port_file.read_text().strip()}"
-    for pair, name in zip(pairs, ("first", "second"), strict=True):
-        files.put(pair)
-        assert await shown(authority, address) == name
-    server.should_exit = True
-    await serving
+    try:
+        yield f"127.0.0.1:{port_file.read_text().strip()}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def test_an_http_server_too(
+    authority: Authority, pairs: list[tuple[bytes, bytes]], files: Files, tmp_path: Path
+) -> None:
+    async with http_server(files, tmp_path / "port") as address:
+        for pair, name in zip(pairs, ("first", "second"), strict=True):
+            files.put(pair)
+            assert await shown(authority, address) == name
+
+
+async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
+    authority: Authority, files: Files, tmp_path: Path
+) -> None:
+    other = Authority(tmp_path / "other")
+    own_ca = tmp_path / "own.pem"
+    own_ca.write_bytes(authority.ca.read_bytes())
+    config = RouterConfig(engine=ENGINE, engine_ca=own_ca)
+    async with http_server(files, tmp_path / "port") as address, _client(config) as client:
+
+        async def is_trusted() -> bool:
+            _, _, port = address.rpartition(":")
+            try:
+                url = f"https://{NAME}:{port}/"
+                await client.get(url, headers={"connection": "close"})  # the next has its own
+            except httpx2.ConnectError:
+                return False
+            return True
+
+        assert await is_trusted()
+        files.put(other.sign("other"))
+        assert not await is_trusted()
+        for content, expected in (
+            (other.ca.read_bytes(), True),
+            (b"", True),  # what is wrong changes nothing
+            (authority.ca.read_bytes(), False),
+            (authority.ca.read_bytes() + other.ca.read_bytes(), True),
+        ):
+            own_ca.write_bytes(content)
+            assert await is_trusted() is expected
+    with pytest.raises(InvalidRequestError):
+        _client(RouterConfig(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
 
 
 class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer):
