@@ -366,6 +366,14 @@ class ControlPlane:
         pool = self._pool(pool_id)
         return pool.info(sum(pool.native.num_sequences(s.slot) for s in self._sessions_of(pool)))
 
+    def rotate_key(self, request: cpb.RotateKeyRequest) -> cpb.RotateKeyResponse:
+        """Replace a pool's key, or say how far that is. Raises PoolNotFoundError, and
+        InvalidRequestError for a key that there was not.
+        """
+        pool, now_s = self._pool(request.pool_id), self._clock()
+        pool.set_time(now_s)
+        return self._registration.replace_key(pool, request.key_number, now_s)
+
     def list_sessions(
         self, request: cpb.ListSessionsRequest, tenant: str
     ) -> cpb.ListSessionsResponse:

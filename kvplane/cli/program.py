@@ -80,7 +80,7 @@ def _command(run: Callable[..., Coroutine[Any, Any, int]]) -> Callable[..., Any]
     def call(*arguments: Any, **options: Any) -> None:
         sys.exit(asyncio.run(run(*arguments, **options)))
 
-    return cli.command(name=run.__name__)(click.pass_obj(call))
+    return cli.command(name=run.__name__.replace("_", "-"))(click.pass_obj(call))
 
 
 _with_pool = click.option("--pool", default="", help="The pool; needed where there are several.")
@@ -113,6 +113,16 @@ async def sessions(context: Context, pool: str) -> int:
 async def sequences(context: Context, session: int, pool: str) -> int:
     """The sequences of SESSION; exit code 1 if it is not open."""
     return await of_pools.sequences(context, session, pool)
+
+
+@_command
+@_with_pool
+@click.option("--wait-s", default=10.0, type=click.FloatRange(min=0), help="Until it is done.")
+async def rotate_key(context: Context, pool: str, wait_s: float) -> int:
+    """Replace the key that signs a pool's plans, at once; exit code 1 if data planes still take
+    the former one after --wait-s.
+    """
+    return await of_pools.rotate_key(context, pool, wait_s)
 
 
 @_command

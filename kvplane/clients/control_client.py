@@ -96,6 +96,19 @@ class ControlClient:
         )
         return list(response.sessions)
 
+    async def rotate_key(
+        self, pool_id: str, key_number: int = 0, *, timeout_s: float | None = None
+    ) -> pb.RotateKeyResponse:
+        """Replace the key that signs a pool's plans. With the answer's ``key_number`` it begins
+        nothing, and says whether that is done. Raises PoolNotFoundError, and InvalidRequestError
+        for a number that this control plane has not told.
+        """
+        request = pb.RotateKeyRequest(pool_id=pool_id, key_number=key_number)
+        response: pb.RotateKeyResponse = await self._connection.call(
+            self._stub.RotateKey, request, timeout_s
+        )
+        return response
+
     async def wait_ready(
         self, pool_id: str, timeout_s: float | None = None
     ) -> pb.DescribePoolResponse:

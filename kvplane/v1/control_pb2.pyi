@@ -894,6 +894,24 @@ class SequenceStates(_message.Message):
     tiers: bytes
     def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_scheduled_tokens: _Optional[bytes] = ..., num_written_tokens: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
 
+class RotateKeyRequest(_message.Message):
+    __slots__ = ("pool_id", "key_number")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    key_number: int
+    def __init__(self, pool_id: _Optional[str] = ..., key_number: _Optional[int] = ...) -> None: ...
+
+class RotateKeyResponse(_message.Message):
+    __slots__ = ("key_number", "done", "unconfirmed_shards")
+    KEY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    UNCONFIRMED_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    key_number: int
+    done: bool
+    unconfirmed_shards: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key_number: _Optional[int] = ..., done: bool = ..., unconfirmed_shards: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class RegisterRequest(_message.Message):
     __slots__ = ("hello", "report", "heartbeat", "fence_done", "digests", "files_forgotten", "keys_held")
     HELLO_FIELD_NUMBER: _ClassVar[int]

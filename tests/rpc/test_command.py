@@ -108,6 +108,18 @@ async def test_bench_makes_traffic_and_lookup_explain_retain_and_forget_find_its
     assert (await command("forget", "--all-of", "tenant")).code == 0
 
 
+async def test_a_key_is_replaced(command: Command, planes: Any) -> None:
+    control, data = planes
+    keys = control.core._pools[POOL_ID].keys
+    former = keys.present_id
+    (row,) = (await command("--json", "rotate-key", "--wait-s", "20")).rows
+    assert (row["done"], row["waits_for_shards"]) == (True, "")
+    assert data.executor.keys.id == keys.present_id != former
+    await data.stop()
+    done = await command("--json", "rotate-key", "--wait-s", "0.3")
+    assert (done.code, done.rows[0]["done"], done.rows[0]["waits_for_shards"]) == (1, False, "0")
+
+
 async def test_sessions_and_their_sequences_are_listed(command: Command, planes: Any) -> None:
     control, data = planes
     assert (await command("--json", "sessions")).rows == []

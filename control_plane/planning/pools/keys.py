@@ -38,6 +38,7 @@ class PoolKeys:
         self.since_s: float | None = None  # when the present one began to sign, once that is known
         self.step_s: float | None = None  # when the present step of a rotation began
         self.is_late = False  # that was logged
+        self.is_due = False  # an operator wants another one, whatever its age
         self._former: dict[int, bytes] = {}  # by number, the newest first
 
     @property
@@ -57,6 +58,7 @@ class PoolKeys:
 
     def make_next(self) -> None:
         """Make a key to be offered. There is none yet."""
+        self.is_due = False
         self.next = self._new_key()
 
     def switch(self) -> None:

@@ -63,6 +63,7 @@ class Registration:
         self._end_sessions = end_sessions
         self._rotation = KeyRotation(config.key_lifetime_s, sessions_of)
         self.rotate = self._rotation.tick
+        self.replace_key = self._rotation.replace
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
         self._working: set[Pool] = set()  # have work that is done in pieces
         self._announcing: set[Pool] = set()  # have something to announce

@@ -47,12 +47,28 @@ class KeyRotation:
         if keys.step_s is not None:
             if now_s - keys.step_s >= _LONG_S:
                 self._is_late(pool, f"shards {unconfirmed(pool)}")
-        elif self._lifetime_s and now_s - keys.since_s >= self._lifetime_s:
+        elif keys.is_due or (self._lifetime_s and now_s - keys.since_s >= self._lifetime_s):
             if keys.num_former >= _MAX_FORMER:
                 self._is_late(pool, "receipts of plans that are in flight")
             else:
                 keys.make_next()
                 self._begin_step(pool, "offered a new key")
+
+    def replace(self, pool: Pool, number: int, now_s: float) -> cpb.RotateKeyResponse:
+        """Begin to replace the key of this number, 0 for the one that signs, unless that has begun.
+        ``now_s``: monotonic seconds. Raises InvalidRequestError for a number that there was not.
+        """
+        keys = pool.keys
+        number = number or keys.number
+        if not 0 < number <= keys.number:
+            raise InvalidRequestError(f"must be at most {keys.number}", field="key_number")
+        keys.is_due |= number == keys.number and not keys.next
+        self.tick(pool, now_s)
+        return cpb.RotateKeyResponse(
+            key_number=number,
+            done=number < keys.number - keys.is_retiring,
+            unconfirmed_shards=unconfirmed(pool),
+        )
 
     def _is_late(self, pool: Pool, waits_for: str) -> None:
         """Log it once."""

@@ -101,6 +101,40 @@ def test_it_signs_when_all_hold_it_and_the_former_is_dropped_by_all() -> None:
     assert world.pool.ready
 
 
+def test_an_operator_replaces_a_key_once() -> None:
+    world = World()
+    a, b = joined(world, 2)
+    keys, first = world.pool.keys, world.pool.keys.number
+
+    def replace(number: int = 0) -> tuple[int, bool, list[int]]:
+        answer = world.it.replace_key(world.pool, number, 1.0)
+        return answer.key_number - first, answer.done, [*answer.unconfirmed_shards]
+
+    assert replace() == (0, False, [0, 1])
+    assert replace() == replace(first) == (0, False, [0, 1])  # it has begun
+    assert a.follow() == ["key_offer"]
+    assert replace(first) == (0, False, [1])
+    assert b.follow() == ["key_offer"]
+    assert replace(first) == (0, False, [0, 1])  # another key signs, and this one still opens
+    assert a.follow() == b.follow() == ["key_retirement"]
+    assert replace(first) == replace(first) == (0, True, [])
+    assert keys.number == first + 1
+    assert not a.read() + b.read()
+
+    assert replace() == (1, False, [0, 1])
+    for plane in (a, b):
+        plane.follow()
+    assert replace() == (2, False, [0, 1])  # the newest, once the one before is dropped
+    for _ in range(3):
+        for plane in (a, b):
+            plane.follow()
+        world.it.rotate(world.pool, 2.0)
+    assert replace(keys.number - 1) == (2, True, [])
+    for number in (-1, keys.number + 1, 2**63 - 1):
+        with pytest.raises(InvalidRequestError):
+            replace(number)
+
+
 def test_a_shard_that_comes_back_is_told_again() -> None:
     world = World()
     a, b = joined(world, 2)
