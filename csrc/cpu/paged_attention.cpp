@@ -15,8 +15,9 @@
 // keys and values it attends to, but not on its item, the batch, or the threads. A call may
 // therefore compute the states of some splits first, and merge them in a second pass: of all splits
 // when it has few items, so that the splits of an item go to different threads; and of splits that
-// several sequences share, for all their rows at once (shared_splits.h). Slots past the item's last
-// position are not read, nor are table entries that no query token needs.
+// several sequences share, for all their rows at once (shared_splits.h). So that their states take
+// no more than max_state_bytes, such a call attends to some of its query tokens after others. Slots
+// past the item's last position are not read, nor are table entries that no query token needs.
 
 #include <algorithm>
 #include <utility>
@@ -150,14 +151,8 @@ void run_parts(const std::vector<Item>& items, const std::vector<SharedSplit>& s
   });
 }
 
-}  // namespace
-
-void paged_attention(const PagedAttentionParams& p) {
-  check_batch(p);
-  check_scales(p.pages);
-  const std::vector<Item> items = cut_items(p);
-  if (items.empty()) return;
-  const int workers = num_workers(p, items);
+// Attends with the rows of these items. `few`: the splits of an item go to several threads.
+void attend(const PagedAttentionParams& p, const std::vector<Item>& items, bool few, int workers) {
   std::vector<SharedSplit> shared;
   if (p.share_reads) shared = find_shared_splits(p, items);
   int64_t most_rows = 0;
@@ -166,15 +161,51 @@ void paged_attention(const PagedAttentionParams& p) {
   }
   if (!shared.empty()) most_rows = std::max(most_rows, kAttendRows);
   Attention attention(p, workers, most_rows);
-  const int64_t num_items = static_cast<int64_t>(items.size());
-  const bool few = workers > 1 && num_items < kItemsOfThread * workers;
   if (few || !shared.empty()) {
     run_parts(items, shared, few, workers, &attention);
     return;
   }
-  parallel_for(num_items, workers, [&](int worker, int64_t i) {
+  parallel_for(static_cast<int64_t>(items.size()), workers, [&](int worker, int64_t i) {
     attention.run(worker, items[static_cast<size_t>(i)], {});
   });
+}
+
+// The end of the items from `begin` on whose states may be computed together: all items of some
+// query tokens, and at least those of the first ones. `row_bytes`: of a state.
+size_t end_of_piece(const PagedAttentionParams& p, const std::vector<Item>& items, size_t begin,
+                    int64_t row_bytes) {
+  int64_t num_bytes = 0;
+  for (size_t i = begin; i < items.size();) {
+    const size_t first = i;
+    for (; i < items.size() && items[i].first_token == items[first].first_token; ++i) {
+      const Span seen = positions_of(p, items[i]);
+      const int64_t splits = (seen.end - 1) / kSplitTokens - seen.begin / kSplitTokens + 1;
+      num_bytes += splits * rows_of_kv_head(items[i]) * items[i].num_kv_heads * row_bytes;
+    }
+    if (num_bytes > p.max_state_bytes && first > begin) return first;
+  }
+  return items.size();
+}
+
+}  // namespace
+
+void paged_attention(const PagedAttentionParams& p) {
+  check_batch(p);
+  check_scales(p.pages);
+  const std::vector<Item> items = cut_items(p);
+  if (items.empty()) return;
+  const int workers = num_workers(p, items);
+  const bool few = workers > 1 && static_cast<int64_t>(items.size()) < kItemsOfThread * workers;
+  const int64_t values = Layout(p, row_ops()).value_size;
+  const int64_t row_bytes = static_cast<int64_t>(sizeof(RowState) + sizeof(float) * values);
+  const bool has_states = few || p.share_reads;
+  size_t end = has_states ? end_of_piece(p, items, 0, row_bytes) : items.size();
+  if (end == items.size()) return attend(p, items, few, workers);
+  for (size_t begin = 0; begin < items.size(); begin = end) {
+    end = end_of_piece(p, items, begin, row_bytes);
+    const auto first = items.begin() + static_cast<std::ptrdiff_t>(begin);
+    attend(p, {first, first + static_cast<std::ptrdiff_t>(end - begin)}, few, workers);
+  }
 }
 
 }  // namespace kvplane

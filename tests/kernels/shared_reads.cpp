@@ -1,16 +1,51 @@
 // Attention of sequences that share blocks: how often tiles are attended to, and that no bit
-// depends on it. Prints what is wrong and exits with 1.
+// depends on it, nor on a bound of memory, which is kept. Prints what is wrong and exits with 1.
 
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <random>
 #include <vector>
 
 #include "kvplane/params.h"
 #include "row_ops.h"
+
+namespace {
+
+std::atomic<int64_t> num_bytes{0}, most_bytes{0};  // in use, and the most of it
+constexpr size_t kHeader = 64;
+
+void* take(size_t size, size_t alignment) {
+  const size_t whole = (size + kHeader + alignment - 1) / alignment * alignment;
+  char* memory = static_cast<char*>(std::aligned_alloc(alignment, whole));
+  if (memory == nullptr) std::abort();
+  std::memcpy(memory, &size, sizeof(size));
+  const int64_t now = num_bytes += static_cast<int64_t>(size);
+  if (now > most_bytes) most_bytes = now;  // roughly, where there are threads
+  return memory + kHeader;
+}
+
+void give(void* memory) {
+  if (memory == nullptr) return;
+  char* begin = static_cast<char*>(memory) - kHeader;
+  size_t size;
+  std::memcpy(&size, begin, sizeof(size));
+  num_bytes -= static_cast<int64_t>(size);
+  std::free(begin);
+}
+
+}  // namespace
+
+void* operator new(size_t size) { return take(size, kHeader); }
+void* operator new(size_t size, std::align_val_t) { return take(size, kHeader); }
+void operator delete(void* memory) noexcept { give(memory); }
+void operator delete(void* memory, size_t) noexcept { give(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { give(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { give(memory); }
 
 namespace kvplane {
 
@@ -61,6 +96,7 @@ struct Sequence {
 struct Answer {
   std::vector<float> out, lse;
   int64_t num_calls;
+  int64_t num_bytes;  // of memory that it took
 };
 
 class Batch {
@@ -91,7 +127,7 @@ class Batch {
     for (float& x : query_) x = normal(random);
   }
 
-  Answer attend(bool share_reads, int num_threads) const {
+  Answer attend(bool share_reads, int num_threads, int64_t max_state_bytes = 1 << 30) const {
     Answer answer;
     answer.out.resize(query_.size());
     answer.lse.resize(static_cast<size_t>(starts_.back() * kHeads));
@@ -123,9 +159,13 @@ class Batch {
     p.query_token_stride = kHeads * kHeadSize;
     p.query_head_stride = kHeadSize;
     p.num_threads = num_threads;
+    p.max_state_bytes = max_state_bytes;
     kvplane::num_calls = 0;
+    const int64_t before = num_bytes;
+    most_bytes = before;
     kvplane::paged_attention(p);
     answer.num_calls = kvplane::num_calls;
+    answer.num_bytes = most_bytes - before;
     return answer;
   }
 
@@ -164,6 +204,28 @@ std::vector<int64_t> blocks(int64_t first, int64_t num) {
   return ids;
 }
 
+// Many forks of a long context, and a bound on the memory for their states.
+void check_bound() {
+  const Batch batch(std::vector<Sequence>(400, {1, 1124, blocks(0, 2 * kBlocksOfSplit)}), 0, 16);
+  const Answer apart = batch.attend(false, 1), whole = batch.attend(true, 1);
+  constexpr int64_t kOthers = 128 << 10;  // items, and what a thread has
+  for (const int64_t most : {1, 100 << 10, 300 << 10}) {
+    for (const int num_threads : {1, 3}) {
+      const Answer answer = batch.attend(true, num_threads, most);
+      const bool same = same_bits(answer.out, apart.out) && same_bits(answer.lse, apart.lse);
+      const bool shares = most == 1 || answer.num_calls < apart.num_calls / 2;
+      if (same && shares && answer.num_bytes < most + kOthers && whole.num_bytes > 900 << 10)
+        continue;
+      std::printf(
+          "at most %lld bytes, %d threads: %s bits, %lld tiles of %lld, %lld bytes of %lld\n",
+          static_cast<long long>(most), num_threads, same ? "the same" : "other",
+          static_cast<long long>(answer.num_calls), static_cast<long long>(apart.num_calls),
+          static_cast<long long>(answer.num_bytes), static_cast<long long>(whole.num_bytes));
+      ++num_failures;
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -193,5 +255,7 @@ int main() {
   late.insert(late.end(), prefix.begin() + kBlocksOfSplit, prefix.end());
   sequences = {{1, 1100, prefix}, {1, 1100, late}};
   check("the second split alone", sequences, 17 + kBlocksOfSplit, split);
+
+  check_bound();
   return num_failures == 0 ? 0 : 1;
 }

@@ -37,6 +37,8 @@ MUTANTS = {
         "items->erase(items->begin(), others);",
         "items->clear();",
     ),
+    "states_without_bound": (ATTENTION, "num_bytes > p.max_state_bytes && first > begin", "false"),
+    "pieces_left_out": (ATTENTION, "begin < items.size(); begin = end", "begin == 0; begin = end"),
 }
 
 BASIC = "nothing_shared"  # planted on each push, the others nightly: each is a build

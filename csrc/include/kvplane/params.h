@@ -79,6 +79,8 @@ struct PagedAttentionParams : AttentionOptions {
   int64_t query_token_stride;
   int64_t query_head_stride;
   int num_threads;  // at least 1
+  // For states of splits that are computed before the rest, on the CPU; no bit depends on it.
+  int64_t max_state_bytes = int64_t{256} << 20;
 };
 
 // Whole blocks; the bytes of one block are contiguous.
