@@ -15,13 +15,15 @@ TESTS = Path(__file__).parents[1]
 HELPERS = TESTS / "helpers"
 sys.path[:0] = map(str, (TESTS / "fuzz", HELPERS, HELPERS / "planning", HELPERS / "data"))
 
-from run import Result, run  # noqa: E402
+from fuzzer import Result  # noqa: E402
+from run import run  # noqa: E402
 
 
 def report(result: Result) -> str:
     """Statuses, how often each came, and what was found."""
     counts = [f"{code:20} {num:9}" for code, num in sorted(result.answers.items())]
-    summary = f"{result.num_inputs} inputs, {len(result.found)} finds"
+    per_s = result.num_inputs / result.seconds
+    summary = f"{result.num_inputs} inputs, {per_s:.0f} a second, {len(result.found)} finds"
     return "\n".join((*counts, summary, *result.found)) + "\n"
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from google.protobuf.message import Message
 from plan_author import (
     HOST,
     LAYOUT,
+    POOL_ID,
     PlanAuthor,
     drop,
     fork,
@@ -24,16 +26,23 @@ from plan_author import (
     truncate,
 )
 
+from data_plane.server.push import chunks
 from data_plane.server.tensor_codec import tensor_to_message
+from data_plane.table_blocks import BlockRange
 from kvplane import ops
+from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import data_pb2 as dpb
+from kvplane.v1 import push_pb2 as ppb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
 
 Requests = list[tuple[str, list[Message]]]
 """Method of a service, and what is sent: several messages for a stream."""
-NUM_BLOCKS = 32
+# Of each session of a data plane.
+NUM_BLOCKS, NUM_HOST_BLOCKS = 32, 2
+PROMPT = ops.pack_tokens(range(LAYOUT.block_size_tokens))
+WHOLE = Shard(0, 1, 0, 2, 0, 2)
 
 
 def sent(signed: tpb.SignedPayload, key: bytes, change: Callable[[Message], bytes]) -> None:
@@ -56,6 +65,12 @@ class Engine:
         self.epoch = epoch
         self.number = 0
         self.plans: list[tpb.SignedPayload] = []
+
+    def heard(self, method: str, answer: bytes) -> None:
+        """What a unary call was answered."""
+        if method == "RunStep":
+            made = cpb.RunStepResponse.FromString(answer).result
+            self.plans += [made.plan] if made.HasField("plan") else []
 
     def requests(self, rng: random.Random) -> tuple[str, list[Message]]:
         """One call that the control plane would answer."""
@@ -186,17 +201,24 @@ class Engine:
 
 
 class Client:
-    """A session at the data plane, whose plans it signs itself."""
+    """A session at the data plane, whose plans it signs itself. ``lane``: of those that are open at
+    one time; each has blocks of its own.
+    """
 
-    def __init__(self, author: PlanAuthor, session_id: int) -> None:
+    def __init__(self, author: PlanAuthor, session_id: int, lane: int = 0) -> None:
         self.author = author
         self.session_id = session_id
         self.number = 0
         self.generation = session_id * 1000
+        self.blocks = range(lane * NUM_BLOCKS, (lane + 1) * NUM_BLOCKS)
+        self.host_block = lane * NUM_HOST_BLOCKS + 1
+        self.grant = author.grant(session_id)
+        self.ticket = dpb.PushTicket(secret=bytes(32), num_blocks=1)
 
-    @property
-    def grant(self) -> tpb.SignedPayload:
-        return self.author.grant(self.session_id)
+    def heard(self, method: str, answer: bytes) -> None:
+        """What a unary call was answered."""
+        if method == "ReceiveBlocks":
+            self.ticket = dpb.ReceiveBlocksResponse.FromString(answer).ticket
 
     def requests(self, rng: random.Random) -> tuple[str, list[Message]]:
         """One call that the data plane would answer."""
@@ -213,6 +235,22 @@ class Client:
             "ReadBlocks": lambda: [dpb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)],
             "WriteBlocks": lambda: [
                 dpb.WriteBlocksRequest(grant=grant, plan=self._plan(rng), sequence_id=1)
+            ],
+            "ReceiveBlocks": lambda: [
+                dpb.ReceiveBlocksRequest(grant=grant, plan=self._computing(1), sequence_id=1)
+            ],
+            "SendBlocks": lambda: [
+                dpb.SendBlocksRequest(grant=grant, sequence_id=1, ticket=self.ticket)
+            ],
+            "PushBlocks": self._push,
+            "FindFileBlocks": lambda: [dpb.FindFileBlocksRequest(grant=grant, token_ids=PROMPT)],
+            "LoadFileBlocks": lambda: [
+                dpb.LoadFileBlocksRequest(
+                    grant=grant,
+                    plan=self._computing(LAYOUT.block_size_tokens),
+                    sequence_id=1,
+                    token_ids=PROMPT,
+                )
             ],
         }
         weights = [6 if name in ("CopyBlocks", "Execute") else 1 for name in made]
@@ -237,14 +275,42 @@ class Client:
             *(dpb.ExecuteRequest(layer=layer) for layer in layers),
         ][: rng.randrange(1, 5)]
 
+    def _push(self) -> list[Message]:
+        """By the latest ticket: all that it permits."""
+        ticket = self.ticket
+        source = dpb.BlockSource(
+            pool_id=POOL_ID, epoch=1, layout_fingerprint=self.author.layout.fingerprint
+        )
+        shard = tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2)
+        opening = ppb.OpenPush(secret=ticket.secret, source=source, shard=shard)
+        place = BlockRange(1, ticket.first_block, ticket.num_blocks, 0, 0, 2)
+        data = bytes(ticket.num_blocks * WHOLE.block_bytes(self.author.layout, 0))
+        return [
+            ppb.PushBlocksRequest(open=opening),
+            ppb.PushBlocksRequest(chunk=chunks.chunk_of(place, data)),
+        ]
+
+    def _computing(self, num_tokens: int) -> tpb.SignedPayload:
+        """A plan that computes the first tokens of sequence 1."""
+        self.number += 1
+        self.generation += 1
+        return self.author.plan(
+            self.number,
+            self.session_id,
+            changes=[set_blocks(1, [(self.blocks[0], self.generation)], replace=True)],
+            spans=[span(1, 0, num_tokens)],
+            resync=True,
+        )
+
     def _plan(self, rng: random.Random) -> tpb.SignedPayload:
         self.number += 1
         self.generation += 1
-        own = [(rng.randrange(NUM_BLOCKS), self.generation) for _ in range(2)]
+        own = [(rng.choice(self.blocks), self.generation) for _ in range(2)]
         own = own[:1] if own[0][0] == own[1][0] else own
-        free = next(i for i in range(NUM_BLOCKS) if i not in dict(own))
+        free = next(i for i in self.blocks if i not in dict(own))
+        host = ref(self.host_block, self.generation, HOST)
         copy = transfer(ref(own[0][0], self.generation), ref(free, self.generation))
-        swap = transfer(ref(own[0][0], self.generation), ref(1, self.generation, HOST))
+        swap = transfer(ref(own[0][0], self.generation), host)
         changes = rng.choice(
             (
                 [set_blocks(1, own, replace=True)],
@@ -257,7 +323,7 @@ class Client:
             (
                 {"spans": [span(1, 0, 1)]},
                 {"allocations": [ref(free, self.generation)], "transfers": [copy]},
-                {"allocations": [ref(1, self.generation, HOST)], "transfers": [swap]},
+                {"allocations": [host], "transfers": [swap]},
                 {},
             )
         )
@@ -266,6 +332,7 @@ class Client:
         )
 
 
+@cache
 def tensor(num_heads: int) -> tpb.Tensor:
     """Of one token."""
     return tensor_to_message(tokens(1, num_heads))

@@ -24,7 +24,7 @@ _MAX_REPEATED = 40
 class Mutator:
     """Deterministic by its seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self.random = random.Random(seed)
 
     def bytes_of(self, message: Message) -> bytes:

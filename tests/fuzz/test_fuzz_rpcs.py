@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run import run
+from run import SERVICES, run
 
 
 async def test_no_changed_request_breaks_a_plane(tmp_path: Path) -> None:
     result = await run(tmp_path, num_inputs=2_000, seed=1)
     assert result.found == []
     assert result.num_inputs >= 2_000
+    assert {*result.calls} == {m.name for each in SERVICES.values() for m in each.methods}
     assert {"OK", "INVALID_ARGUMENT", "DATA_LOSS", "NOT_FOUND"} <= {*result.answers}
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 async def test_no_request_of_many_breaks_a_plane(tmp_path: Path) -> None:
-    result = await run(tmp_path, num_inputs=200_000, seed=2)
+    result = await run(tmp_path, num_inputs=600_000, seed=2)
     assert result.found == []

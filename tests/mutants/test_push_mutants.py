@@ -246,6 +246,13 @@ IN_SOURCES = {
         "pass\n            if",
         "tests/unit/executor/test_silent_senders.py::test_the_receivers_own_time_is_no_silence",
     ),
+    "what_does_not_parse_is_an_internal_error": Fault(
+        RECEIVER,
+        "except DecodeError as error:",
+        "except ZeroDivisionError as error:",
+        "tests/rpc/test_push_access.py",
+        "no_request",
+    ),
     "any_host_may_be_a_scheme": Fault(
         SENDER,
         'and (":" not in host or host.startswith("["))',

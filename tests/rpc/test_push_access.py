@@ -22,6 +22,7 @@ from data_plane.server.server import DataPlaneServer
 from data_plane.table_blocks import BlockRange
 from kvplane import ControlClient, DataClient, PrefixMover, Session, Tensor, TlsOptions
 from kvplane.errors import (
+    InvalidRequestError,
     KvplaneError,
     NotPermittedError,
     StaleGenerationError,
@@ -168,3 +169,13 @@ async def test_a_block_that_was_allocated_again_is_not_written(tmp_path: Path) -
                 with pytest.raises(StaleGenerationError), typed_errors():
                     await stub.PushBlocks(iter(requests), timeout=60)
             assert executor.pools.device_tier.numpy().tobytes() == before
+
+
+@pytest.mark.parametrize("first", [b"\xff", b"\x0a\x05\x0a"])
+async def test_bytes_that_are_no_request_are_refused_by_name(tmp_path: Path, first: bytes) -> None:
+    async with serving(tmp_path, push_bind="127.0.0.1:0") as (server, _):
+        assert server.push is not None
+        async with grpc.aio.insecure_channel(server.push.receiver.address) as channel:
+            push = channel.stream_unary("/kvplane.v1.BlockPushService/PushBlocks")
+            with pytest.raises(InvalidRequestError), typed_errors():
+                await push(iter([first]), timeout=60)

@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn
 
 import grpc
 import torch
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from data_plane.executor import Executor
@@ -46,7 +47,7 @@ from kvplane.serving.certificates import ServerTls, credentials
 from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.serving.observability.logs import frames_of
 from kvplane.shard import Shard
-from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
+from kvplane.v1 import data_pb2, push_pb2
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_codec import to_rich_status
 
@@ -58,7 +59,7 @@ STALL_S: Final = 10.0
 _OVERHEAD_BYTES: Final = 4096
 
 
-class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
+class BlockReceiver:
     """Serves pushes from ``start`` to ``stop``."""
 
     def __init__(
@@ -109,7 +110,12 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
             raise OSError(f"cannot listen on {bind}") from error
         self.address = advertise or f"{host}:{port}"
         """Where other data planes connect to."""
-        push_pb2_grpc.add_BlockPushServiceServicer_to_server(self, self._server)
+        # It is given bytes: what gRPC itself cannot decode would be an internal error.
+        push: Any = grpc.stream_unary_rpc_method_handler(
+            self._push, response_serializer=push_pb2.PushBlocksResponse.SerializeToString
+        )
+        handlers = grpc.method_handlers_generic_handler(_SERVICE.full_name, {"PushBlocks": push})
+        self._server.add_generic_rpc_handlers((handlers,))
 
     def start(self) -> None:
         """Take pushes."""
@@ -140,13 +146,11 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
             num_blocks=len(blocks),
         )
 
-    def PushBlocks(
-        self, request_iterator: Iterator[push_pb2.PushBlocksRequest], context: Any
-    ) -> push_pb2.PushBlocksResponse:
+    def _push(self, received: Iterator[bytes], context: Any) -> push_pb2.PushBlocksResponse:
         try:
             self._gate.admit(_PUSH, context)
-            with _cut_off_when_silent(request_iterator, context) as requests:
-                answer = self._receive(requests)
+            with _cut_off_when_silent(received, context) as requests:
+                answer = self._receive(_decoded(requests))
         except Exception as error:
             self._refuse(error, context)
         self._counts.ended("received", "OK")
@@ -259,25 +263,32 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
         raise AssertionError("unreachable: aborting raises")
 
 
+def _decoded(received: Iterator[bytes]) -> Iterator[push_pb2.PushBlocksRequest]:
+    for data in received:
+        try:
+            request = push_pb2.PushBlocksRequest.FromString(data)
+        except DecodeError as error:
+            raise InvalidRequestError("the bytes are not a request of PushBlocks") from error
+        yield request
+
+
 @contextmanager
-def _cut_off_when_silent(
-    requests: Iterator[push_pb2.PushBlocksRequest], context: Any
-) -> Iterator[Iterator[push_pb2.PushBlocksRequest]]:
+def _cut_off_when_silent(received: Iterator[bytes], context: Any) -> Iterator[Iterator[bytes]]:
     """The requests of a call, which is cancelled when the next one does not come for ``STALL_S``.
     The time between two of them is the receiver's own, which writes in the turn of its callers.
     """
     ended = threading.Event()
     waits_since_s: float | None = None  # while the next request is waited for
 
-    def each() -> Iterator[push_pb2.PushBlocksRequest]:
+    def each() -> Iterator[bytes]:
         nonlocal waits_since_s
         while True:
             waits_since_s = time.monotonic()
-            request = next(requests, None)
+            data = next(received, None)
             waits_since_s = None
-            if request is None:
+            if data is None:
                 return
-            yield request
+            yield data
 
     def watch() -> None:
         while not ended.wait(STALL_S / 2):
