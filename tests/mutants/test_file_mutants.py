@@ -192,6 +192,11 @@ def shards_are_told_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FileForgets, "of_shard", lambda self, index: [])
 
 
+def long_forgets_are_kept_whole(patch: pytest.MonkeyPatch) -> None:
+    """One prefix may take any room for as long as a shard is away."""
+    patch.setattr(FileForgets, "_kept", lambda self, message: message)
+
+
 def long_forgets_count_as_short_ones(patch: pytest.MonkeyPatch) -> None:
     """Token ids that wait to be told take any room."""
     patch.setattr(file_forgets, "_size", lambda message: 1)
@@ -274,6 +279,9 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     an_error_ends_the_writer: served(TIER.test_a_full_disk_stops_nothing),
     shards_are_told_once: unit(
         FORGETS.test_what_is_told_again_is_repeated_until_each_shard_has_done_it
+    ),
+    long_forgets_are_kept_whole: unit(
+        FORGETS.test_a_prefix_too_long_to_be_kept_is_told_as_it_is_to_shards_that_are_there
     ),
     long_forgets_count_as_short_ones: unit(FORGETS.test_long_prefixes_count_by_their_length),
     a_tenant_forgets_the_files_of_all: unit(

@@ -14,7 +14,8 @@ from typing import Final
 from kvplane.v1 import control_pb2 as cpb
 
 # Of a tenant, of which each shard with files may still have to hear: 1 for each message and for
-# each KiB of token ids. Beyond, all files of the tenant are forgotten instead.
+# each KiB of token ids. Beyond, all files of the tenant are forgotten instead. One message alone may
+# be larger: shards that are there are told it as it is, and all files are what is kept for others.
 MAX_WAITING: Final = 1024
 
 
@@ -37,7 +38,8 @@ class FileForgets:
     def add(self, message: cpb.ForgetFiles) -> list[cpb.RegisterResponse]:
         """What shards with files are to be told at once."""
         tenant = message.tenant
-        if self._sizes.get(tenant, 0) + _size(message) > MAX_WAITING:
+        held = self._sizes.get(tenant, 0)
+        if held and held + _size(message) > MAX_WAITING:
             for forget_id in self._ids.pop(tenant, ()):
                 del self._waiting[forget_id]
             self._early.pop(tenant, None)
@@ -60,7 +62,7 @@ class FileForgets:
         for message in messages:
             self._last_id += 1
             message.forget_id = self._last_id
-            self._waiting[self._last_id] = set(of_shards), message
+            self._waiting[self._last_id] = set(of_shards), self._kept(message)
             self._ids.setdefault(message.tenant, set()).add(self._last_id)
             self._drop_if_done(self._last_id)
         return [_response(message) for message in messages]
@@ -78,6 +80,16 @@ class FileForgets:
             for waiting, message in self._waiting.values()
             if shard_index in waiting
         ]
+
+    def _kept(self, message: cpb.ForgetFiles) -> cpb.ForgetFiles:
+        """What is told to shards that come back."""
+        if _size(message) <= MAX_WAITING:
+            return message
+        kept = cpb.ForgetFiles(
+            forget_id=message.forget_id, tenant=message.tenant, all_namespaces=True
+        )
+        self._sizes[message.tenant] -= _size(message) - _size(kept)
+        return kept
 
     def _drop_if_done(self, forget_id: int) -> None:
         waiting, message = self._waiting[forget_id]

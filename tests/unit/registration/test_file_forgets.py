@@ -82,6 +82,29 @@ def test_one_step_of_many_forgets_leaves_other_tenants_alone() -> None:
     assert any(each.tenant == "t" and each.all_namespaces for each in told)
 
 
+def test_a_prefix_too_long_to_be_kept_is_told_as_it_is_to_shards_that_are_there() -> None:
+    forgets = FileForgets()
+    prefix = cpb.ForgetFiles(
+        tenant="t", namespace="a", token_ids=bytes(2048 * file_forgets.MAX_WAITING)
+    )
+    everything = cpb.ForgetFiles(tenant="t", all_namespaces=True)
+    for number in (1, 2):
+        [told] = forgets.add(prefix)
+        assert told.forget_files == prefix
+        [again] = forgets.told_again([0, 1])
+        prefix.forget_id = everything.forget_id = number
+        assert again.forget_files == prefix
+        forgets.done(number, 0)
+        assert forgets.of_shard(0) == []
+        [kept] = forgets.of_shard(1)
+        assert kept.forget_files == everything
+        prefix.forget_id = everything.forget_id = 0
+        if number == 1:
+            forgets.done(1, 1)
+    [told] = forgets.add(prefix)
+    assert told.forget_files == everything, "one that waits leaves no room for another"
+
+
 def test_long_prefixes_count_by_their_length() -> None:
     forgets = FileForgets()
     for _ in range(3):
