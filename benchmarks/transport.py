@@ -6,8 +6,13 @@ and over gRPC.
 Both planes are processes, but for "embedded". Each side has a session of its own and the same
 decode steps, by turns: a plan, then eight layers of 8 heads of 64, whose tensors are made up. Only
 "grpc, waiting" waits for a plan's answer before it sends the first layer. The layer's time is the
-whole of it, attention over 64 tokens included. "between" is how long the engine computes between
-two layers, as it does in its model: the data plane may have gone to sleep.
+whole of it, attention over 64 tokens and more included; "kernel" is what writing and attending take
+of it, in the embedded data plane. "between" is how long the engine computes between two layers, as
+it does in its model: the data plane may have gone to sleep.
+
+"empty" layers have one head of 16 over a few tokens, so that there is next to nothing to copy and
+to compute. "bare packets" are sent by a process to another and back, as a layer's are, with nothing
+else: "asleep" where both wait in the kernel, so that the system has to wake them up.
 """
 
 from __future__ import annotations
@@ -21,35 +26,54 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
 
+from benchmarks.bare_packets import SPIN_S, Echo
 from demo.processes import Planes
 from kvplane import LayerGroup, Layout, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import DataBackend, RemoteBackend
-from kvplane.transformers.embedded import start_planes
+from kvplane.transformers.embedded import EmbeddedBackend, start_planes
 from kvplane.transformers.link import ControlLink
 
 NUM_LAYERS = 8
-NUM_HEADS = 8
-NUM_KV_HEADS = 4
-HEAD_SIZE = 64
-PROMPT_TOKENS = 64
 NUM_DEVICE_BLOCKS = 4096
 TIMEOUT_S = 30.0
 WAITING = "grpc, waiting"
 BATCHES = (1, 8, 64)
 BETWEEN_S = (0.0, 0.001)
-LAYOUT = Layout(
-    model_id="benchmark",
-    block_size_tokens=16,
-    dtype="float32",
-    kv_dtype="float32",
-    groups=(LayerGroup("full", tuple(range(NUM_LAYERS)), NUM_KV_HEADS, HEAD_SIZE),),
-)
+OPTIONS = AttentionOptions()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer's tensors, and of the prompts that are decoded after."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    prompt_tokens: int
+
+    @property
+    def layout(self) -> Layout:
+        """A pool's for such layers."""
+        return Layout(
+            model_id="benchmark",
+            block_size_tokens=16,
+            dtype="float32",
+            kv_dtype="float32",
+            groups=(
+                LayerGroup("full", tuple(range(NUM_LAYERS)), self.num_kv_heads, self.head_size),
+            ),
+        )
+
+
+EMPTY = Shape(num_heads=1, num_kv_heads=1, head_size=16, prompt_tokens=1)
+USUAL = Shape(num_heads=8, num_kv_heads=4, head_size=64, prompt_tokens=64)
 
 
 @dataclass
@@ -60,13 +84,16 @@ class Times:
     layer_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     """From the plan's start to the receipt, without what is between the layers."""
+    kernel_s: list[float] = field(default_factory=list)
+    """Of each layer, where the data plane is in this process."""
 
 
 class Side:
     """A session, and what carries out its plans."""
 
-    def __init__(self, name: str, link: ControlLink, backend: DataBackend) -> None:
+    def __init__(self, name: str, shape: Shape, link: ControlLink, backend: DataBackend) -> None:
         self.name = name
+        self._shape = shape
         self._waits = name == WAITING
         self._link = link
         self._backend = backend
@@ -80,14 +107,16 @@ class Side:
         self._next_id += num_sequences
         # No other side's, which may have the same pool and would find them cached.
         first = [hash((self.name, i)) % 2**31 for i in ids]
-        prompts = [ops.pack_tokens([token, *range(1, PROMPT_TOKENS)]) for token in first]
+        length = self._shape.prompt_tokens
+        prompts = [ops.pack_tokens([token, *range(1, length)]) for token in first]
         plan = self._link.step([ops.admit(*each) for each in zip(ids, prompts, strict=True)]).plan
-        self._run(plan, num_sequences * PROMPT_TOKENS, 0.0, Times())
+        self._run(plan, num_sequences * length, 0.0, Times())
         return ids
 
-    def decode(self, ids: list[int], position: int, between_s: float, times: Times) -> None:
-        """One token more of each sequence."""
+    def decode(self, ids: list[int], step: int, between_s: float, times: Times) -> None:
+        """One token more of each sequence, which have decoded ``step`` so far."""
         ones = [1] * len(ids)
+        position = self._shape.prompt_tokens + step
         append = ops.appends(ids, [position] * len(ids), ones, ones, ones)
         self._run(self._link.step([append]).plan, len(ids), between_s, times)
 
@@ -97,20 +126,52 @@ class Side:
         self._link.add_receipts(self._backend.start(plan).receipts)
 
     def _run(self, plan: object, num_tokens: int, between_s: float, times: Times) -> None:
-        query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE)
-        key, value = (torch.randn(num_tokens, NUM_KV_HEADS, HEAD_SIZE) for _ in range(2))
+        of = self._shape
+        query = torch.randn(num_tokens, of.num_heads, of.head_size)
+        key, value = (torch.randn(num_tokens, of.num_kv_heads, of.head_size) for _ in range(2))
         began_s = time.perf_counter()
         self._backend.start(plan, 0 if self._waits else num_tokens)
         times.plan_s.append(time.perf_counter() - began_s)
         layers_s = []
         for layer in range(NUM_LAYERS):
             compute(between_s)
+            kernel_s = self._kernel_s()
             began_s = time.perf_counter()
-            self._backend.layer(layer, query, key, value, options=AttentionOptions())
+            self._backend.layer(layer, query, key, value, options=OPTIONS)
             layers_s.append(time.perf_counter() - began_s)
+            times.kernel_s.append(self._kernel_s() - kernel_s)
         times.layer_s += layers_s
         times.step_s.append(times.plan_s[-1] + sum(layers_s))
         self._link.add_receipts(self._backend.finish())
+
+    def _kernel_s(self) -> float:
+        """So far; 0 where they run in another process."""
+        if not isinstance(self._backend, EmbeddedBackend):
+            return 0.0
+        return sum(self._backend._executor.counters.kernel_s.values())
+
+
+class Bare:
+    """Packets in place of a plan's layers."""
+
+    def __init__(self, name: str, echo: Echo) -> None:
+        self.name = name
+        self._echo = echo
+
+    def admit(self, num_sequences: int) -> list[int]:
+        """There are no sequences."""
+        return []
+
+    def decode(self, ids: list[int], step: int, between_s: float, times: Times) -> None:
+        """As many packets as a step has layers."""
+        for _ in range(NUM_LAYERS):
+            compute(between_s)
+            began_s = time.perf_counter()
+            self._echo.round_trip()
+            times.layer_s.append(time.perf_counter() - began_s)
+
+    def free(self, ids: list[int]) -> None:
+        """There is nothing to give back."""
 
 
 def compute(seconds: float) -> None:
@@ -121,20 +182,23 @@ def compute(seconds: float) -> None:
 
 
 @contextmanager
-def sides(num_threads: int) -> Iterator[list[Side]]:
+def sides(shape: Shape, num_threads: int) -> Iterator[list[Side | Bare]]:
     """All sides, over planes of their own."""
     with ExitStack() as closing, tempfile.TemporaryDirectory() as folder:
         layout = Path(folder) / "layout.json"
-        layout.write_text(json.dumps(asdict(LAYOUT)))
+        layout.write_text(json.dumps(asdict(shape.layout)))
         flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
         flags += ["--num-threads", str(num_threads)]
         # First of all: a process with gRPC's threads in it should not fork.
         planes = closing.enter_context(Planes(Path(folder), flags))
+        found: list[Side | Bare] = []
+        for name, spin_s in (("bare packets, asleep", 0.0), ("bare packets", SPIN_S)):
+            found.append(Bare(name, closing.enter_context(Echo(spin_s))))
         loop = LoopThread("benchmark")
         closing.callback(loop.close)
         address, embedded = start_planes(
             closing,
-            LAYOUT,
+            shape.layout,
             pool_id="default",
             num_device_blocks=NUM_DEVICE_BLOCKS,
             num_threads=num_threads,
@@ -145,31 +209,46 @@ def sides(num_threads: int) -> Iterator[list[Side]]:
             remote = RemoteBackend(loop, TIMEOUT_S, shared_memory=shared_memory)
             closing.callback(remote.stop)
             backends.append((name, planes.control.address, remote))
-        found = []
         for name, address, backend in backends:
             link = ControlLink(loop, address, "default", TIMEOUT_S)
             closing.callback(link.close)
-            found.append(Side(name, link, backend))
+            found.append(Side(name, shape, link, backend))
         yield found
 
 
-def measure(of: Sequence[Side], batch: int, between_s: float, num_steps: int) -> dict[str, Times]:
+def measure(
+    of: Sequence[Side | Bare], batch: int, between_s: float, num_steps: int
+) -> dict[str, Times]:
     """Steps of all sides, by turns. The first tenth warms up and is not counted."""
     times = {side.name: Times() for side in of}
     ids = {side.name: side.admit(batch) for side in of}
     for step in range(num_steps + num_steps // 10):
         for side in of:
             counted = times[side.name] if step >= num_steps // 10 else Times()
-            side.decode(ids[side.name], PROMPT_TOKENS + step, between_s, counted)
+            side.decode(ids[side.name], step, between_s, counted)
     for side in of:
         side.free(ids[side.name])
     return times
 
 
-def quantile_us(seconds: Sequence[float], quantile: float) -> float:
-    """By the nearest rank, in microseconds."""
+def quantile_us(seconds: Sequence[float], quantile: float) -> float | None:
+    """By the nearest rank, in microseconds; None where nothing was measured."""
     ordered = sorted(seconds)
+    if not any(ordered):
+        return None
     return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+
+
+def row_of(times: Times) -> dict[str, float | None]:
+    """A line's figures, in microseconds."""
+    return {
+        "layer_p10": quantile_us(times.layer_s, 0.1),
+        "layer_p50": quantile_us(times.layer_s, 0.5),
+        "layer_p99": quantile_us(times.layer_s, 0.99),
+        "kernel_p50": quantile_us(times.kernel_s, 0.5),
+        "plan_p50": quantile_us(times.plan_s, 0.5),
+        "step_p50": quantile_us(times.step_s, 0.5),
+    }
 
 
 def cells(texts: Sequence[str]) -> str:
@@ -187,22 +266,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []
-    with sides(arguments.threads) as of:
-        heads = ("layer p10", "p50", "p99", "plan p50", "step p50")
-        print(f"{'microseconds':44}{cells(heads)}")
-        for batch in map(int, arguments.batches.split(",")):
-            for between_s in BETWEEN_S:
-                name = f"batch {batch}, {1000 * between_s:g} ms between"
+    heads = ("layer p10", "p50", "p99", "kernel p50", "plan p50", "step p50")
+    print(f"{'microseconds':58}{cells(heads)}")
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    for kind, shape, sizes in (("empty", EMPTY, [1]), ("usual", USUAL, batches)):
+        with sides(shape, arguments.threads) as of:
+            for batch, between_s in product(sizes, BETWEEN_S):
+                name = f"{kind}, batch {batch}, {1000 * between_s:g} ms between"
                 for side, times in measure(of, batch, between_s, arguments.steps).items():
-                    row = {
-                        "layer_p10": quantile_us(times.layer_s, 0.1),
-                        "layer_p50": quantile_us(times.layer_s, 0.5),
-                        "layer_p99": quantile_us(times.layer_s, 0.99),
-                        "plan_p50": quantile_us(times.plan_s, 0.5),
-                        "step_p50": quantile_us(times.step_s, 0.5),
-                    }
-                    figures = cells([f"{figure:,.0f}" for figure in row.values()])
-                    print(f"{name:28}{side:16}{figures}", flush=True)
+                    row = row_of(times)
+                    texts = ["" if each is None else f"{each:,.0f}" for each in row.values()]
+                    print(f"{name:36}{side:22}{cells(texts)}", flush=True)
                     rows.append({"case": name, "side": side, "unit": "us", **row})
     if arguments.json is not None:
         machine = {"cpu_count": os.cpu_count(), "python": platform.python_version()}

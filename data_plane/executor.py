@@ -326,9 +326,9 @@ class Executor:
         ``field`` prefixes the field names in errors. Raises as ``write_layer`` does.
         """
         tensors = query, key, value
-        return finish(
-            self.layer_pieces(session_id, layer, tensors, options, plan_number, field, None)
-        )
+        with self._command("layer"):
+            run = self._plans.layer(session_id, layer, tensors, options, plan_number, field, None)
+            return finish(run)
 
     def layer_pieces(
         self,

@@ -37,9 +37,17 @@ from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
 from kvplane import tracing
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import BlockNotWrittenError, InternalError, PlanOutOfOrderError
+from kvplane.errors import (
+    BlockNotWrittenError,
+    InternalError,
+    InvalidRequestError,
+    PlanOutOfOrderError,
+)
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+
+LayerTensors = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""Query, key and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,40 +258,55 @@ class PlanRunner:
         )
         return (yield from self.attend(session, run, arguments, piece_s))
 
+    def bound_layer(
+        self,
+        session_id: int,
+        layer: int,
+        tensors: LayerTensors,
+        options: AttentionOptions,
+        plan_number: int | None,
+        field: str,
+        piece_s: float | None = None,
+    ) -> torch.Tensor | None:
+        """``layer`` by one native call, where it was called with tensors like these before; None
+        where it was not, or is to be done in pieces.
+        """
+        session, run, index, batch = self._find(session_id, layer, plan_number, field)
+        query, key, value = tensors
+        compute = self._compute
+        if query is None or run.is_complete or compute.pieces(batch.lengths, piece_s):
+            return None
+        bound = compute.bound_layer(batch, index, query, key, value, options)
+        if bound is None:
+            return None
+        self.check_may_write(session, run)
+        num_context = run.num_context_tokens(bound.window_tokens)
+        attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
+        run.progress.finish_layer(index)
+        return attended
+
     def layer(
         self,
         session_id: int,
         layer: int,
-        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
+        tensors: LayerTensors,
         options: AttentionOptions,
         plan_number: int | None,
         field: str,
         piece_s: float | None,
     ) -> Pieces[torch.Tensor | None]:
         """Write a layer of the session's latest plan that was not written yet, and attend if there
-        is a query: by one native call where the layer was called with tensors like these before.
-        Raises as ``latest``, ``write`` and ``attend`` do, and InvalidRequestError naming a field
-        after the prefix ``field``.
+        is a query. Raises as ``latest``, ``write`` and ``attend`` do, and InvalidRequestError
+        naming a field after the prefix ``field``.
         """
-        session, run = self.latest(session_id, plan_number)
-        index = layer_index(self._layers, layer, field)
-        require(
-            index == 0 or run.progress.is_written(index - 1),
-            f"layer {self._layers[index - 1]} of the plan comes before layer {layer}: send it "
-            "first",
-            f"{field}layer",
+        attended = self.bound_layer(
+            session_id, layer, tensors, options, plan_number, field, piece_s
         )
-        batch = self.batch(run, self._compute.group_of_layer(index))
+        if attended is not None:
+            return attended
+        session, run, index, batch = self._find(session_id, layer, plan_number, field)
         query, key, value = tensors
         compute, is_new = self._compute, not run.is_complete
-        if is_new and query is not None and not compute.pieces(batch.lengths, piece_s):
-            bound = compute.bound_layer(batch, index, query, key, value, options)
-            if bound is not None:
-                self.check_may_write(session, run)
-                num_context = run.num_context_tokens(bound.window_tokens)
-                attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
-                run.progress.finish_layer(index)
-                return attended
         to_write = compute.write_arguments(batch, index, key, value, field)
         to_attend = None
         if query is not None:
@@ -296,6 +319,22 @@ class PlanRunner:
             output = yield from self.attend(session, run, to_attend, piece_s)
         run.progress.finish_layer(index)
         return output
+
+    def _find(
+        self, session_id: int, layer: int, plan_number: int | None, field: str
+    ) -> tuple[Session, Run, int, AttentionBatch]:
+        """The session, its latest plan, the layer's index and the batch of its group. Raises as
+        ``latest``, and InvalidRequestError for a layer that does not come next.
+        """
+        session, run = self.latest(session_id, plan_number)
+        index = layer_index(self._layers, layer, field)
+        if index and not run.progress.is_written(index - 1):
+            raise InvalidRequestError(
+                f"layer {self._layers[index - 1]} of the plan comes before layer {layer}: send it "
+                "first",
+                field=f"{field}layer",
+            )
+        return session, run, index, self.batch(run, self._compute.group_of_layer(index))
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """The run's receipt, signed once the device has done all of it; None while something is

@@ -4,10 +4,14 @@
 // is run for that packet was checked and bound beforehand, in Python.
 #pragma once
 
+#include <poll.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/epoll.h>
+#include <time.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <limits>
@@ -44,8 +48,8 @@ class ServedLayers {
     num_threads_ = num_threads;
   }
 
-  // Whether there is a packet for `serve` or `take`. `waits`: look for one for a while, until
-  // something else waits at `epoll`.
+  // Whether there is a packet for `serve` or `take`. `waits`: wait for one, until something else
+  // waits at `epoll`.
   bool look(int epoll, bool waits) {
     if (has_packet_) return true;
     if (waits) {
@@ -57,7 +61,7 @@ class ServedLayers {
   }
 
   // Run and answer the layer whose packet was found, and, if it `waits`, those whose packets come
-  // before something else waits at `epoll` and `most_s` are over. A packet that is not the next
+  // before something else waits at `epoll`, or `most_s` are over. A packet that is not the next
   // layer's is left for `take`.
   void serve(int epoll, bool waits) {
     const double end_s = now_s() + most_s_;
@@ -80,6 +84,7 @@ class ServedLayers {
 
  private:
   static constexpr int kLooksBetweenOthers = 8;
+  static constexpr double kLongestSleepS = 3600;
 
   struct Layer {
     std::string packet;
@@ -91,13 +96,29 @@ class ServedLayers {
     uintptr_t out;
   };
 
-  // Looks for a packet for a while, until `end_s` of the monotonic clock at most.
+  // Waits for a packet, until `end_s` of the monotonic clock at most: looks for a while, then
+  // sleeps. The interpreter has no part in it: it would take longer than to wake this thread up.
   void find(int epoll, double end_s) {
     int num_looks = 0;
-    spin_.look([&] {
+    const auto is_over = [&] {
       return receive() || now_s() >= end_s ||
              (++num_looks % kLooksBetweenOthers == 0 && others_wait(epoll));
-    });
+    };
+    if (spin_.look(is_over)) return;
+    while (!receive() && !others_wait(epoll)) {
+      const double left_s = end_s - now_s();
+      if (left_s <= 0) return;
+      sleep(epoll, left_s);
+    }
+  }
+
+  // Until something, a packet too, is ready at `epoll`, or the time is over.
+  static void sleep(int epoll, double left_s) {
+    pollfd ready = {epoll, POLLIN, 0};
+    const double whole_s = std::floor(std::min(left_s, kLongestSleepS));
+    const double rest_s = std::min(left_s, kLongestSleepS) - whole_s;
+    const timespec left = {static_cast<time_t>(whole_s), static_cast<long>(1e9 * rest_s)};
+    ppoll(&ready, 1, &left, nullptr);
   }
 
   // Whether there is a packet, or an error.

@@ -208,7 +208,7 @@ class WorkerThread:
         """Queue all that has come. Wait for something where nothing is queued."""
         ready = self._look()
         # After `close` nothing rings any more, and its ring may have been heard before.
-        if not ready and not len(self._commands) and not self._is_closing:
+        if not self._others(ready) and not len(self._commands) and not self._is_closing:
             ready = self._wait()
         for fd, _ in ready:
             if fd == self._doorbell:
@@ -221,20 +221,23 @@ class WorkerThread:
             self._commands.put(*self._given.popleft())
 
     def _wait(self) -> list[tuple[int, int]]:
-        """What is ready first. The socket that was served last looks for its packets itself."""
+        """What is ready first. The socket that was served last waits for its packets itself."""
         fd = self._served_last
-        while fd in self._served and time.monotonic() < self._spin_until_s:
+        while fd in self._served:
             lane, _, wait = self._served[fd]
             if wait is None:
                 return self._spin.look(self._look, until_s=self._spin_until_s) or self._ready.poll()
             busy_s, has_packet = wait(self._ready.fileno())
             if busy_s:
                 self._commands.charge(lane, busy_s)
-                self._spin_until_s = time.monotonic() + self._spin.spin_s
             ready = [(fd, select.EPOLLIN)] if has_packet else self._look()
-            if ready or not busy_s:
+            if has_packet or not busy_s or self._others(ready):
                 return ready or self._ready.poll()
         return self._ready.poll()
+
+    def _others(self, ready: list[tuple[int, int]]) -> bool:
+        """Whether something is ready besides the socket that was served last."""
+        return any(fd != self._served_last for fd, _ in ready)
 
     def _look(self) -> list[tuple[int, int]]:
         return self._ready.poll(0)

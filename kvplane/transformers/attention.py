@@ -131,7 +131,8 @@ def _attention(
         query = absorbed.over_latents(module, query)
     num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]
     # Layers that share keys with earlier ones may leave out columns whose logits nobody wants.
-    query = pad(query, (0, 0, num_columns - num_queries, 0))
+    if num_queries != num_columns:
+        query = pad(query, (0, 0, num_columns - num_queries, 0))
     out = running.step.layer(
         index,
         _packed(query, running.tokens),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import select
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
+import patched_faults
 import pytest
+from kvplane_kernels import ServedLayers
 from source_faults import Fault, assert_noticed
 
 LOCAL = "tests/rpc/test_local_executions.py"
@@ -69,8 +74,8 @@ MORE = {
         CONNECTION,
         "self._admit()\n            return",
         "return",
-        "tests/rpc/test_access.py",
-        "shared_memory",
+        KNOWN,
+        "another_kind",
     ),
     "views_outlive_their_regions": Fault(
         STREAM,
@@ -99,6 +104,13 @@ MORE = {
         "self._commands.put(None, partial(self._serve, fd, serve()))",
         WORKER,
         "turns",
+    ),
+    "packets_that_came_wait_for_a_turn": Fault(
+        "data_plane/server/worker_thread.py",
+        "if not self._others(ready) and",
+        "if not ready and",
+        WORKER,
+        "has_come_already",
     ),
     "what_others_published_is_written": Fault(
         EXPECTED, "self._plans.check_may_write(session, run)", "pass", KNOWN, "since_the_plan"
@@ -186,3 +198,44 @@ def test_the_tests_notice(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_the_tests_notice_at_night(name: str, tmp_path: Path) -> None:
     assert_noticed(MORE[name], tmp_path)
+
+
+class Impatient(ServedLayers):
+    """Does not wait."""
+
+    def look(self, epoll: int, waits: bool) -> bool:
+        return super().look(epoll, False)
+
+
+class Deaf(ServedLayers):
+    """Waits for nothing but packets."""
+
+    def __init__(self, *, fd: int, spin_s: float, most_s: float) -> None:
+        super().__init__(fd=fd, spin_s=spin_s, most_s=most_s)
+        self._only = select.epoll()
+        self._only.register(fd, select.EPOLLIN)
+
+    def look(self, epoll: int, waits: bool) -> bool:
+        return super().look(self._only.fileno(), waits)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (Impatient, "test_a_packet_ends_the_sleep"),
+        (Deaf, "test_what_else_is_ready_ends_the_sleep"),
+    ],
+)
+def test_how_native_code_sleeps_is_noticed(
+    fault: type[ServedLayers], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = patched_faults.load("unit/executor/test_served_layers.py")
+    test: Callable[[object], None] = getattr(module, name)
+
+    def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        with contextmanager(module.new_rig)() as rig:
+            test(rig)
+
+    patched_faults.assert_noticed(
+        lambda patch: patch.setattr(module, "ServedLayers", fault), run, monkeypatch, tmp_path
+    )

@@ -167,6 +167,13 @@ def revoke(rig: Rig) -> type[Exception]:
     return UnauthenticatedError
 
 
+@pytest.fixture
+def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections whose time is over are not ended before they are answered so."""
+    monkeypatch.setattr(LocalConnection, "end_if_due", lambda _: None)
+
+
+@pytest.mark.usefixtures("unswept")
 @pytest.mark.parametrize("happens", [publish, fence, revoke])
 async def test_what_others_did_since_the_plan_began_refuses_a_known_layer(
     rig: Rig, happens: Callable[[Rig], type[Exception]]
@@ -180,6 +187,17 @@ async def test_what_others_did_since_the_plan_began_refuses_a_known_layer(
     assert torch.equal(rig.tier, before)
 
 
+@pytest.mark.usefixtures("unswept")
+async def test_a_caller_that_was_removed_is_refused_a_packet_of_another_kind(rig: Rig) -> None:
+    """Which native code leaves to Python."""
+    await rig.start()
+    before = rig.tier
+    expected = await rig.server._worker.run(lambda: revoke(rig))
+    assert type(error_of(await rig.layer(0))) is expected
+    assert torch.equal(rig.tier, before)
+
+
+@pytest.mark.usefixtures("unswept")
 async def test_a_caller_that_is_removed_while_its_packet_is_looked_for_is_refused(rig: Rig) -> None:
     for _ in range(2):
         await rig.run()

@@ -9,13 +9,14 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvplane.errors import (
     DeadlineExceededError,
     InternalError,
+    KvplaneError,
     PlaneUnavailableError,
 )
 from kvplane.transport.local import packets
@@ -109,8 +110,7 @@ class LocalConnection:
         try:
             peer = self._open_peer()
             if self._native is not None:
-                with _errors(timeout_s):
-                    return self._native.receive(timeout_s)
+                return self._native.receive(timeout_s)
             deadline_s = time.monotonic() + timeout_s
             while (answer := self._receive(peer, self._spin)) is None:
                 left_s = deadline_s - time.monotonic()
@@ -118,6 +118,9 @@ class LocalConnection:
                     raise _late(timeout_s)
                 self._poll.poll(1000 * left_s)
             return answer
+        except OSError as error:
+            self.close()
+            raise _translated(error, timeout_s) from error
         except BaseException:
             self.close()
             raise
@@ -136,8 +139,10 @@ class LocalConnection:
         try:
             self._open_peer()
             assert self._native is not None
-            with _errors(timeout_s):
-                return self._native.call(layer, *addresses, timeout_s)
+            return self._native.call(layer, *addresses, timeout_s)
+        except OSError as error:
+            self.close()
+            raise _translated(error, timeout_s) from error
         except BaseException:
             self.close()
             raise
@@ -187,15 +192,9 @@ def _broke(error: OSError) -> PlaneUnavailableError:
     return PlaneUnavailableError(f"the local connection broke: {error}")
 
 
-@contextmanager
-def _errors(timeout_s: float) -> Iterator[None]:
-    """Those of native code as ours."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise _late(timeout_s) from error
-    except OSError as error:
-        raise _broke(error) from error
+def _translated(error: OSError, timeout_s: float) -> KvplaneError:
+    """One of native code as ours."""
+    return _late(timeout_s) if isinstance(error, TimeoutError) else _broke(error)
 
 
 async def _readable(peer: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from data_plane.pieces import Pieces
 from data_plane.server.fair_queue import Lane
-from data_plane.server.worker_thread import WorkerThread
+from data_plane.server.worker_thread import NOTHING, Waited, WorkerThread
 
 
 @pytest.fixture
@@ -156,3 +157,40 @@ async def test_a_thread_that_slept_is_woken_by_a_socket(worker: WorkerThread) ->
     await worker.run(lambda: worker.unwatch(theirs.fileno()))
     ours.close()
     theirs.close()
+
+
+async def test_a_socket_that_waits_for_its_packets_takes_one_that_has_come_already(
+    worker: WorkerThread,
+) -> None:
+    """It costs no turn of the queue where nobody else wants one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    taken: list[str] = []
+
+    def serve() -> Pieces[None]:
+        theirs.recv(100)
+        taken.append("served")
+        if len(taken) == 1:
+            ours.send(b"another")
+        yield from ()
+
+    def wait(epoll: int) -> Waited:
+        try:
+            theirs.recv(100)
+        except BlockingIOError:
+            ready = select.poll()
+            ready.register(epoll, select.POLLIN)
+            ready.poll()
+            return NOTHING
+        taken.append("waited for")
+        return Waited(1e-6, has_packet=False)
+
+    await worker.run(lambda: worker.watch(theirs.fileno(), Lane("socket"), serve, wait))
+    ours.send(b"packet")
+    async with asyncio.timeout(10):
+        while len(taken) < 2:
+            await asyncio.sleep(0.001)
+    await worker.run(lambda: worker.unwatch(theirs.fileno()))
+    ours.close()
+    theirs.close()
+    assert taken == ["served", "waited for"]
