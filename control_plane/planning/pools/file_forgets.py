@@ -14,8 +14,8 @@ from typing import Final
 from kvplane.v1 import control_pb2 as cpb
 
 # Of a tenant, of which each shard with files may still have to hear: 1 for each message and for
-# each KiB of token ids. Beyond, all files of the tenant are forgotten instead. One message alone may
-# be larger: shards that are there are told it as it is, and all files are what is kept for others.
+# each KiB of token ids. Beyond, all files of the tenant are forgotten instead. One message alone
+# may be larger: shards that are there are told it as it is, and for others all files are kept.
 MAX_WAITING: Final = 1024
 
 

@@ -149,18 +149,21 @@ class FileTier:
         await self._worker.run(partial(self._executor.published.drop_reused, tenant))
         fingerprint = self._executor.layout.fingerprint
         scope = scope_of(fingerprint, message.tenant, message.namespace)
-        size = self._executor.layout.block_size_tokens
         forget = self.files.forget
         if message.all_tenants:
             forget = partial(forget, everything=True)
         elif message.all_namespaces:
             forget = partial(forget, tenant=scope.tenant)
         elif message.token_ids:
-            *_, name = block_names(scope.root, message.token_ids, size)
-            forget = partial(forget, tenant=scope.tenant, name=name)
+            forget = partial(self._forget_prefix, scope, message.token_ids)
         else:
             forget = partial(forget, tenant=scope.tenant, root=scope.root)
         await self._off_loop(forget)
+
+    def _forget_prefix(self, scope: Scope, token_ids: bytes) -> None:
+        """Off the loop: a name takes a hash for each block, some 100,000 for a long prefix."""
+        *_, name = block_names(scope.root, token_ids, self._executor.layout.block_size_tokens)
+        self.files.forget(tenant=scope.tenant, name=name)
 
     async def _scope(self, session_id: int) -> Scope:
         names = await self._worker.run(partial(self._executor.published.scope_of, session_id))
