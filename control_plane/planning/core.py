@@ -66,6 +66,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
 _ENDING_S: Final = 0.005  # that sessions are ended for at a time
 _MAX_CLIENT_NAME: Final = 128
+_CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
 
 
 class ControlPlane:
@@ -310,13 +311,24 @@ class ControlPlane:
 
     def check_operations(
         self, request: cpb.CheckOperationsRequest, tenant: str
-    ) -> cpb.CheckOperationsResponse:
-        """What each operation would be answered as the only one of a step now."""
+    ) -> Pieces[cpb.CheckOperationsResponse]:
+        """What each operation would be answered as the only one of a step by then. Others, and no
+        request in pieces of this session, may come between the pieces. Raises as ``step``, and why
+        the session is not open, at any piece.
+        """
+        response = cpb.CheckOperationsResponse()
         session = self._session(request.session, tenant)
         operations = read_operations(request.operations, self._config.max_operations)
-        sharing = self._sharing_of(session.pool)
-        member = sharing.members[session.id]
-        return check(Planner(member, sharing, self._quotas, is_check=True), member, operations)
+        for begin in range(0, len(operations), _CHECKED_AT_A_TIME):
+            if begin:
+                yield
+                session = self._session(request.session, tenant)
+            sharing = self._sharing_of(session.pool)
+            member = sharing.members[session.id]
+            planner = Planner(member, sharing, self._quotas, is_check=True)
+            end = min(begin + _CHECKED_AT_A_TIME, len(operations))
+            check(planner, member, operations, range(begin, end), response)
+        return response
 
     def block_table(
         self, request: cpb.GetBlockTableRequest, tenant: str

@@ -54,6 +54,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._watches = WatchServer(core)
         self._streams = RequestStreams("control plane")
         self._long = LongRequests(ended=self.flush)
+        self._long_checks = asyncio.Lock()  # one at a time, or many would leave others little
         self._step_streams: dict[int, _StepStream] = {}  # by session, the latest
         self._notices: set[asyncio.Task[None]] = set()
 
@@ -206,8 +207,19 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def CheckOperations(
         self, request: pb.CheckOperationsRequest, context: _Context
     ) -> pb.CheckOperationsResponse:
-        await self._long.wait(request.session.session_id)
-        return self._core.check_operations(request, caller().tenant)
+        pieces = self._core.check_operations(request, caller().tenant)
+        session_id = request.session.session_id
+        await self._long.wait(session_id)
+        try:
+            next(pieces)
+            async with self._long_checks:
+                while True:
+                    for _ in range(TURNS_OF_A_CALL):
+                        await asyncio.sleep(0)
+                    await self._long.wait(session_id)
+                    next(pieces)
+        except StopIteration as end:
+            return cast(pb.CheckOperationsResponse, end.value)
 
     async def FindPrefix(
         self, request: pb.FindPrefixRequest, context: _Context

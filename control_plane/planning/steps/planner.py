@@ -292,18 +292,21 @@ def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
 
 
 def check(
-    planner: Planner, member: Member, operations: Sequence[Named]
-) -> cpb.CheckOperationsResponse:
-    """What each operation would be answered as the only one of a step now."""
-    session, response = member.session, cpb.CheckOperationsResponse()
+    planner: Planner,
+    member: Member,
+    operations: Sequence[Named],
+    which: range,
+    response: cpb.CheckOperationsResponse,
+) -> None:
+    """Add what each of some operations would be answered as the only one of a step now."""
+    session = member.session
     session.native.begin(session.slot, session.numbers.last + 1, True)
-    for i, operation in enumerate(operations):
+    for i in which:
         result = response.results.add()
-        planner.run(i, operation, result)
-        if operation[0] != "admit" and result.WhichOneof("done") is not None:
+        planner.run(i, operations[i], result)
+        if operations[i][0] != "admit" and result.WhichOneof("done") is not None:
             result.ClearField("done")
     session.native.end_dry_run()
-    return response
 
 
 def _require_some(sequence_ids: bytes) -> None:

@@ -121,12 +121,24 @@ def it_is_one_piece(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControlPlane, "in_pieces", in_pieces)
 
 
+def operations_are_checked_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Others wait for all of them."""
+    original = ControlPlane.check_operations
+
+    def at_once(self: ControlPlane, request: Any, tenant: str) -> Any:
+        yield from ()
+        return finished(original(self, request, tenant))
+
+    patch.setattr(ControlPlane, "check_operations", at_once)
+
+
 CORE = {
     the_line_decides_between_pieces: "test_nobody_is_granted_blocks_between_the_pieces",
     an_end_is_not_noticed_between_pieces: "test_a_session_may_end_between_the_pieces",
     each_part_counts_items_from_its_own_first: "test_a_request_in_pieces_is_answered_as_in_one",
     fenced_before_all_is_released: "test_a_session_that_ends_is_released_between_requests",
     a_fence_is_forgotten_while_it_releases: "test_a_session_that_ends_is_released_between_requests",
+    operations_are_checked_at_once: "test_operations_are_checked_a_few_at_a_time",
     it_is_one_piece: "test_others_step_between_the_pieces",
 }
 LANE = {

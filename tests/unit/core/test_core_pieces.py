@@ -48,6 +48,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     for module in (plans, receipts):
         patch.setattr(module, "PIECE_BLOCKS", 3)
     patch.setattr("control_plane.planning.pools.pool._PIECE_SEQUENCES", 2)
+    patch.setattr("control_plane.planning.core._CHECKED_AT_A_TIME", 3)
 
 
 @pytest.fixture
@@ -334,3 +335,43 @@ def test_only_what_takes_long_is_run_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     for kind in (cpb.StepRequest, cpb.SubmitReceiptsRequest):
         assert takes_long(kind(receipts=[signed])), "plans in flight compute many tokens"
         assert not takes_long(kind())
+
+
+@pytest.mark.usefixtures("small")
+def test_operations_are_checked_a_few_at_a_time() -> None:
+    world = World(num_device=16)
+    engine, other = world.engine(), world.engine()
+    engine.admit(1, range(20))
+    other.admit(1, range(3))
+    core = world.core
+    operations = [
+        each for i in range(4) for each in (ops.admit(2 + i, range(60 * i)), ops.free([i]))
+    ]
+
+    def check(*some: cpb.Operation) -> pieces.Pieces[cpb.CheckOperationsResponse]:
+        request = cpb.CheckOperationsRequest(session=engine.ref, operations=some)
+        return core.check_operations(request, "tenant")
+
+    expected = [pieces.finished(check(each)).results[0] for each in operations]
+    left, num_between = check(*operations), 0
+    while True:
+        try:
+            next(left)
+        except StopIteration as end:
+            results = end.value.results
+            break
+        num_between += 1
+        core.check_integrity()
+        other.send(other.growth(1, [other.number], 1))
+    assert num_between == 2
+    assert [*map(status_of, results)] == [*map(status_of, expected)]
+    assert len({*map(status_of, results)}) > 1
+    assert [r.WhichOneof("done") for r in results] == [r.WhichOneof("done") for r in expected]
+
+    left = check(*operations)
+    next(left)
+    core.close_session(engine.ref, "tenant")
+    with pytest.raises(SessionNotFoundError):
+        next(left)
+    other.settle()
+    core.check_integrity()
