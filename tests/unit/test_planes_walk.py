@@ -16,6 +16,7 @@ from planes_values import BLOCK
 from planes_world import LEASE_S, World
 
 from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
 
 
 def test_no_engine_sees_what_is_not_its_own() -> None:
@@ -35,7 +36,8 @@ def test_the_walk_knows_what_the_line_took() -> None:
     for engine, *operations in (
         (waiter, ops.admit(1, [0] * BLOCK)),
         (waiter, ops.swap_out([1])),
-        (holder, ops.admit(2, [1] * 4 * BLOCK)),
+        (holder, ops.admit(2, [1] * (4 * BLOCK - 1))),
+        (holder, ops.append(2, [], 1, first_position=4 * BLOCK - 1)),
         (waiter, ops.swap_in([1])),
     ):
         engine.step(*operations)
@@ -52,6 +54,8 @@ def test_the_walk_knows_what_the_line_took() -> None:
     holder.step(ops.append(2, [0], 1, first_position=4 * BLOCK))
     assert holder.cut == {2}
     assert not holder.sequences
+    late = cpb.SubmitReceiptsRequest(deferred_tokens=holder.old_tokens[-1])
+    holder.call("submit_receipts", late)  # what comes of it is passed over
     machine.all_is_sound()
     machine.teardown()
 

@@ -241,9 +241,8 @@ class Engine:
         """The control plane knows what this engine believes."""
         if self.ended or self.unanswered is not None or self.id not in self.control.core._sessions:
             return
-        for state in self._states(
-            sorted(self.sequences.keys() - untold_cuts(self.control.core, self.id))
-        ):
+        live = self.sequences.keys() - untold_cuts(self.control.core, self.id)
+        for state in self._states(sorted(live)):
             known = self.sequences[state.sequence_id]
             assert state.admitted_by == known.admitted_by
             assert state.num_tokens == known.num_known
@@ -269,8 +268,10 @@ class Engine:
         if not hasattr(request, "deferred_tokens"):
             return
         for item in deferred_of(request.deferred_tokens):
-            known = self.sequences[item.sequence_id]
-            known.num_known = max(known.num_known, item.first + len(item.tokens))
+            known = self.sequences.get(item.sequence_id)
+            assert known is not None or item.sequence_id in self.cut
+            if known is not None:
+                known.num_known = max(known.num_known, item.first + len(item.tokens))
 
     def _believe(self, operation: cpb.Operation, result: cpb.OperationResult, number: int) -> None:
         kind = operation.WhichOneof("operation")
