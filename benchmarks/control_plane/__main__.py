@@ -1,75 +1,12 @@
-"""Measures the control plane: its core in this process, and over gRPC as a process of its own.
-
-    python -m benchmarks.control_plane [--quick] [--only PATTERN] [--no-gc] [--json OUT]
-
-``core/CASE``: packed request bytes in, parsed, planned, and the signed plan encoded into the
-answer's bytes; all of that is timed. ``grpc/CASE``: a Step on a stream, from the request message to
-the parsed answer, with the server in another process. Receipts are signed and verified. Every step
-has content of its own, so nothing is memoised. The data plane is played.
-"""
+"""``python -m benchmarks.control_plane``: see ``benchmarks.control_plane.program``."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import gc
-import json
-import re
-from pathlib import Path
-
-from benchmarks.control_plane.cases import CASES
-from benchmarks.control_plane.in_process import InProcess
-from benchmarks.control_plane.over_grpc import OverGrpc
-from benchmarks.control_plane.report import Outcome, machine, table
-from benchmarks.control_plane.sizes import FULL, QUICK
-
-
-def main() -> None:
-    """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description="Measure the control plane.")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    parser.add_argument("--only", default="", help="a regular expression: of core/CASE, grpc/CASE")
-    parser.add_argument("--no-gc", action="store_true", help="turn the garbage collector off")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/out/control_plane.json"))
-    arguments = parser.parse_args()
-    if arguments.no_gc:
-        gc.disable()
-    described = machine()
-    rows, skipped = asyncio.run(measure(arguments.only, quick=arguments.quick))
-    if not rows and not skipped:
-        parser.error(f"--only {arguments.only}: no case has such a name")
-    print(", ".join(f"{name} {value}" for name, value in described.items()))
-    print(table(rows))
-    for skip in skipped:
-        print(f"skipped {skip['name']}: {skip['reason']}")
-    report = {"machine": described, "quick": arguments.quick, "rows": rows, "skipped": skipped}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"saved to {arguments.json}")
-
-
-async def measure(
-    only: str, *, quick: bool
-) -> tuple[list[dict[str, object]], list[dict[str, str]]]:
-    """The rows of the cases whose names ``only`` is found in, and the cases that were skipped."""
-    rows: list[dict[str, object]] = []
-    skipped: list[dict[str, str]] = []
-    sizes = QUICK if quick else FULL
-    for world in (InProcess(), OverGrpc(is_gc_on=gc.isenabled())):
-        for case in CASES:
-            name = f"{world.name}/{case.name}"
-            if world.name not in case.worlds or not re.search(only, name):
-                continue
-            if case.reason_to_skip:
-                skipped.append({"name": name, "reason": case.reason_to_skip})
-                continue
-            print(name, flush=True)
-            gc.collect()
-            world.gc_s.clear()
-            measured = await case.measure(world, sizes)
-            rows += Outcome(world.name, measured, world.gc_s).as_json()
-    return rows, skipped
-
+from kvplane.serving.event_loop import tune_grpc
 
 if __name__ == "__main__":
+    tune_grpc()  # as an engine does, and before gRPC is imported
+
+    from benchmarks.control_plane.program import main
+
     main()

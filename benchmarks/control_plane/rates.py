@@ -18,6 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
+import uvloop
+
 from benchmarks.control_plane.engine import Engine, World
 from benchmarks.control_plane.messages import Decoding, prompt
 from benchmarks.control_plane.over_grpc import Connection, OverGrpc
@@ -132,7 +134,7 @@ def _set_barrier(barrier: Any) -> None:
 
 
 def _client(client: Client) -> Samples:
-    return asyncio.run(_drive(client))
+    return uvloop.run(_drive(client))
 
 
 async def _drive(client: Client) -> Samples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -106,6 +107,23 @@ class Outcome:
         return rows
 
 
+def best_of(rounds: Sequence[Sequence[dict[str, object]]]) -> list[dict[str, object]]:
+    """Of rows of ``Outcome.as_json``, for each name that of the round with the best ``p50``. Where
+    there are several rounds it has ``median_p50`` too, the median of all of them.
+    """
+    by_name: dict[str, list[dict[str, object]]] = {}
+    for row in (row for rows in rounds for row in rows):
+        by_name.setdefault(str(row["name"]), []).append(row)
+    best = []
+    for rows in by_name.values():
+        rows.sort(key=lambda row: float(str(row["p50"])), reverse=rows[0]["unit"] in _RATES)
+        best.append(rows[0])
+        if len(rounds) > 1:
+            median = statistics.median(float(str(row["p50"])) for row in rows)
+            best[-1] = {**rows[0], "num_rounds": len(rows), "median_p50": round(median, 2)}
+    return best
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """A quantile by the nearest rank."""
     ordered = sorted(values)
@@ -116,7 +134,10 @@ def table(rows: Sequence[dict[str, object]]) -> str:
     """Rows of ``Outcome.as_json`` as lines, goals beside the figures."""
     head = ("", "unit", "p50", "goal", "p99", "goal", "gc pauses", "longest, us")
     lines = [head, *map(_cells, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    if any("median_p50" in row for row in rows):
+        medians = ["median of rounds", *(_number(row["median_p50"]) for row in rows)]
+        lines = [(*line, median) for line, median in zip(lines, medians, strict=True)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if i < 2 else cell.rjust(width)

@@ -25,6 +25,10 @@ class LongRequests:
         self._lane = asyncio.Lock()
         self._begun: int | None = None  # the session whose request has the lane
 
+    def is_running(self, session_id: int) -> bool:
+        """Whether the session has such a request."""
+        return session_id in self._running
+
     async def wait(self, session_id: int) -> None:
         """Until the session has no such request: its requests run one after another."""
         while (task := self._running.get(session_id)) is not None:

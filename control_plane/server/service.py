@@ -57,6 +57,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._long_checks = asyncio.Lock()  # one at a time, or many would leave others little
         self._step_streams: dict[int, _StepStream] = {}  # by session, the latest
         self._notices: set[asyncio.Task[None]] = set()
+        self._is_flush_due = False
 
     def stop(self) -> None:
         """End streams that wait for a request now, the others after their current answer."""
@@ -74,6 +75,16 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                 task = asyncio.create_task(stream.push(notice))
                 self._notices.add(task)
                 task.add_done_callback(self._notices.discard)
+
+    def _flush_soon(self) -> None:
+        """``flush`` when the answers of this turn of the event loop are written, once for all."""
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._is_flush_due = False
+        self.flush()
 
     async def work(self) -> None:
         """Do the core's long work, in pieces between requests. Runs until cancelled."""
@@ -146,11 +157,11 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def Step(
         self, request_iterator: AsyncIterator[pb.StepRequest], context: _Context
     ) -> None:
-        stream = _StepStream(context)
+        stream, requests = _StepStream(context), self._streams.open(request_iterator)
         try:
             while True:
                 try:
-                    request = await self._streams.next(request_iterator)
+                    request = await requests.next()
                 except InvalidRequestError as error:  # not a StepRequest; the next may be one
                     await stream.write(self._refuse(0, error))
                     continue
@@ -158,8 +169,8 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                     return
                 session_id = _session_id(request)
                 answer = await self._answer(request, caller().tenant)
-                if isinstance(answer, bytes) or answer.HasField("result"):
-                    # The session is this caller's.
+                is_callers = isinstance(answer, bytes) or answer.HasField("result")
+                if is_callers and self._step_streams.get(session_id) is not stream:
                     stream.session_ids.add(session_id)
                     self._step_streams[session_id] = stream
                 await stream.write(answer)
@@ -261,7 +272,9 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.StepResponse | bytes:
         try:
             if isinstance(request, PlainStep):
-                answer = await self._plain_step(request, tenant)
+                if self._long.is_running(request.session_id):
+                    await self._long.wait(request.session_id)
+                answer = self._plain_step(request, tenant)
                 if answer is not None:
                     return answer
                 request = pb.StepRequest.FromString(request.data)
@@ -286,16 +299,15 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._metrics.count_step(request.operations, response.result, time.perf_counter() - begin)
         return response
 
-    async def _plain_step(self, request: PlainStep, tenant: str) -> bytes | None:
+    def _plain_step(self, request: PlainStep, tenant: str) -> bytes | None:
         """The encoded answer; None where the request has to be a message."""
         if tracing.is_on():
             return None
         begin = time.perf_counter()
-        await self._long.wait(request.session_id)
         answer = self._core.plain_step(request, tenant)
         if answer is None:
             return None
-        self.flush()
+        self._flush_soon()
         duration_s = time.perf_counter() - begin
         if answer.response is None:
             self._metrics.count_plain_step(answer, duration_s)
@@ -332,8 +344,11 @@ class _StepStream:
 
     async def write(self, response: pb.StepResponse | bytes) -> None:
         """Write a message, or an encoded one, after those before it."""
-        async with self._lock:
+        await self._lock.acquire()  # `async with` would make two coroutines more for each answer
+        try:
             await self._context.write(response)
+        finally:
+            self._lock.release()
 
     async def push(self, notice: pb.StepResponse) -> None:
         """Write a notice, a hint that may be lost with the stream."""

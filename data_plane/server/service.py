@@ -114,10 +114,11 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> AsyncIterator[pb.ExecuteResponse]:
         take_bytes = partial(self._quota.take, payer())
         stream = ExecuteStream(self._executor, self._tenant(), take_bytes)
+        requests = self._streams.open(request_iterator)
         try:
             while True:
                 try:
-                    request = await self._streams.next(request_iterator)
+                    request = await requests.next()
                     if request is None:
                         return
                     command = partial(stream.answer, request)

@@ -59,12 +59,15 @@ class Requests:
         Raises UnauthenticatedError, NotPermittedError.
         """
         self._gate, self._budget, self._large = admission.gate, admission.budget, admission.large
-        self._bounds, self._quota = admission.bounds.get(method), admission.quota
+        self._bounds = admission.bounds.get(method)  # None: not a method of the contract
+        self._quota = admission.quota
+        self._has_quota = self._bounds is not None and admission.quota.is_limited
         self._quick = admission.quick.get(method)
         self._method = method
         self._decode = decode
         self._context = context
         self._num_held = 0
+        self._is_open = self._gate.is_open
         self._admitted_at = self._gate.num_reloads
         self._caller = self._gate.admit(method, context)
         # An iterator of gRPC's that was made expects to be read.
@@ -86,15 +89,17 @@ class Requests:
 
     async def take(self, data: bytes) -> Any:
         """The request in ``data``, of the call's. Raises as iteration does."""
-        self.check_caller()
+        if not self._is_open:
+            self.check_caller()
         self._budget.take(self._caller, len(data))
         self._num_held = len(data)
-        if self._bounds is not None:  # it is a method of the contract
+        if self._has_quota:
             self._quota.take(self._caller, len(data))
-            if self._quick is not None and len(data) < _LARGE_BYTES:
-                quick = self._quick(data)
-                if quick is not None:
-                    return quick
+        if self._quick is not None and len(data) < _LARGE_BYTES:
+            quick = self._quick(data)
+            if quick is not None:
+                return quick
+        if self._bounds is not None:
             self._bounds.check(data)
         if len(data) >= _LARGE_BYTES:
             await self._large.acquire()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvplane.errors import PlaneUnavailableError
 
@@ -18,34 +18,60 @@ class RequestStreams:
 
     def __init__(self, plane: str) -> None:
         """``plane``: what the error of a stopping server calls it, such as "control plane"."""
-        self._plane = plane
-        self._waiting: set[asyncio.Task[Any]] = set()
-        self._stopping = asyncio.Event()
+        self.plane = plane
+        self.waiting: set[asyncio.Task[Any]] = set()
+        """Those that wait for a request."""
+        self.stopping = asyncio.Event()
 
     def stop(self) -> None:
         """End the streams that wait for a request, and the others after their current answer."""
-        self._stopping.set()
-        for task in self._waiting:
+        self.stopping.set()
+        for task in self.waiting:
             task.cancel()
 
-    async def next(self, requests: AsyncIterator[RequestT]) -> RequestT | None:
-        """The next request of a stream, None at its end.
-
-        Raises PlaneUnavailableError once ``stop`` was called, and what reading raises.
-        """
+    def open(self, requests: AsyncIterator[RequestT]) -> RequestStream[RequestT]:
+        """The stream that the current task serves."""
         task = asyncio.current_task()
-        if self._stopping.is_set() or task is None:
-            raise stopping_error(self._plane)
-        self._waiting.add(task)
+        assert task is not None
+        return RequestStream(self, task, requests)
+
+
+class RequestStream(Generic[RequestT]):
+    """One of them."""
+
+    __slots__ = ("_requests", "_streams", "_task")
+
+    def __init__(
+        self,
+        streams: RequestStreams,
+        task: asyncio.Task[Any],
+        requests: AsyncIterator[RequestT],
+    ) -> None:
+        """``task``: that which serves it."""
+        self._streams = streams
+        self._task = task
+        self._requests = requests
+
+    async def next(self) -> RequestT | None:
+        """The next request, None at the end of the stream.
+
+        Raises PlaneUnavailableError once the service stops, and what reading raises.
+        """
+        streams, task = self._streams, self._task
+        if streams.stopping.is_set():
+            raise stopping_error(streams.plane)
+        streams.waiting.add(task)
         try:
-            return await anext(requests, None)
+            return await self._requests.__anext__()
+        except StopAsyncIteration:
+            return None
         except asyncio.CancelledError:
-            if not self._stopping.is_set():
+            if not streams.stopping.is_set():
                 raise
             task.uncancel()
-            raise stopping_error(self._plane) from None
+            raise stopping_error(streams.plane) from None
         finally:
-            self._waiting.discard(task)
+            streams.waiting.discard(task)
 
 
 def stopping_error(plane: str) -> PlaneUnavailableError:

@@ -186,8 +186,8 @@ MORE = {
     ),
     "requests_are_read_before_their_caller_is_known": Fault(
         "kvplane/serving/requests.py",
-        "self._caller = self._gate.admit(method, context)\n        self._incoming",
-        "self._caller = ''\n        self._incoming",
+        "self._caller = self._gate.admit(method, context)\n        # An iterator",
+        "self._caller = ''\n        # An iterator",
         FLOODS,
     ),
     "what_waits_for_its_answer_is_not_counted": Fault(

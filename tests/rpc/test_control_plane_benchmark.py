@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from benchmarks.control_plane import report, truncate
-from benchmarks.control_plane.report import GOALS, GOALS_P99, Outcome, Row, quantile, table
+from benchmarks.control_plane.report import (
+    GOALS,
+    GOALS_P99,
+    Outcome,
+    Row,
+    best_of,
+    quantile,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ("hit_in_use_32k", "miss_32k", "hit_free_32k_pool100k")
@@ -55,10 +63,13 @@ def test_every_case_gives_a_row_and_every_goal_belongs_to_one(tmp_path: Path) ->
 def test_a_pattern_picks_cases_and_the_garbage_collector_can_be_off(
     world: str, tmp_path: Path
 ) -> None:
-    written, _ = run(tmp_path / "out.json", "--no-gc", "--only", f"{world}/fork")
+    flags = ("--no-gc", "--rounds", "2", "--only", f"{world}/fork")
+    written, printed = run(tmp_path / "out.json", *flags)
     assert [row["name"] for row in written["rows"]] == [f"{world}/fork_2048_blocks"]
     assert written["machine"]["gc"] == "off"
     assert written["rows"][0]["num_gc_pauses"] == 0
+    assert written["rows"][0]["num_rounds"] == 2
+    assert printed.count(f"\n{world}/fork_2048_blocks ") == 1  # a line for both
 
 
 def test_a_goal_of_a_rate_is_a_least_value_and_of_a_latency_a_most(
@@ -75,6 +86,20 @@ def test_a_goal_of_a_rate_is_a_least_value_and_of_a_latency_a_most(
     lines = table(Outcome("core", rows, gc_s=[0.5, 0.25]).as_json()).splitlines()[1:]
     assert [line.split()[5] for line in lines] == ["met", "missed", "met", "missed"]
     assert all(line.endswith("500,000") for line in lines)
+
+
+def test_of_rounds_the_one_with_the_best_median_is_given_and_the_median_of_all() -> None:
+    rounds = [
+        Outcome("core", [Row("step", "us", p50, 9, 1), Row("rate", "steps/s", p50, 1, 1)]).as_json()
+        for p50 in (30.0, 10.0, 14.0)
+    ]
+    step, rate = best_of(rounds)
+    assert (step["p50"], step["median_p50"], step["num_rounds"]) == (10, 14, 3)
+    assert (rate["p50"], rate["median_p50"], rate["num_rounds"]) == (30, 14, 3)
+    head, *lines = table([step, rate]).splitlines()
+    assert head.endswith("median of rounds")
+    assert [line.split()[-1] for line in lines] == ["14", "14"]
+    assert best_of(rounds[:1]) == rounds[0]
 
 
 def test_a_quantile_is_a_sample() -> None:

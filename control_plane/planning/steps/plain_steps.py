@@ -82,7 +82,7 @@ class PlainSteps:
         if highest is None or request.num_items > config.max_operations:
             return None
         done = min(highest)
-        num_left = sum(plan > done for plan in session.plans)
+        num_left = len([plan for plan in session.plans if plan > done])
         if num_left >= config.max_plans_in_flight:
             return None
         headroom = sharing.num_headroom if kind == "admit" else 0

@@ -155,12 +155,13 @@ void Pool::write_whole_table(Session& session, Sequence& sequence) {
   size_t i = changes.indices.size();
   add_entries(sequence, first, sequence.table.size, changes);
   changes.allocated.resize(changes.indices.size());
-  if (session.allocated.empty() && session.record.transfers.empty()) return;
+  const auto& destinations = session.destinations;
   for (; i < changes.indices.size(); ++i) {
+    if (session.allocated.empty() && destinations.empty()) return;
     const uint64_t key = key_of(sequence.tier, static_cast<Block>(changes.indices[i]));
     // Only the first table that refers to a block says that it is allocated.
     changes.allocated[i] = session.allocated.erase(key) > 0;
-    session.tables.in_tables.insert(key);
+    if (destinations.count(key)) session.tables.in_tables.insert(key);
   }
 }
 

@@ -33,6 +33,11 @@ class ByteQuota:
         self._full_s: dict[str, float] = {}
         self._next_sweep_s = 0.0
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a quota."""
+        return self._rate > 0
+
     def __len__(self) -> int:
         """Callers that are remembered."""
         return len(self._full_s)
