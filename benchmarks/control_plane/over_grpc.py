@@ -105,7 +105,8 @@ class DataPlane:
         open_stream: Any = self._channel.stream_stream(_REGISTER, request_serializer=serialize)
         self._stream = open_stream()
         await self._stream.write(cpb.RegisterRequest(hello=self._hello))
-        self.key = (await self._read()).welcome.key
+        self.welcome = (await self._read()).welcome
+        self.key = self.welcome.key
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -123,8 +124,13 @@ class DataPlane:
             raise RuntimeError("the report was not accepted")
         self._tasks = [asyncio.create_task(self._drain()), asyncio.create_task(self._beat())]
 
+    async def read(self) -> bytes:
+        """The next message, packed; only where no report was accepted on the stream."""
+        packed: bytes = await self._stream.read()
+        return packed
+
     async def _read(self) -> cpb.RegisterResponse:
-        return cpb.RegisterResponse.FromString(await self._stream.read())
+        return cpb.RegisterResponse.FromString(await self.read())
 
     async def _drain(self) -> None:
         while await self._stream.read() is not grpc.aio.EOF:

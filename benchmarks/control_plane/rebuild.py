@@ -1,5 +1,5 @@
-"""How long a control plane takes to learn a million published blocks from a report, and to forget
-them again.
+"""How long a control plane takes to learn a million published blocks from a report, to send them
+again, and to forget them.
 """
 
 from __future__ import annotations
@@ -7,9 +7,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from typing import Any
 
-from benchmarks.control_plane import messages
+from benchmarks.control_plane import messages, resume
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.in_process import CorePool, InProcess
 from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, prompt, report_part
@@ -43,6 +42,7 @@ async def _in_process(
     while (piece_s := pool.work()) is not None:
         seconds.append(piece_s)
     _check(pool.description(), num_entries)
+    resumed = resume.in_process(pool, num_blocks, num_entries)
     engine = await pool.engine()
     forget_s = await engine.step(ops.forget(_FIRST_BLOCK))
     pieces_s = list(iter(pool.work, None))
@@ -55,6 +55,7 @@ async def _in_process(
         Row.of_one(
             "forget_1M_blocks/longest_call", MICROSECONDS, 1e6 * max(forget_s, *pieces_s, 0)
         ),
+        *resumed,
     ]
 
 
@@ -69,27 +70,19 @@ async def _over_grpc(
             await connection.stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
             server.count_pauses()
             waits_s: list[float] = []
-            probe = asyncio.create_task(ask_again_and_again(connection.stub, waits_s))
+            probe = asyncio.create_task(resume.ask_again_and_again(connection.stub, waits_s))
             began = time.perf_counter()
             await data_plane.report(parts)
             description = await connection.wait_ready()
             seconds = time.perf_counter() - began
             probe.cancel()
             _check(description, num_entries)
+            resumed = await resume.over_grpc(connection, data_plane, num_blocks, num_entries)
     return [
         Row.of_one(_NAME, MICROSECONDS, 1e6 * seconds),
         Row.of_one(f"{_NAME}/longest_wait", MICROSECONDS, 1e6 * max(waits_s)),
+        *resumed,
     ]
-
-
-async def ask_again_and_again(stub: Any, waits_s: list[float]) -> None:
-    """How long another caller waits for an answer, all the time."""
-    while True:
-        began = time.perf_counter()
-        try:
-            await stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
-        finally:
-            waits_s.append(time.perf_counter() - began)
 
 
 def _check(description: cpb.DescribePoolResponse, num_entries: int) -> None:

@@ -5,8 +5,8 @@ call runs to its end, but ``in_pieces`` stops between pieces. Invariant: ``check
 after every call and every piece, one that raises too.
 
     registration   register, compare, report, disconnect, fence_done, keys_held, files_forgotten,
-                   announce, take_told, take_outgoing; register_ahead, and ahead: while another
-                   control plane leads
+                   announce, take_told, take_outgoing, take_missed; register_ahead, and ahead:
+                   while another control plane leads
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
@@ -110,7 +110,8 @@ class ControlPlane:
         self.keys_held, self.has_work = registry.keys_held, registry.has_work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.files_forgotten = registry.files_forgotten
-        self.take_outgoing, self._touch = registry.take_outgoing, registry.touched.add
+        self.take_outgoing, self.take_missed = registry.take_outgoing, registry.take_missed
+        self._touch = registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
         self._requests = Requests(

@@ -90,6 +90,9 @@ class Registrar:
                 elif reader.done():
                     await reader
                     return
+                elif (missed := self._core.take_missed(*stream.key)) is not None:
+                    stream.outbox.extend(missed)
+                    await asyncio.sleep(0)  # others are not to wait for all of it
                 else:
                     await stream.changed.wait()
                     stream.changed.clear()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from registration_messages import LAYOUT, hello
+from registration_messages import LAYOUT, all_outgoing, hello
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
@@ -64,7 +64,7 @@ def report(control: ControlPlane, plane: Executor) -> None:
 def deliver(control: ControlPlane, *planes: Executor) -> None:
     """Have the executors do what the core has to say to them."""
     for plane in planes:
-        for message in control.take_outgoing("pool", plane.shard.index):
+        for message in all_outgoing(control, "pool", plane.shard.index):
             if message.HasField("fence"):
                 fence = message.fence
                 plane.fence(fence.session, fence.ordinal)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from patched_faults import load
 
 from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.shards import ShardState
+from kvplane.v1.control_pb2 import RegisterResponse
 
 TESTS = load("unit/core/test_withdrawals.py")
+MISSED = load("unit/registration/test_missed_messages.py")
+Missed = tuple[list[RegisterResponse], int]
 
 
 def never_sent(patch: pytest.MonkeyPatch) -> None:
@@ -20,10 +25,55 @@ def never_sent(patch: pytest.MonkeyPatch) -> None:
 
 def sent_once(patch: pytest.MonkeyPatch) -> None:
     """A data plane that was away when something was forgotten is never told."""
-    patch.setattr(Pool, "_withdrawn", lambda pool, core, published: iter(()))
+
+    def missed(self: Pool, group: int, first_block: int) -> Missed:
+        messages, next_block = original(self, group, first_block)
+        return [each for each in messages if not each.HasField("withdraw")], next_block
+
+    original = Pool.missed
+    patch.setattr(Pool, "missed", missed)
+
+
+def resent_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A data plane that comes back is sent all publications while everybody waits."""
+    patch.setattr("control_plane.planning.pools.pool.MAX_PUBLICATIONS", 10**6)
+
+
+def resent_from_the_middle(patch: pytest.MonkeyPatch) -> None:
+    """A stream that breaks again goes on where the last one was."""
+
+    def disconnect(self: ShardState) -> None:
+        begun = self.resends_from
+        original(self)
+        self.resends_from = begun
+
+    def reconnect(self: ShardState, hello: Any, missed: Any) -> None:
+        begun = self.resends_from
+        resume(self, hello, missed)
+        self.resends_from = begun or self.resends_from
+
+    original, resume = ShardState.disconnect, ShardState.reconnect
+    patch.setattr(ShardState, "disconnect", disconnect)
+    patch.setattr(ShardState, "reconnect", reconnect)
+
+
+def the_last_blocks_are_left_out(patch: pytest.MonkeyPatch) -> None:
+    """Publications are sent again up to the last whole piece."""
+
+    def missed(self: Pool, group: int, first_block: int) -> Missed:
+        messages, next_block = original(self, group, first_block)
+        return (messages if next_block else []), next_block
+
+    original = Pool.missed
+    patch.setattr(Pool, "missed", missed)
 
 
 NOTICED_BY = {
+    resent_at_once: MISSED.test_each_publication_is_sent_once_a_thousand_blocks_at_a_time,
+    the_last_blocks_are_left_out: (
+        MISSED.test_each_publication_is_sent_once_a_thousand_blocks_at_a_time
+    ),
+    resent_from_the_middle: MISSED.test_a_stream_that_breaks_again_begins_again,
     never_sent: TESTS.test_a_control_plane_that_restarts_does_not_learn_what_was_forgotten,
     sent_once: TESTS.test_a_data_plane_that_was_away_withdraws_when_it_resumes,
 }

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ("hit_in_use_32k", "miss_32k", "hit_free_32k_pool100k")
 OTHERS = ("empty_step", "decode_step_256", "fork_2048_blocks", "swap_2048_blocks", "abort_256x2048")
 RATES = ("steps_per_s_1_engine", "steps_per_s_8_engines", "steps_per_s_64_engines")
-REPORTS = ("rebuild_1M_blocks",)
+REPORTS = ("rebuild_1M_blocks", "resume_1M_blocks")
 UNITS = {"us", "steps/s", "ns/block", "bytes", "x"}
 
 

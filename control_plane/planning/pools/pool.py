@@ -11,7 +11,7 @@ generations, counters and the revision go on from the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from typing import Final, Protocol
 
 from kvplane_blocks import GroupedPool
@@ -22,7 +22,6 @@ from control_plane.planning.pools.floors import Floors
 from control_plane.planning.pools.keys import PoolKeys
 from control_plane.planning.pools.publications import (
     MAX_PUBLICATIONS,
-    Run,
     owner_of,
     publish_message,
     withdraw_message,
@@ -34,8 +33,6 @@ from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import columns
-from kvplane.wire.columns import INT32, INT64
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _HOST: Final = tpb.TIER_HOST
@@ -385,36 +382,18 @@ class Pool:
             for follower in self.followers:
                 follower.wake()
 
-    def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
-        """What a shard that came back may not have been sent: fences, what was forgotten, and all
-        publications.
+    def missed(self, group: int, first_block: int) -> tuple[list[cpb.RegisterResponse], int]:
+        """What a shard that came back may not have been sent of the group's device blocks from one
+        on: publications, and what was forgotten. Returns the messages about some of them, of a
+        megabyte at most, and the first of the rest; 0 when there are none left.
         """
-        self.announce()  # to the others: all of it is in what follows
-        while self.has_announcements:
-            self.announce()
-        messages = self.shards.fences_for(shard_index)
-        for group, core in enumerate(self.groups):
-            published = core.all_publications(MAX_PUBLICATIONS)
-            messages += [
-                withdraw_message(*columns, group) for columns in self._withdrawn(core, published)
-            ]
-            messages += [publish_message(run, group) for run in published]
-        return messages
-
-    def _withdrawn(self, core: NativePool, published: list[Run]) -> Iterator[tuple[bytes, bytes]]:
-        """Indices and generations of all blocks that were allocated and hold no published prefix,
-        if any prefix was ever forgotten.
-        """
-        if not core.counters()[_FORGOTTEN]:
-            return
-        generations = columns.read(INT64, core.generations(_DEVICE), "generations")
-        for _, indices, *_ in published:
-            for block in columns.read(INT32, indices, "indices"):
-                generations[block] = 0
-        blocks = [block for block in range(core.usage(_DEVICE)[0]) if generations[block]]
-        for begin in range(0, len(blocks), _MAX_WITHDRAWN):
-            part = blocks[begin : begin + _MAX_WITHDRAWN]
-            yield columns.pack(INT32, part), columns.pack(INT64, [generations[i] for i in part])
+        core = self.groups[group]
+        end = first_block + MAX_PUBLICATIONS
+        published, indices, generations = core.publications_in(first_block, end)
+        messages = [publish_message(run, group) for run in published]
+        if indices and core.counters()[_FORGOTTEN]:
+            messages.append(withdraw_message(indices, generations, group))
+        return messages, end if end < core.usage(_DEVICE)[0] else 0
 
     # Descriptions
 

@@ -99,8 +99,7 @@ class Registration:
             pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._config)
         elif self._can_resume(pool, hello):
             self.touched.add(pool)
-            index = hello.shard.index
-            pool.shards.reconnect(hello, pool.missed(index))
+            pool.shards.reconnect(hello)
             self._rotation.registered(pool, hello, resumed=True)
             return cpb.Welcome(incarnation=self._incarnation(), resumed=True)
         else:
@@ -261,15 +260,28 @@ class Registration:
         return self.has_work()
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
-        """The messages to send to a shard, in order. Each is returned once, and what a shard may
-        have missed again after it is resumed.
-        """
+        """The messages to send to a shard, in order. Each is returned once; see ``take_missed``."""
         pool = self._pools.get(pool_id)
         if pool is None:
             return []
         pool.announce()
         state = pool.shards.states.get(shard_index)
         return state.take_outgoing() if state is not None else []
+
+    def take_missed(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse] | None:
+        """Some of what a shard that was resumed may have missed, of a megabyte at most, behind what
+        ``take_outgoing`` returns. To be called again when that was sent; None when it is all.
+        """
+        pool = self._pools.get(pool_id)
+        state = None if pool is None else pool.shards.states.get(shard_index)
+        if pool is None or state is None or state.resends_from is None:
+            return None
+        group, first_block = state.resends_from
+        outgoing = self.take_outgoing(pool_id, shard_index)
+        messages, next_block = pool.missed(group, first_block)
+        group += next_block == 0
+        state.resends_from = (group, next_block) if group < len(pool.groups) else None
+        return outgoing + messages
 
     def keys_held(self, pool_id: str, shard_index: int, epoch: int, held: cpb.KeysHeld) -> None:
         """A shard says what keys it holds. Raises PoolNotFoundError, StaleEpochError,

@@ -37,6 +37,7 @@ class ShardState:
         "hello",
         "key_ids",
         "outgoing",
+        "resends_from",
         "welcomed",
     )
 
@@ -51,6 +52,8 @@ class ShardState:
         self.welcomed = False  # has reported since its last Hello that was not resumed
         self.complete = False  # has reported all that the pool is to be built from
         self.asked = True  # for a report, on the present stream
+        # Layer group and device block from which on publications are to be sent again.
+        self.resends_from: tuple[int, int] | None = None
 
     def ask_again(self, reports: Reports) -> None:
         """Ask for another report, after the messages queued so far."""
@@ -101,13 +104,17 @@ class ShardState:
     def disconnect(self) -> None:
         """Its stream has ended. What it missed is sent again when it comes back."""
         self.connected = False
+        self.resends_from = None
         self.outgoing.clear()
         self.asked = False
 
     def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
-        """Resume it on another stream. ``hello`` may bring a new address."""
+        """Resume it on another stream. ``hello`` may bring a new address. It is to be sent
+        ``missed``, and then publications again.
+        """
         self.hello, self.connected = hello, True
         self.outgoing = deque(missed)
+        self.resends_from = 0, 0
         if not self.complete:
             self.ask_again(self._reports)
 
@@ -157,9 +164,10 @@ class PoolShards:
         """Compare what a shard holds with what it reported before; see ``ShardState.compare``."""
         return self.states[index].compare(part)
 
-    def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
+    def reconnect(self, hello: cpb.Hello) -> None:
         """Resume a shard on another stream."""
-        self.states[hello.shard.index].reconnect(hello, missed + self._forgets_for(hello))
+        missed = self.fences_for(hello.shard.index) + self._forgets_for(hello)
+        self.states[hello.shard.index].reconnect(hello, missed)
         self._is_told = True
 
     def ask_again(self, *, but: int) -> None:

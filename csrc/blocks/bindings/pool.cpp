@@ -1,6 +1,7 @@
 // Columns go in as bytes and come out as bytes; nothing is made for a sequence or a block.
 #include "core/pool.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -174,6 +175,26 @@ py::list publications(const Pool& pool, const std::vector<Pool::Announcement>& a
 py::list take_publications(Pool& pool, size_t max_blocks) {
   if (!pool.has_announcements()) return py::list();
   return publications(pool, pool.take_announcements(kMaxAnnounced), max_blocks);
+}
+
+// What can be found in device blocks [begin, end), and the indices and generations of those that
+// were allocated and hold nothing that can be found.
+py::tuple publications_in(const Pool& pool, size_t begin, size_t end) {
+  const BlockStore& device = pool.store(kDevice);
+  const Block last = static_cast<Block>(std::min<size_t>(end, device.num_blocks)),
+              first = static_cast<Block>(std::min<size_t>(begin, last));
+  const std::vector<Pool::Announcement> found = pool.findable_in(first, last);
+  std::vector<bool> holds(last - first);
+  for (const Pool::Announcement& item : found)
+    holds[pool.index()[item.entry].block(kDevice) - first] = true;
+  std::vector<int32_t> indices;
+  std::vector<int64_t> generations;
+  for (Block b = first; b < last; ++b)
+    if (!holds[b - first] && device.generation(b) > 0) {
+      indices.push_back(static_cast<int32_t>(b));
+      generations.push_back(device.generation(b));
+    }
+  return py::make_tuple(publications(pool, found, found.size()), pack(indices), pack(generations));
 }
 
 template <typename P>
@@ -372,6 +393,7 @@ void bind_queries(PoolClass& pool) {
         return publications(self, self.findable(), max_blocks);
       },
       py::arg("max_blocks"));
+  pool.def("publications_in", &publications_in, py::arg("begin"), py::arg("end"));
   pool.def("check_integrity", [](const Pool& self) {
     try {
       self.check();

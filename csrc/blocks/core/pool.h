@@ -250,6 +250,7 @@ class Pool final : private Listener {
   std::vector<Announcement> take_announcements(size_t max_entries);
   bool has_announcements() const { return !announcements_.empty(); }
   std::vector<Announcement> findable() const;
+  std::vector<Announcement> findable_in(Block begin, Block end) const;  // on the device, by root
 
   // Retention: see retention.h and _native.pyi.
   static std::variant<Retained, Failure> retain(Groups groups, Slot slot, Span<int32_t> tokens,

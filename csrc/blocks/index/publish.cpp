@@ -197,6 +197,18 @@ std::vector<Pool::Announcement> Pool::findable() const {
   return found;
 }
 
+std::vector<Pool::Announcement> Pool::findable_in(Block begin, Block end) const {
+  std::vector<Announcement> found;
+  for (Block b = begin; b < end; ++b) {
+    if (!index_.is_published(kDevice, b)) continue;
+    const EntryId e = index_.entry_of(kDevice, b), root = index_.root_of(e);
+    if (index_.is_named(root)) found.push_back({root, e, index_[e].uid, false});
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Announcement& a, const Announcement& b) { return a.root < b.root; });
+  return found;
+}
+
 // Deferred tokens
 
 // Tokens of [begin, end) that an item of a call gives a sequence, which had none there; `before`:

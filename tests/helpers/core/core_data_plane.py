@@ -30,6 +30,7 @@ from core_messages import (
     transfers_of,
     unpack,
 )
+from registration_messages import all_outgoing
 
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -156,7 +157,7 @@ class DataPlane:
 
     def pump(self) -> None:
         """Receive all that waits on the registration stream."""
-        while messages := self.world.core.take_outgoing(POOL, self.index):
+        while messages := all_outgoing(self.world.core, POOL, self.index):
             for message in messages:
                 self.take(message)
 

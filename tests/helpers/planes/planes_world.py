@@ -25,6 +25,7 @@ from planes_values import (
     tag_of,
     values_of,
 )
+from registration_messages import all_outgoing
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
@@ -154,7 +155,7 @@ class ControlProcess:
     def flush(self) -> None:
         """Put what the core has to say on the streams that it is for."""
         for index, stream in self.streams.items():
-            stream.to_data.extend(map(wire, self.core.take_outgoing(POOL, index)))
+            stream.to_data.extend(map(wire, all_outgoing(self.core, POOL, index)))
 
     def receive(self, stream: Stream) -> None:
         """Read one message of a stream."""

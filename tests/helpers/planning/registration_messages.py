@@ -100,3 +100,11 @@ def report(
         publications=[publications(prefixes)] if prefixes else [],
         last=last,
     )
+
+
+def all_outgoing(registration: Any, pool_id: str, index: int) -> list[pb.RegisterResponse]:
+    """All that a shard is to be sent, with what it may have missed."""
+    messages: list[pb.RegisterResponse] = registration.take_outgoing(pool_id, index)
+    while (missed := registration.take_missed(pool_id, index)) is not None:
+        messages += missed
+    return messages

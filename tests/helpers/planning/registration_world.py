@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from pool_writer import NativeSession
-from registration_messages import LAYOUT, hello, report
+from registration_messages import LAYOUT, all_outgoing, hello, report
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
@@ -96,7 +96,7 @@ class Plane:
         self.world.it.fence_done(*self.key, pb.FenceDone(session=session))
 
     def take(self) -> list[pb.RegisterResponse]:
-        return self.world.it.take_outgoing(*self.key[:2])
+        return all_outgoing(self.world.it, *self.key[:2])
 
     def kinds(self) -> list[str | None]:
         """What it is sent, by kind."""

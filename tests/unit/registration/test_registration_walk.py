@@ -119,6 +119,8 @@ class Walk:
         self.rng.choice(actions)()
         for process in self.connected():
             process.inbox.extend(self.it.take_outgoing(*process.key[:2]))
+            if self.rng.random() < 0.5:
+                process.inbox.extend(self.it.take_missed(*process.key[:2]) or [])
         if self.is_built() and not was_built:
             self.check_rebuilt(self.pools["pool"])
 

@@ -1,0 +1,101 @@
+"""How long a control plane takes to send a million publications again, to a data plane whose stream
+broke, and how long others wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from typing import Any, Final
+
+from benchmarks.control_plane import messages
+from benchmarks.control_plane.in_process import CorePool
+from benchmarks.control_plane.messages import EPOCH, POOL
+from benchmarks.control_plane.over_grpc import Connection, DataPlane
+from benchmarks.control_plane.report import MICROSECONDS, Row
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT32
+
+_NAME: Final = "resume_1M_blocks"
+
+
+def in_process(pool: CorePool, num_blocks: int, num_entries: int) -> list[Row]:
+    """The calls of a pool that is built, in processor time of the thread."""
+    hello = _hello(num_blocks, pool.core.incarnation, pool.key)
+    pool.core.disconnect(POOL, 0, EPOCH)
+    _collect_garbage()
+    began = time.thread_time()
+    if not pool.core.register(hello).resumed:
+        raise RuntimeError("the data plane was not resumed")
+    seconds = [time.thread_time() - began]
+    num_sent = 0
+    while True:
+        began = time.thread_time()
+        missed = pool.core.take_missed(POOL, 0)
+        packed = [message.SerializeToString() for message in missed or ()]
+        seconds.append(time.thread_time() - began)
+        num_sent += sum(map(_num_publications, packed))
+        if missed is None:
+            break
+    _check(num_sent, num_entries)
+    return [
+        Row.of_one(_NAME, MICROSECONDS, 1e6 * sum(seconds)),
+        Row.of_one(f"{_NAME}/longest_call", MICROSECONDS, 1e6 * max(seconds)),
+    ]
+
+
+async def over_grpc(
+    connection: Connection, data_plane: DataPlane, num_blocks: int, num_entries: int
+) -> list[Row]:
+    """Until the data plane has read everything. Another caller asks all the time."""
+    hello = _hello(num_blocks, data_plane.welcome.incarnation, data_plane.key)
+    waits_s: list[float] = []
+    probe = asyncio.create_task(ask_again_and_again(connection.stub, waits_s))
+    began = time.perf_counter()
+    async with DataPlane(connection.address, hello) as again:
+        num_sent = 0
+        while num_sent < num_entries:
+            num_sent += _num_publications(await again.read())
+        seconds = time.perf_counter() - began
+    probe.cancel()
+    _check(num_sent, num_entries)
+    return [
+        Row.of_one(_NAME, MICROSECONDS, 1e6 * seconds),
+        Row.of_one(f"{_NAME}/longest_wait", MICROSECONDS, 1e6 * max(waits_s)),
+    ]
+
+
+async def ask_again_and_again(stub: Any, waits_s: list[float]) -> None:
+    """How long another caller waits for an answer, all the time."""
+    while True:
+        began = time.perf_counter()
+        try:
+            await stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
+        finally:
+            waits_s.append(time.perf_counter() - began)
+
+
+def _collect_garbage() -> None:
+    """That of the benchmark, whose parts of a report are large. It is no pause that counts."""
+    counting = gc.callbacks[:]
+    gc.callbacks.clear()
+    gc.collect()
+    gc.callbacks.extend(counting)
+
+
+def _hello(num_blocks: int, incarnation: int, key: bytes) -> cpb.Hello:
+    hello = messages.hello(num_blocks, 0)
+    hello.incarnation, hello.key_id = incarnation, signing.key_id(key)
+    return hello
+
+
+def _num_publications(packed: bytes) -> int:
+    message = cpb.RegisterResponse.FromString(packed)
+    return columns.count(INT32, message.publish.publications.indices)
+
+
+def _check(num_sent: int, num_entries: int) -> None:
+    if num_sent != num_entries:
+        raise RuntimeError(f"{num_sent} publications were sent instead of {num_entries}")
