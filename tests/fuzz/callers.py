@@ -242,7 +242,8 @@ class Client:
             "SendBlocks": lambda: [
                 dpb.SendBlocksRequest(grant=grant, sequence_id=1, ticket=self.ticket)
             ],
-            "PushBlocks": self._push,
+            "PushBlocks": lambda: self._push(ppb.PushBlocksRequest),
+            "PushStagedBlocks": lambda: self._push(ppb.PushStagedBlocksRequest),
             "FindFileBlocks": lambda: [dpb.FindFileBlocksRequest(grant=grant, token_ids=PROMPT)],
             "LoadFileBlocks": lambda: [
                 dpb.LoadFileBlocksRequest(
@@ -275,7 +276,7 @@ class Client:
             *(dpb.ExecuteRequest(layer=layer) for layer in layers),
         ][: rng.randrange(1, 5)]
 
-    def _push(self) -> list[Message]:
+    def _push(self, request: Any) -> list[Message]:
         """By the latest ticket: all that it permits."""
         ticket = self.ticket
         source = dpb.BlockSource(
@@ -286,8 +287,8 @@ class Client:
         place = BlockRange(1, ticket.first_block, ticket.num_blocks, 0, 0, 2)
         data = bytes(ticket.num_blocks * WHOLE.block_bytes(self.author.layout, 0))
         return [
-            ppb.PushBlocksRequest(open=opening),
-            ppb.PushBlocksRequest(chunk=chunks.chunk_of(place, data)),
+            request(open=opening),
+            request(chunk=chunks.chunk_of(place, data)),
         ]
 
     def _computing(self, num_tokens: int) -> tpb.SignedPayload:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ TICKETS = load("unit/executor/test_tickets.py")
 
 def checksums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     """Whatever arrives is written."""
-    patch.setattr(chunks, "check", lambda chunk: None)
+    patch.setattr(chunks, "check", lambda *_: None)
 
 
 def checksums_cover_the_data_alone(patch: pytest.MonkeyPatch) -> None:
@@ -102,8 +101,8 @@ def entries_past_the_ticket_are_taken(patch: pytest.MonkeyPatch) -> None:
     """A push may write any entry of its sequence's table, as often as it likes."""
     original = BlockReceiver._checked
 
-    def checked(self: BlockReceiver, chunk: Any, ticket: Ticket, num_left: int) -> Any:
-        return original(self, chunk, replace(ticket, blocks=range(-9, 99)), 0)
+    def checked(self: BlockReceiver, chunk: Any, data: Any, ticket: Ticket, num_left: int) -> Any:
+        return original(self, chunk, data, replace(ticket, blocks=range(-9, 99)), 0)
 
     patch.setattr(BlockReceiver, "_checked", checked)
 
@@ -131,11 +130,7 @@ def late_pushes_are_written(patch: pytest.MonkeyPatch) -> None:
 def silent_senders_stay(patch: pytest.MonkeyPatch) -> None:
     """Who sends nothing more keeps a thread."""
 
-    @contextmanager
-    def never(requests: Iterator[Any], context: Any) -> Iterator[Iterator[Any]]:
-        yield requests
-
-    patch.setattr(receiver, "_cut_off_when_silent", never)
+    patch.setattr(receiver._Silence, "_watch", lambda self: None)
     patch.setattr(PUSHES, "PATIENCE_S", 3.0)
 
 
@@ -242,8 +237,8 @@ SENDER = "data_plane/server/push/sender.py"
 IN_SOURCES = {
     "the_receivers_time_is_the_senders": Fault(
         RECEIVER,
-        "waits_since_s = None\n            if",
-        "pass\n            if",
+        "        finally:\n            self._since_s = None",
+        "        finally:\n            pass",
         "tests/unit/executor/test_silent_senders.py::test_the_receivers_own_time_is_no_silence",
     ),
     "what_does_not_parse_is_an_internal_error": Fault(

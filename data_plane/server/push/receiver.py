@@ -14,10 +14,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import torch
@@ -32,6 +32,7 @@ from data_plane.places import check_group, place_of
 from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
+from data_plane.server.push.nixl.staging import Incoming, Staging
 from data_plane.server.push.tickets import Ticket, Tickets
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
@@ -53,10 +54,11 @@ from kvplane.wire.error_codec import to_rich_status
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SERVICE: Final = push_pb2.DESCRIPTOR.services_by_name["BlockPushService"]
-_PUSH: Final = f"/{_SERVICE.full_name}/PushBlocks"
+_PREFIX: Final = f"/{_SERVICE.full_name}/"
 # How long a sender may be silent.
 STALL_S: Final = 10.0
 _OVERHEAD_BYTES: Final = 4096
+_Request = TypeVar("_Request", push_pb2.PushBlocksRequest, push_pb2.PushStagedBlocksRequest)
 
 
 class BlockReceiver:
@@ -74,11 +76,14 @@ class BlockReceiver:
         advertise: str = "",
         tls: ServerTls | None = None,
         max_pushes: int = 4,
+        staging: Staging | None = None,
     ) -> None:
-        """Bind the address. ``advertise``: what tickets say; empty for the one bound. Raises
-        OSError when the address cannot be bound or a TLS file cannot be read.
+        """Bind the address. ``advertise``: what tickets say; empty for the one bound. ``staging``:
+        for NIXL; None where bytes come by gRPC alone. Raises OSError when the address cannot be
+        bound or a TLS file cannot be read.
         """
         self.tickets = Tickets()
+        self._staging = staging
         self._executor = executor
         self._worker = worker
         self._gate = Gate(access, [_SERVICE])
@@ -110,12 +115,17 @@ class BlockReceiver:
             raise OSError(f"cannot listen on {bind}") from error
         self.address = advertise or f"{host}:{port}"
         """Where other data planes connect to."""
-        # It is given bytes: what gRPC itself cannot decode would be an internal error.
+        # They are given bytes: what gRPC itself cannot decode would be an internal error.
         push: Any = grpc.stream_unary_rpc_method_handler(
             self._push, response_serializer=push_pb2.PushBlocksResponse.SerializeToString
         )
-        handlers = grpc.method_handlers_generic_handler(_SERVICE.full_name, {"PushBlocks": push})
-        self._server.add_generic_rpc_handlers((handlers,))
+        staged: Any = grpc.stream_stream_rpc_method_handler(
+            self._push_staged,
+            response_serializer=push_pb2.PushStagedBlocksResponse.SerializeToString,
+        )
+        handlers = {"PushBlocks": push, "PushStagedBlocks": staged}
+        handler = grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+        self._server.add_generic_rpc_handlers((handler,))
 
     def start(self) -> None:
         """Take pushes."""
@@ -144,47 +154,83 @@ class BlockReceiver:
             secret=secret,
             first_block=blocks.start,
             num_blocks=len(blocks),
+            takes_nixl=self._staging is not None,
         )
 
     def _push(self, received: Iterator[bytes], context: Any) -> push_pb2.PushBlocksResponse:
         try:
-            self._gate.admit(_PUSH, context)
-            with _cut_off_when_silent(received, context) as requests:
-                answer = self._receive(_decoded(requests))
+            self._gate.admit(f"{_PREFIX}PushBlocks", context)
+            with _Silence(context) as silence:
+                answer = self._receive(_decoded(silence.each(received), push_pb2.PushBlocksRequest))
         except Exception as error:
             self._refuse(error, context)
         self._counts.ended("received", "OK")
         return answer
 
+    def _push_staged(
+        self, received: Iterator[bytes], context: Any
+    ) -> Iterator[push_pb2.PushStagedBlocksResponse]:
+        try:
+            self._gate.admit(f"{_PREFIX}PushStagedBlocks", context)
+            with _Silence(context) as silence:
+                requests = _decoded(silence.each(received), push_pb2.PushStagedBlocksRequest)
+                answer = yield from self._receive_staged(requests, silence)
+        except GeneratorExit:
+            self._counts.ended("received", "CANCELLED")
+            raise
+        except Exception as error:
+            self._refuse(error, context)
+        self._counts.ended("received", "OK")
+        yield push_pb2.PushStagedBlocksResponse(done=answer)
+
     def _receive(
         self, requests: Iterator[push_pb2.PushBlocksRequest]
     ) -> push_pb2.PushBlocksResponse:
-        ticket = self._open(next(requests, push_pb2.PushBlocksRequest()))
-        num_left, receipt = ticket.num_bytes, None
-        writing: Future[tpb.SignedPayload | None] | None = None
-        try:
+        with self._writes(self._open(next(requests, push_pb2.PushBlocksRequest()))) as writes:
             for request in requests:
-                chunk = request.chunk
-                num_left -= len(chunk.data)
-                blocks = self._checked(chunk, ticket, num_left)
-                if writing is not None:
-                    receipt = writing.result()
-                self._counts.moved("received", len(chunk.data))
-                writing = self._write(chunk, blocks, ticket)
-        finally:  # nothing is written once the push has ended
-            if writing is not None:
-                wait([writing])
-        if writing is not None:
-            receipt = writing.result()
-        if num_left:
-            raise InvalidRequestError(
-                f"the push ended {num_left} bytes early: nothing of it is found by anybody; push "
-                "the blocks again, by another ticket",
-                field="chunk",
-            )
-        return push_pb2.PushBlocksResponse(num_bytes=ticket.num_bytes, receipt=receipt)
+                writes.add(request.chunk, request.chunk.data)
+            return writes.finish()
 
-    def _open(self, request: push_pb2.PushBlocksRequest) -> Ticket:
+    def _receive_staged(
+        self, requests: Iterator[push_pb2.PushStagedBlocksRequest], silence: _Silence
+    ) -> Generator[push_pb2.PushStagedBlocksResponse, None, push_pb2.PushBlocksResponse]:
+        ticket = self._open(next(requests, push_pb2.PushStagedBlocksRequest()))
+        with ExitStack() as stack:
+            incoming = self._incoming(stack)
+            writes = stack.enter_context(self._writes(ticket))
+            message = push_pb2.Staging() if incoming is None else incoming.message
+            with silence.waiting():
+                yield push_pb2.PushStagedBlocksResponse(staging=message)
+            for number, request in enumerate(requests, 1):
+                chunk = request.chunk
+                data: bytes | bytearray = chunk.data
+                if incoming is not None and chunk.HasField("slot"):
+                    data = incoming.read(chunk.slot, self._size_of(chunk))
+                    self._counts.moved_by_nixl("received", len(data))
+                writes.add(chunk, data)
+                with silence.waiting():
+                    yield push_pb2.PushStagedBlocksResponse(num_taken=number)
+            return writes.finish()
+
+    def _incoming(self, stack: ExitStack) -> Incoming | None:
+        if self._staging is not None:
+            try:
+                return stack.enter_context(self._staging.incoming())
+            except KvplaneError as error:
+                _LOGGER.warning("blocks are taken by gRPC, not by NIXL error=%s", error.message)
+        return None
+
+    @contextmanager
+    def _writes(self, ticket: Ticket) -> Iterator[_Writes]:
+        writes = _Writes(self, ticket)
+        try:
+            yield writes
+        finally:  # nothing is written once the push has ended
+            writes.wait()
+
+    def _open(
+        self, request: push_pb2.PushBlocksRequest | push_pb2.PushStagedBlocksRequest
+    ) -> Ticket:
         """The ticket that the first request shows."""
         if not request.HasField("open"):
             raise InvalidRequestError("must come first", field="open")
@@ -203,9 +249,22 @@ class BlockReceiver:
             )
         return ticket
 
-    def _checked(self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int) -> torch.Tensor:
-        """A chunk's blocks [num_layers, num_blocks, ...], here on the host."""
+    def _size_of(self, chunk: push_pb2.BlockChunk) -> int:
+        """Bytes of so many blocks and layers."""
+        return self._pool_of(chunk).element_size() * math.prod(self._shape_of(chunk))
+
+    def _shape_of(self, chunk: push_pb2.BlockChunk) -> tuple[int, ...]:
+        return (chunk.num_layers, chunk.num_blocks, *self._pool_of(chunk).shape[2:])
+
+    def _pool_of(self, chunk: push_pb2.BlockChunk) -> torch.Tensor:
         check_group(chunk.group, self._executor.layout, "chunk.group")
+        return self._executor.pools.tier(place_of(chunk.group, tpb.TIER_DEVICE))
+
+    def _checked(
+        self, chunk: push_pb2.BlockChunk, data: bytes | bytearray, ticket: Ticket, num_left: int
+    ) -> torch.Tensor:
+        """A chunk's blocks [num_layers, num_blocks, ...], here on the host, of ``data``."""
+        wanted = self._size_of(chunk)
         blocks = ticket.blocks
         first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
         if not (blocks.start <= first < last <= blocks.stop) or num_left < 0:
@@ -213,17 +272,15 @@ class BlockReceiver:
                 f"the ticket is for entries {blocks.start} to {blocks.stop - 1}, each once",
                 field="chunk.first_block",
             )
-        chunks.check(chunk)
-        pool = self._executor.pools.tier(place_of(chunk.group, tpb.TIER_DEVICE))
-        shape = (chunk.num_layers, chunk.num_blocks, *pool.shape[2:])
-        wanted = pool.element_size() * math.prod(shape)
-        if chunk.num_layers < 1 or len(chunk.data) != wanted:
+        chunks.check(chunk, data)
+        if chunk.num_layers < 1 or len(data) != wanted:
             raise InvalidRequestError(
-                f"must have {wanted} bytes for so many blocks and layers, has {len(chunk.data)}",
+                f"must have {wanted} bytes for so many blocks and layers, has {len(data)}",
                 field="chunk.data",
             )
         dtype = TORCH_DTYPES[self._executor.layout.kv_dtype]
-        return torch.frombuffer(bytearray(chunk.data), dtype=dtype).reshape(shape)
+        owned = data if isinstance(data, bytearray) else bytearray(data)
+        return torch.frombuffer(owned, dtype=dtype).reshape(self._shape_of(chunk))
 
     def _write(
         self, chunk: push_pb2.BlockChunk, blocks: torch.Tensor, ticket: Ticket
@@ -256,51 +313,102 @@ class BlockReceiver:
             self._counts.ended("received", "CANCELLED")
             context.abort(grpc.StatusCode.CANCELLED, "the sender is gone")
         if not isinstance(error, KvplaneError):
-            _LOGGER.error("unexpected error method=%s error=%s", _PUSH, frames_of(error))
+            _LOGGER.error("unexpected error service=%s error=%s", _SERVICE.name, frames_of(error))
             error = InternalError("internal error; the receiving server's log has more")
         self._counts.ended("received", error.reason)
         context.abort_with_status(rpc_status.to_status(to_rich_status(error)))
         raise AssertionError("unreachable: aborting raises")
 
 
-def _decoded(received: Iterator[bytes]) -> Iterator[push_pb2.PushBlocksRequest]:
+def _decoded(received: Iterator[bytes], kind: type[_Request]) -> Iterator[_Request]:
     for data in received:
         try:
-            request = push_pb2.PushBlocksRequest.FromString(data)
+            request = kind.FromString(data)
         except DecodeError as error:
-            raise InvalidRequestError("the bytes are not a request of PushBlocks") from error
+            raise InvalidRequestError(f"the bytes are no {kind.__name__}") from error
         yield request
 
 
-@contextmanager
-def _cut_off_when_silent(received: Iterator[bytes], context: Any) -> Iterator[Iterator[bytes]]:
-    """The requests of a call, which is cancelled when the next one does not come for ``STALL_S``.
-    The time between two of them is the receiver's own, which writes in the turn of its callers.
-    """
-    ended = threading.Event()
-    waits_since_s: float | None = None  # while the next request is waited for
+class _Writes:
+    """The chunks of one push: each is checked, and written while the next one comes."""
 
-    def each() -> Iterator[bytes]:
-        nonlocal waits_since_s
+    def __init__(self, receiver: BlockReceiver, ticket: Ticket) -> None:
+        self._receiver = receiver
+        self._ticket = ticket
+        self._num_left = ticket.num_bytes
+        self._last: Future[tpb.SignedPayload | None] | None = None
+
+    def add(self, chunk: push_pb2.BlockChunk, data: bytes | bytearray) -> None:
+        """Begin to write a chunk whose data is ``data``. Raises what is wrong with it, or with the
+        write before.
+        """
+        receiver = self._receiver
+        self._num_left -= len(data)
+        blocks = receiver._checked(chunk, data, self._ticket, self._num_left)
+        if self._last is not None:
+            self._last.result()
+        receiver._counts.moved("received", len(data))
+        self._last = receiver._write(chunk, blocks, self._ticket)
+
+    def finish(self) -> push_pb2.PushBlocksResponse:
+        """The answer to the push. Raises what the last write raises, and InvalidRequestError when
+        it ended early.
+        """
+        receipt = None if self._last is None else self._last.result()
+        if self._num_left:
+            raise InvalidRequestError(
+                f"the push ended {self._num_left} bytes early: nothing of it is found by anybody; "
+                "push the blocks again, by another ticket",
+                field="chunk",
+            )
+        return push_pb2.PushBlocksResponse(num_bytes=self._ticket.num_bytes, receipt=receipt)
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._last is not None:
+            wait([self._last])
+
+
+class _Silence:
+    """Cancels a call whose sender keeps it waiting for ``STALL_S``. What the receiver itself takes,
+    which writes in the turn of its callers, does not count.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._since_s: float | None = None  # while the sender is waited for
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="push-watch", daemon=True)
+
+    def __enter__(self) -> _Silence:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._watcher.join()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the sender is to send or to read something."""
+        self._since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since_s = None
+
+    def each(self, received: Iterator[bytes]) -> Iterator[bytes]:
+        """The requests of the call."""
         while True:
-            waits_since_s = time.monotonic()
-            data = next(received, None)
-            waits_since_s = None
+            with self.waiting():
+                data = next(received, None)
             if data is None:
                 return
             yield data
 
-    def watch() -> None:
-        while not ended.wait(STALL_S / 2):
-            since_s = waits_since_s
+    def _watch(self) -> None:
+        while not self._ended.wait(STALL_S / 2):
+            since_s = self._since_s
             if since_s is not None and time.monotonic() - since_s >= STALL_S:
-                context.cancel()
+                self._context.cancel()
                 return
-
-    watcher = threading.Thread(target=watch, name="push-watch", daemon=True)
-    watcher.start()
-    try:
-        yield each()
-    finally:
-        ended.set()
-        watcher.join()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
-import grpc
 import torch
 
 from data_plane.executor import Executor
@@ -31,11 +30,7 @@ from kvplane.errors import (
     QuotaExceededError,
 )
 from kvplane.serving.limits.byte_quota import ByteQuota
-from kvplane.transport.renewed import Renewed
-from kvplane.transport.tls import TlsOptions
-from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
-from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.protocol import CHANNEL_OPTIONS
+from kvplane.v1 import data_pb2, push_pb2
 
 ANY_HOST: Final = "*"
 
@@ -56,12 +51,15 @@ class Push(Protocol):
         """Free what it takes, once it has ended or was cancelled. May wait for its threads."""
 
 
-class Transport(Protocol):
-    """How requests reach a receiver: its ``BlockPushService``, or what says the same."""
+Chunks = Iterator[tuple[BlockRange, memoryview]]
 
-    def push(self, address: str, requests: Iterator[push_pb2.PushBlocksRequest]) -> Push:
-        """Send ``requests``, which are made on another thread, as far as the receiver takes them.
-        ``requests`` must not raise.
+
+class Transport(Protocol):
+    """How blocks reach a receiver."""
+
+    def push(self, ticket: data_pb2.PushTicket, opening: push_pb2.OpenPush, blocks: Chunks) -> Push:
+        """Send ``blocks`` to who gave the ticket, as far as it takes them. They are taken from
+        another thread, and must not raise. Raises KvplaneError.
         """
 
 
@@ -136,7 +134,10 @@ class BlockSender:
         )
         # What cannot be read at all is refused before the ticket is used.
         await asyncio.wrap_future(reading.begin())
-        push = self._transport.push(ticket.address, reading.requests(ticket.secret))
+        opening = push_pb2.OpenPush(
+            secret=ticket.secret, source=executor.block_source(), shard=executor.shard.to_proto()
+        )
+        push = self._transport.push(ticket, opening, reading.blocks())
         reading.when_failed = push.cancel
         if reading.failure is not None:  # it failed before there was anything to cancel
             push.cancel()
@@ -177,7 +178,7 @@ def may_send_to(address: str, hosts: Collection[str]) -> bool:
 
 
 class _Reading:
-    """The requests of one push. Made on the event loop, read on a thread of the transport."""
+    """The blocks of one push. Made on the event loop, read on a thread of the transport."""
 
     def __init__(
         self,
@@ -204,13 +205,8 @@ class _Reading:
         self._next = first = self._read(next(self._blocks))
         return first[1]
 
-    def requests(self, secret: bytes) -> Iterator[push_pb2.PushBlocksRequest]:
+    def blocks(self) -> Chunks:
         """What is sent. Ends early when a chunk cannot be read: ``failure`` says why then."""
-        executor = self._executor
-        opening = push_pb2.OpenPush(
-            secret=secret, source=executor.block_source(), shard=executor.shard.to_proto()
-        )
-        yield push_pb2.PushBlocksRequest(open=opening)
         while self._next is not None:
             try:
                 blocks, data = self._next[0], self._next[1].result()
@@ -220,9 +216,8 @@ class _Reading:
                 self.failure = error
                 self.when_failed()
                 return
-            chunk = chunks.chunk_of(blocks, data.view(torch.uint8).numpy().tobytes())
-            self._moved(len(chunk.data))
-            yield push_pb2.PushBlocksRequest(chunk=chunk)
+            self._moved(data.nbytes)
+            yield blocks, data.view(torch.uint8).flatten().numpy().data
 
     def _read(self, blocks: BlockRange) -> tuple[BlockRange, Future[torch.Tensor]]:
         def command() -> torch.Tensor:
@@ -243,47 +238,3 @@ class _Reading:
             return blocks, self._worker.submit(command, self._lane)
         except RuntimeError as error:
             raise PlaneUnavailableError("the data plane is stopping") from error
-
-
-class GrpcTransport:
-    """Pushes by gRPC, each on a connection of its own. ``tls``: None for in the clear."""
-
-    def __init__(self, tls: TlsOptions | None) -> None:
-        self._credentials = None if tls is None else Renewed(tls.credentials, tls.files)
-        self._options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
-        if tls is not None and tls.server_name:
-            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
-
-    def push(self, address: str, requests: Iterator[push_pb2.PushBlocksRequest]) -> Push:
-        if self._credentials is None:
-            channel = grpc.insecure_channel(address, self._options)
-        else:
-            channel = grpc.secure_channel(address, self._credentials.get(), self._options)
-        call = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks.future(requests)
-        return _GrpcPush(call, channel)
-
-
-class _GrpcPush:
-    def __init__(self, call: Any, channel: grpc.Channel) -> None:
-        self._call = call
-        self.cancel = call.cancel
-        self.add_done_callback = call.add_done_callback
-        self.close = channel.close
-
-    def result(self) -> push_pb2.PushBlocksResponse:
-        try:
-            answer: push_pb2.PushBlocksResponse = self._call.result(timeout=0)
-        except grpc.RpcError as error:
-            raise _of_receiver(from_rpc_error(self._call)) from error
-        except (grpc.FutureCancelledError, grpc.FutureTimeoutError) as error:
-            raise PlaneUnavailableError("the push was cancelled") from error
-        return answer
-
-
-def _of_receiver(error: KvplaneError) -> KvplaneError:
-    """The receiver's error, as the sender's."""
-    return type(error)(
-        f"the receiving data plane refused: {error.message}",
-        field=error.field and f"ticket.{error.field}",
-        retry_delay_s=error.retry_delay_s,
-    )

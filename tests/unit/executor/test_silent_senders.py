@@ -44,7 +44,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_receivers_own_time_is_no_silence(clock: Clock) -> None:
     call = Call()
     given: Any = iter([1, 2])
-    with receiver._cut_off_when_silent(given, call) as requests:
+    with receiver._Silence(call) as silence:
+        requests = silence.each(given)
         for number in (1, 2):
             assert next(requests) == number
             clock.now_s += 100.0  # a write waits for its turn
@@ -60,5 +61,12 @@ def test_a_sender_that_says_nothing_more_is_cut_off(clock: Clock) -> None:
         clock.now_s += 2 * receiver.STALL_S
         assert call.cancelled.wait(PATIENCE_S)
 
-    with receiver._cut_off_when_silent(silent(), call) as requests:
-        assert list(requests) == [1]
+    with receiver._Silence(call) as silence:
+        assert list(silence.each(silent())) == [1]
+
+
+def test_a_sender_that_reads_no_answer_is_cut_off(clock: Clock) -> None:
+    call = Call()
+    with receiver._Silence(call) as silence, silence.waiting():
+        clock.now_s += 2 * receiver.STALL_S
+        assert call.cancelled.wait(PATIENCE_S)

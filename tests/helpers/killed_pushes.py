@@ -1,0 +1,162 @@
+"""A data plane is killed while blocks go from one to another: nothing half-written is found. Each
+function takes more settings for both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_pools import HERE, THERE, control_plane, data_plane, settings_of, write_layout
+
+from data_plane.server.push import chunks
+from data_plane.server.server import DataPlaneServer
+from data_plane.table_blocks import BlockRange
+from kvplane import ControlClient, DataClient, LayerGroup, Layout, Session, Tensor
+from kvplane.errors import KvplaneError, UnavailableError
+from kvplane.v1.data_pb2 import PushTicket
+from kvplane.v1.push_pb2 import BlockChunk
+from kvplane.v1.types_pb2 import SignedPayload
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1), 8, 64),))
+NUM_BLOCKS = 256
+PROMPT = list(range(16 * NUM_BLOCKS))
+# 32 MiB, in 16 chunks.
+NUM_BYTES = NUM_BLOCKS * 2 * 2 * 8 * 16 * 64 * 4
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def process(
+    folder: Path, pool_id: str, control: str, more: dict[str, Any]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A data plane in a process of its own."""
+    layout = write_layout(folder, LAYOUT)
+    settings = settings_of(pool_id, control, layout, num_device_blocks=300, **more)
+    flags = [x for name, at in settings.items() for x in (f"--{name.replace('_', '-')}", str(at))]
+    started = subprocess.Popen([sys.executable, "-m", "data_plane", *flags], cwd=ROOT)
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.wait()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def compute(session: Session, data: DataClient) -> None:
+    """The prompt, without attention."""
+    plan = (await session.admit(1, PROMPT)).plan
+    assert plan is not None
+    shape = (len(PROMPT), 8, 64)
+    key = Tensor("float32", shape, os.urandom(Tensor.size_bytes("float32", shape)))
+    for layer in (0, 1):
+        answer = await data.reshape_and_cache(session.grant, plan, layer, key, key)
+    session.add_receipt(answer.receipt)
+    await session.submit_receipts()
+
+
+async def ticket_of(session: Session, data: DataClient) -> tuple[SignedPayload, PushTicket]:
+    plan = (await session.admit(1, PROMPT)).plan
+    assert plan is not None
+    return plan, (await data.receive_blocks(session.grant, plan, 1)).ticket
+
+
+async def num_cached(session: Session) -> int:
+    return (await session.lookup_prefix([*PROMPT, 0])).num_cached_tokens
+
+
+async def opened(control: ControlClient, pool_id: str) -> tuple[Session, DataClient]:
+    await control.wait_ready(pool_id, timeout_s=PATIENCE_S)
+    session = await control.open_session(pool_id, LAYOUT)
+    return session, DataClient(session.shards[0].address, timeout_s=PATIENCE_S)
+
+
+def moved(plane: DataPlaneServer, direction: str) -> int:
+    assert plane.push is not None
+    return plane.push.counts.num_bytes[direction]
+
+
+async def receiver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    may_go_on, original = threading.Event(), chunks.chunk_of
+
+    def chunk_of(blocks: BlockRange, *data: Any) -> BlockChunk:
+        if blocks.first_block >= NUM_BLOCKS // 2:
+            assert may_go_on.wait(PATIENCE_S)
+        return original(blocks, *data)
+
+    monkeypatch.setattr(chunks, "chunk_of", chunk_of)
+    layout = write_layout(tmp_path, LAYOUT)
+    async with control_plane() as server, ControlClient(server.address) as control:
+        settings = settings_of(HERE, server.address, layout, num_device_blocks=300, **more)
+        async with data_plane(**settings) as plane:
+            here, source = await opened(control, HERE)
+            async with here, source:
+                await compute(here, source)
+                with process(tmp_path, THERE, server.address, more) as receiver:
+                    there, target = await opened(control, THERE)
+                    async with target:
+                        _, ticket = await ticket_of(there, target)
+                        sending = asyncio.create_task(source.send_blocks(here.grant, 1, ticket))
+                        await until(lambda: moved(plane, "sent") > NUM_BYTES // 2)
+                        receiver.kill()
+                        with pytest.raises(UnavailableError):
+                            await sending
+                        may_go_on.set()
+                        await there.detach()
+                read = await source.read_blocks(here.grant, 1, num_blocks=1)
+                assert len(read.blocks.data) == NUM_BYTES // NUM_BLOCKS
+                assert await num_cached(here) == len(PROMPT)
+
+
+async def sender_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    may_go_on, original = threading.Event(), chunks.check
+
+    def check(chunk: BlockChunk, data: bytes) -> None:
+        if chunk.first_block:
+            assert may_go_on.wait(PATIENCE_S)
+        original(chunk, data)
+
+    monkeypatch.setattr(chunks, "check", check)
+    layout = write_layout(tmp_path, LAYOUT)
+    async with control_plane() as server, ControlClient(server.address) as control:
+        settings = settings_of(THERE, server.address, layout, num_device_blocks=300, **more)
+        async with data_plane(**settings) as plane:
+            there, target = await opened(control, THERE)
+            async with there, target:
+                with process(tmp_path, HERE, server.address, more) as sender:
+                    here, source = await opened(control, HERE)
+                    async with source:
+                        await compute(here, source)
+                        _, ticket = await ticket_of(there, target)
+                        sending = asyncio.create_task(source.send_blocks(here.grant, 1, ticket))
+                        await until(lambda: moved(plane, "received") > 0)
+                        sender.kill()
+                        with pytest.raises(KvplaneError):
+                            await sending
+                        await here.detach()
+                may_go_on.set()
+                assert plane.push is not None
+                counts = plane.push.counts
+                await until(lambda: counts.num_pushes.total() == 1)
+                assert not counts.num_pushes["received", "OK"]
+                assert 0 < moved(plane, "received") < NUM_BYTES
+            await until(lambda: plane.executor.num_sessions == 0)
+            again, target = await opened(control, THERE)
+            async with again, target:
+                assert await num_cached(again) == 0
+                await compute(again, target)  # all blocks are there again
+                assert await num_cached(again) == len(PROMPT)
