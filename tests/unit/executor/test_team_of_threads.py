@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 from data_rig import Rig
 from plan_author import set_blocks, span
-from data_plane.plans import attention_batch
+from data_plane.plans.batches import attention_batch
 
 def num_threads():
     return len(os.listdir("/proc/self/task"))
