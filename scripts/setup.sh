@@ -60,13 +60,14 @@ unless_done() { # $1: name, $2: digest of what it depends on, rest: command
   printf '%s\n' "$2" >"$stamp"
 }
 
+# Not compiled to bytecode: of what is installed little is imported, and that is compiled then.
 install_packages() {
   say "installing the pinned packages, which takes minutes the first time"
   if [ "${KVPLANE_TORCH:-}" = cpu ]; then
-    "${PIP[@]}" install --retries 1 --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
+    "${PIP[@]}" install --no-compile --retries 1 --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
       "$(grep '^torch==' requirements/lock.txt)"
   fi
-  "${PIP[@]}" install -r requirements/lock.txt
+  "${PIP[@]}" install --no-compile -r requirements/lock.txt
 }
 
 install_native() { # $1: the folder

@@ -1,8 +1,8 @@
 """Every test begins from the same random state; the header of a run says which.
 
-The tests run side by side, one worker a core, so each process computes on one thread: OpenMP's
-threads wait by spinning, and too many of them make a second's work take a minute. How long an
-example of hypothesis takes says how busy the machine is, so none has a deadline.
+The tests run side by side on all cores, so each process computes on one thread: OpenMP's threads
+wait by spinning, and too many of them make a second's work take a minute. How long an example of
+hypothesis takes says how busy the machine is, so none has a deadline.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ SEED = int(os.environ.get("KVPLANE_TEST_SEED", "0"))
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     random.seed(SEED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests that would be the last to run, all workers but one would wait for the end."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 
 def pytest_report_header() -> str:

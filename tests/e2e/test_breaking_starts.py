@@ -38,9 +38,10 @@ def taken_port() -> Iterator[int]:
             ["--bind", "127.0.0.1:0", "--metrics-port", "{port}"],
             "cannot serve metrics on 127.0.0.1:{port}: Address already in use",
         ),
-        (
+        pytest.param(
             ["--bind", "127.0.0.1:0", "--port-file", "/proc/no/port"],
             "cannot write port_file /proc/no/port: No such file or directory",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_byte_model(tmp_path_factory.mktemp("byte-model"))
 
 
-@pytest.mark.parametrize("victim", ["data", "control"])
+@pytest.mark.parametrize("victim", ["data", pytest.param("control", marks=pytest.mark.nightly)])
 def test_a_plane_that_is_killed_and_comes_back_changes_no_token(
     model: Path, tmp_path: Path, victim: str
 ) -> None:

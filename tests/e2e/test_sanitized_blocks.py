@@ -14,10 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-# These take seconds, and several times as long under sanitizers. Shorter walks of each kind stay.
+# These take seconds, and several times as long under sanitizers. Of the walks those stay that have
+# a quota, or a floor and a window, or several groups; the others are walked at night.
 LONG = (
     "shortened or allocate_again or TestWatching or memory_grows"
-    " or (several_groups and not 5w6) or (walk and (40w or 60w))"
+    " or (walk and not (in_a_walk or 16+5w0 or 14+5w3 or 12+5w6-0-4))"
 )
 
 
@@ -35,6 +36,7 @@ def run(*command: str) -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.early
 @pytest.mark.timeout(900)
 def test_the_shorter_tests_of_the_blocks_pass_under_sanitizers() -> None:
     options = ("-q", "-p", "no:cacheprovider", "-m", "not nightly", "-k", f"not ({LONG})")

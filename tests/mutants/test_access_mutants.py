@@ -24,20 +24,6 @@ BASIC = {
         "if False:",
         SOCKETS,
     ),
-    "any_plane_registers_for_any_pool": Fault(
-        "control_plane/server/registration_server.py",
-        "if not caller.may_register(hello.pool_id):",
-        "if False:",
-        SOCKETS,
-        "pools_key",
-    ),
-    "shards_that_live_are_taken_over": Fault(
-        "control_plane/server/registration_server.py",
-        "if time.monotonic() - old.heard_s <",
-        "if 0 >",
-        "tests/rpc/test_control_registration.py",
-        "nobody_takes_the_shard",
-    ),
     "grants_open_for_other_tenants": Fault(
         "data_plane/executor.py",
         "if tenant is not None and verified.tenant != tenant:",
@@ -59,6 +45,20 @@ BASIC = {
     ),
 }
 MORE = {
+    "any_plane_registers_for_any_pool": Fault(
+        "control_plane/server/registration_server.py",
+        "if not caller.may_register(hello.pool_id):",
+        "if False:",
+        SOCKETS,
+        "pools_key",
+    ),
+    "shards_that_live_are_taken_over": Fault(
+        "control_plane/server/registration_server.py",
+        "if time.monotonic() - old.heard_s <",
+        "if 0 >",
+        "tests/rpc/test_control_registration.py",
+        "nobody_takes_the_shard",
+    ),
     "any_share_of_a_pool_may_be_promised": Fault(
         "kvplane/serving/callers/access.py",
         "if (total := sum(shares.values())) > _MAX_TOTAL_SHARE + 1e-9:",

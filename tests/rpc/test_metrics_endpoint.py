@@ -90,7 +90,7 @@ def test_metrics_are_served_over_https(start: Start) -> None:
         get(f"http://127.0.0.1:{port}/metrics")
 
 
-@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("tls", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_slow_readers_are_bounded_in_number_and_time(
     start: Start, monkeypatch: pytest.MonkeyPatch, tls: bool
 ) -> None:

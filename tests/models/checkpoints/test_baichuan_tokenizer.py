@@ -98,7 +98,7 @@ def test_a_conversation_is_opened_by_the_tokens_of_the_generation_config(
         loaded.encode_chat([{"role": "tool", "content": "x"}], field="messages")
 
 
-@pytest.mark.parametrize("kind", ["2-7B", "13B"])
+@pytest.mark.parametrize("kind", ["2-7B", pytest.param("13B", marks=pytest.mark.nightly)])
 def test_the_command_continues_a_text(
     trained: SentencePieceProcessor, tmp_path: Path, control_plane: str, kind: str
 ) -> None:
