@@ -26,8 +26,9 @@ import kvplane_kernels
 import torch
 
 from benchmarks.attention_cpu import rows
+from benchmarks.attention_cpu.limits import products_of_prefill
 from benchmarks.attention_cpu.report import machine
-from benchmarks.attention_cpu.rows import HEAD_SIZE, NUM_KV_HEADS, PREFILL_GROUP, prefill_rows
+from benchmarks.attention_cpu.rows import prefill_rows
 from data_plane.kernels.backends.cpu import cpu_isa
 
 # For each instruction set: what torch's own kernels, oneDNN and MKL may use.
@@ -39,12 +40,6 @@ LIMITS: Final = {
 VARIABLES: Final = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 BARE_ROUNDS: Final = 500_000
 Side = tuple[str, Callable[[], float]]
-
-
-def products_of_prefill(num_tokens: int) -> float:
-    """Of queries with keys, and of weights with values, where queries see keys."""
-    num_seen = num_tokens * (num_tokens + 1) / 2
-    return num_seen * NUM_KV_HEADS * PREFILL_GROUP * 2 * HEAD_SIZE
 
 
 def sides_of(num_tokens: int, num_threads: int) -> list[Side]:

@@ -9,7 +9,8 @@ holds what the call needs. Torch's threads sleep between its calls (OMP_WAIT_POL
 the environment says otherwise). ``GB/s`` count each byte once: the keys and values that decode
 reads, and the bytes that a copy copies, not both its read and its write. ``read_bandwidth`` and
 ``read_pages`` read and do nothing else, on the kernels' own threads: memory in order, and pages in
-the order of decode, which is the limit of any kernel over them.
+the order of decode, which is the limit of any kernel over them; ``fused_products`` multiplies and
+adds in registers. The last table has the shares of these limits (limits.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.attention_cpu.limits import bare_rows, limits
 from benchmarks.attention_cpu.report import as_json, machine
 from benchmarks.attention_cpu.rows import (
     DTYPES,
@@ -45,7 +47,7 @@ def measure(sizes: Sizes, *, num_threads: int, num_passes: int) -> list[Calls]:
     for name, dtype in DTYPES.items():
         rows += decode_rows(name, dtype, sizes.context_tokens)
     rows += block_rows(sizes.num_blocks)
-    rows += prefill_rows(sizes.prefill_tokens)
+    rows += prefill_rows(sizes.prefill_tokens) + bare_rows(num_threads)
     empty = cold_caches(num_threads)
     call_in_rounds(rows, empty, num_passes=num_passes, num_rounds=sizes.num_rounds)
     return rows
@@ -66,6 +68,7 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = measure(sizes, num_threads=arguments.threads, num_passes=arguments.runs)
     print(", ".join(f"{name} {value}" for name, value in described.items()), end="\n\n")
     print(tables(rows, cpu_isa()), end="\n\n")
+    print(*limits(rows), sep="\n", end="\n\n")
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(as_json(rows, described), indent=2) + "\n")
     print(f"saved to {arguments.json}")

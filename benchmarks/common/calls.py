@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+BILLIONS_OF_PRODUCTS = "10^9 products/s"
+
 
 @dataclass
 class Spread:
@@ -31,7 +33,8 @@ class Pass:
 
 @dataclass
 class Calls:
-    """One measurement. ``amount``: bytes or tokens of one call; ``unit``: "GB/s" or "tokens/s".
+    """One measurement. ``amount``: bytes, tokens or products of one call; ``unit``: "GB/s",
+    "tokens/s" or BILLIONS_OF_PRODUCTS.
 
     ``is_warm``: its data may be in a cache; for all others the caches are emptied first.
     """
@@ -77,7 +80,7 @@ class Calls:
         return sum(len(p.seconds) for p in self.passes)
 
     def _rate(self, seconds: float) -> float:
-        return self.amount / seconds / (1e9 if self.unit == "GB/s" else 1)
+        return self.amount / seconds / (1 if self.unit == "tokens/s" else 1e9)
 
 
 def call_in_rounds(

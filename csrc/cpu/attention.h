@@ -73,16 +73,33 @@ struct Layout {
   static int64_t padded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 };
 
+// Zeros at first. From the start of a cache line on: registers that are loaded across two lines
+// take twice the time.
+template <typename Element>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size)
+      : lines_((static_cast<size_t>(size) * sizeof(Element) + kLineBytes - 1) / kLineBytes) {}
+  Element* data() { return reinterpret_cast<Element*>(lines_.data()); }
+
+ private:
+  struct alignas(kLineBytes) Line {
+    char bytes[kLineBytes];
+  };
+  std::vector<Line> lines_;
+};
+
 // The buffers of one thread.
 class Workspace {
  public:
   Workspace(const Layout& layout, int64_t num_rows)
       : rows(static_cast<size_t>(num_rows)),
-        query_(static_cast<size_t>(num_rows * layout.row_bytes() + kLineBytes)),
-        key_(static_cast<size_t>(layout.in_place ? 0 : kTileTokens * layout.row_bytes())),
-        value_(static_cast<size_t>(layout.in_place ? 0 : kTileTokens * layout.value_bytes())),
+        query_(num_rows * layout.row_bytes() + kLineBytes),
+        key_(layout.in_place ? 0 : kTileTokens * layout.row_bytes()),
+        value_(layout.in_place ? 0 : kTileTokens * layout.value_bytes()),
         state_(static_cast<size_t>(2 * num_rows)),
-        out_(static_cast<size_t>(2 * num_rows * layout.value_size)) {}
+        out_(num_rows * layout.value_size),
+        total_out_(num_rows * layout.value_size) {}
 
   char* query() { return query_.data(); }
   // Converted rows of a tile that cannot be used in place.
@@ -90,15 +107,15 @@ class Workspace {
   char* value() { return value_.data(); }
   // The states of one split, and of all splits so far.
   States split() { return {state_.data(), out_.data()}; }
-  States total() { return {state_.data() + state_.size() / 2, out_.data() + out_.size() / 2}; }
+  States total() { return {state_.data() + state_.size() / 2, total_out_.data()}; }
 
   std::vector<Row> rows;
   Tile tiles[2] = {};  // the current one, and the next one, which is prefetched
 
  private:
-  std::vector<char> query_, key_, value_;  // zeros at first: the padding of a row stays zero
+  Buffer<char> query_, key_, value_;  // the padding of a row stays zero
   std::vector<RowState> state_;
-  std::vector<float> out_;
+  Buffer<float> out_, total_out_;
 };
 
 class Attention {
@@ -112,6 +129,10 @@ class Attention {
 
   int64_t num_rows(const Item& item) const { return rows_of_kv_head(item) * item.num_kv_heads; }
   int64_t value_size() const { return layout_.value_size; }
+  // Of one row.
+  int64_t state_bytes() const {
+    return static_cast<int64_t>(sizeof(RowState) + sizeof(float) * value_size());
+  }
 
   Span splits_of(const Item& item) const {
     const Span all = positions_of(p_, item);

@@ -33,6 +33,7 @@
 namespace kvplane {
 namespace {
 
+constexpr int64_t kLastParts = 8;                  // for each thread, of the last items
 constexpr int64_t kThreadWork = int64_t{1} << 19;  // products that pay for waking a thread
 
 // The threads that this much work pays for: waking one takes as long as some hundred thousand
@@ -70,7 +71,7 @@ class ComputedSplits {
   // After the last `add`.
   void allocate() {
     state_.resize(static_cast<size_t>(num_rows_));
-    out_.resize(static_cast<size_t>(num_rows_ * attention_.value_size()));
+    out_ = Buffer<float>(num_rows_ * attention_.value_size());
     for (size_t i = 0; i < items_.size(); ++i) {
       for (const int64_t first : first_rows_[i]) {
         states_[i].push_back(first < 0 ? States{nullptr, nullptr}
@@ -94,7 +95,7 @@ class ComputedSplits {
   std::vector<std::vector<int64_t>> first_rows_;
   int64_t num_rows_ = 0;
   std::vector<RowState> state_;
-  std::vector<float> out_;
+  Buffer<float> out_{0};
 };
 
 // The parts of a shared split, each of as many KV heads as its rows leave room for.
@@ -120,20 +121,36 @@ void add_shared_parts(const SharedSplit& shared, const std::vector<Item>& items,
   }
 }
 
-// Computes the shared splits, or with `all` every split of every item, and then the rest.
-void run_parts(const std::vector<Item>& items, const std::vector<SharedSplit>& shared, bool all,
+// Of many items the last ones are computed by their splits, from this one on, so that a thread that
+// comes late to the end leaves the others little to wait for.
+size_t first_by_splits(const PagedAttentionParams& p, const std::vector<Item>& items, int workers,
+                       const Attention& attention) {
+  size_t first = items.size();
+  if (workers == 1) return first;
+  int64_t num_bytes = 0;  // of states
+  for (int64_t parts = 0; first > 0 && parts < kLastParts * workers; --first) {
+    const Item& item = items[first - 1];
+    const Span splits = attention.splits_of(item);
+    const int64_t num_splits = splits.end - splits.begin;
+    num_bytes += num_splits * attention.num_rows(item) * attention.state_bytes();
+    if (num_splits < 2 || num_bytes > p.max_state_bytes) break;
+    parts += num_splits;
+  }
+  return first;
+}
+
+// Computes the shared splits and those of items from `first` on, and then the rest.
+void run_parts(const std::vector<Item>& items, const std::vector<SharedSplit>& shared, size_t first,
                int workers, Attention* attention) {
   ComputedSplits computed(items, *attention);
   for (const SharedSplit& split : shared) {
     for (const size_t i : split.items) computed.add(i, split.split);
   }
   std::vector<std::pair<size_t, int64_t>> alone;
-  if (all) {
-    for (size_t i = 0; i < items.size(); ++i) {
-      const Span splits = attention->splits_of(items[i]);
-      for (int64_t split = splits.begin; split < splits.end; ++split) {
-        if (computed.add(i, split)) alone.emplace_back(i, split);
-      }
+  for (size_t i = first; i < items.size(); ++i) {
+    const Span splits = attention->splits_of(items[i]);
+    for (int64_t split = splits.begin; split < splits.end; ++split) {
+      if (computed.add(i, split)) alone.emplace_back(i, split);
     }
   }
   computed.allocate();
@@ -142,13 +159,20 @@ void run_parts(const std::vector<Item>& items, const std::vector<SharedSplit>& s
   for (const auto& [i, split] : alone) {
     parts.push_back(attention->part_of(items[i], split, computed.at(i, split)));
   }
-  parallel_for(static_cast<int64_t>(parts.size()), workers, [&](int worker, int64_t i) {
-    attention->run_part(worker, parts[static_cast<size_t>(i)]);
-  });
-  parallel_for(static_cast<int64_t>(items.size()), workers, [&](int worker, int64_t i) {
-    const size_t item = static_cast<size_t>(i);
+  const auto run_item = [&](int worker, size_t item) {
     attention->run(worker, items[item], computed.of(item));
-  });
+  };
+  // Items that need no part do not wait for them.
+  const size_t num_before = shared.empty() ? first : 0;
+  parallel_for(static_cast<int64_t>(num_before + parts.size()), workers,
+               [&](int worker, int64_t i) {
+                 const size_t index = static_cast<size_t>(i);
+                 if (index < num_before) return run_item(worker, index);
+                 attention->run_part(worker, parts[index - num_before]);
+               });
+  parallel_for(
+      static_cast<int64_t>(items.size() - num_before), workers,
+      [&](int worker, int64_t i) { run_item(worker, num_before + static_cast<size_t>(i)); });
 }
 
 // Attends with the rows of these items. `few`: the splits of an item go to several threads.
@@ -161,13 +185,8 @@ void attend(const PagedAttentionParams& p, const std::vector<Item>& items, bool 
   }
   if (!shared.empty()) most_rows = std::max(most_rows, kAttendRows);
   Attention attention(p, workers, most_rows);
-  if (few || !shared.empty()) {
-    run_parts(items, shared, few, workers, &attention);
-    return;
-  }
-  parallel_for(static_cast<int64_t>(items.size()), workers, [&](int worker, int64_t i) {
-    attention.run(worker, items[static_cast<size_t>(i)], {});
-  });
+  const size_t first = few ? 0 : first_by_splits(p, items, workers, attention);
+  run_parts(items, shared, first, workers, &attention);
 }
 
 // The end of the items from `begin` on whose states may be computed together: all items of some

@@ -256,6 +256,10 @@ int main() {
   sequences = {{1, 1100, prefix}, {1, 1100, late}};
   check("the second split alone", sequences, 17 + kBlocksOfSplit, split);
 
+  // Nothing is shared; with several threads the last sequences are computed by their splits.
+  sequences.assign(20, {1, 1124, {}});
+  check("the last ones by splits", sequences, 0, 0);
+
   check_bound();
   return num_failures == 0 ? 0 : 1;
 }

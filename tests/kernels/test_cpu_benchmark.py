@@ -14,11 +14,12 @@ import torch
 from benchmarks import attention_idle, attention_prefill, attention_profile, attention_shared
 from benchmarks.attention_cpu import __main__ as attention_cpu
 from benchmarks.attention_cpu import rows as attention_rows
+from benchmarks.attention_cpu.limits import limits, products_of_prefill
 from benchmarks.attention_cpu.rows import Sizes
 from benchmarks.attention_cpu.tables import tables
 from benchmarks.common import memory
-from benchmarks.common.calls import Calls, Pass, call_in_rounds
-from data_plane.kernels.backends.cpu import CpuKernels
+from benchmarks.common.calls import BILLIONS_OF_PRODUCTS, Calls, Pass, call_in_rounds
+from data_plane.kernels.backends.cpu import CpuKernels, cpu_isa
 
 TINY = Sizes(32, 1 << 16, 8, 32, 1)
 BF16 = torch.bfloat16
@@ -133,7 +134,23 @@ def test_prefill_is_measured_beside_a_bare_loop_and_torch(
 
 def test_products_of_a_prompt_are_those_that_its_queries_see() -> None:
     heads, of_pair = 32, 2 * 128
-    assert attention_prefill.products_of_prefill(3) == (1 + 2 + 3) * heads * of_pair
+    assert products_of_prefill(3) == (1 + 2 + 3) * heads * of_pair
+
+
+def test_what_is_reached_stands_beside_what_bare_loops_reach() -> None:
+    rows = [
+        *(rated("read_pages/bf16", 20), rated("decode/bf16/g8", 8)),
+        *(rated("decode/e4m3/g4", 5), rated("decode/fp32/g1", 9), rated("torch/bf16/g8", 4)),
+        Calls("prefill", "tokens/s", 3, lambda: None, passes=[Pass([1.0], [1.0])]),
+    ]
+    assert list(limits(rows)) == []
+    bare = rated("fused_products", 48, BILLIONS_OF_PRODUCTS)
+    bare.amount = 48e9
+    assert list(limits([*rows, bare]))[3:] == [
+        "| decode/bf16/g8 | 8.0 | 20.0 | 40% | 12.0 | 67% |",
+        "| decode/e4m3/g4 | 5.0 | | | 12.0 | 42% |",
+        "| prefill, tokens/s | 3.0 | | | 2,929,687.5 | 0% |",
+    ]
 
 
 def test_torch_is_held_to_the_instruction_set_of_the_kernels(
@@ -234,6 +251,7 @@ def test_both_commands_measure_print_and_save(
     assert all(r["p50_lowest"] <= r["p50"] <= r["p50_highest"] for r in saved["rows"])
     assert {row["num_samples"] for row in saved["rows"]} == {2} and saved["machine"]["runs"] == 2
     assert "| decode/fp32/g8 | " in printed and " of read | " in printed
+    assert ("| reached | read_pages | of it |" in printed) == (cpu_isa() != "baseline")
     attention_profile.main(words)
     printed = capsys.readouterr().out
     assert len(json.loads(out.read_text())["rows"]) == 18 == printed.count("| decode/")

@@ -111,7 +111,10 @@ def test_strides_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    "lens", [((1, 2000), (1, 511), (1, 513)), ((3, 1100), (70, 1030))], ids=str
+    "lens",
+    # Few items: all are computed by splits. Many: the last ones.
+    [((1, 2000), (1, 511), (1, 513)), ((3, 1100), (70, 1030)), ((1, 1100),) * 9],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_splits_shared_out_to_threads_give_the_bits_of_one_thread(

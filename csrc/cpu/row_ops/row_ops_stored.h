@@ -14,12 +14,18 @@
 
 #include "row_ops_vector.h"
 #include "stored_types.h"
+#include "weights_of_rows.h"
 
 // Of what is large and has many variants.
 #define KVPLANE_NOINLINE __attribute__((noinline))
 
 namespace kvplane {
 namespace {
+
+template <int kCount>
+struct Count {
+  static constexpr int value = kCount;
+};
 
 // Rows to prefetch during a pass over a tile, some lines at each step: all at once would fill the
 // memory queue and stall. kUnits, kLines: of a row; 0 when known only at run time.
@@ -59,150 +65,152 @@ KVPLANE_INLINE void fetch_step(const Rows& ahead, int64_t row, int step) {
   }
 }
 
-// kUnits: of a row, 0 when known only at run time.
+// sums[r * kTokens + i] = the products of row r with token t + i, still one sum a lane. kUnits: of
+// a row, 0 when known only at run time.
+template <typename Source, int kRows, int kTokens, int kUnits, typename Rows>
+KVPLANE_INLINE void sum_products(const Row* rows, const char* const* keys, int64_t t,
+                                 int64_t num_units, const Rows& ahead, Vector* sums) {
+  KVPLANE_UNROLL for (int64_t u = 0; u < num_units; ++u) {
+    fetch_step<kTokens, (kUnits > 0 ? kUnits : 1)>(ahead, t, static_cast<int>(u));
+    const auto query = [&](int r, int half) __attribute__((always_inline)) {
+      const float* from = static_cast<const float*>(rows[r].query);
+      return hold(load_vector(from + u * kUnitColumns + half * kWidth));
+    };
+    if constexpr (kRows <= 2) {
+      Vector q[kRows][2];
+      KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+        KVPLANE_UNROLL for (int half = 0; half < 2; ++half) q[r][half] = query(r, half);
+      }
+      KVPLANE_UNROLL for (int i = 0; i < kTokens; ++i) {
+        Vector first, second;
+        Source::load(keys[t + i], u, &first, &second);
+        KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+          add_product(first, q[r][0], &sums[r * kTokens + i]);
+          add_product(second, q[r][1], &sums[r * kTokens + i]);
+        }
+      }
+    } else {
+      KVPLANE_UNROLL for (int half = 0; half < 2; ++half) {
+        Vector k[kTokens];
+        KVPLANE_UNROLL for (int i = 0; i < kTokens; ++i) {
+          k[i] = Source::load_half(keys[t + i], u, half);
+        }
+        KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+          const Vector q = query(r, half);
+          KVPLANE_UNROLL for (int i = 0; i < kTokens; ++i) {
+            add_product(k[i], q, &sums[r * kTokens + i]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// With 16 registers four or six rows have 12 sums, so that the units never wait for one: more than
+// a register has lanes. They wait in memory until a row has those of kWidth tokens.
 template <typename Source, int kRows, int kUnits, typename Rows>
 KVPLANE_NOINLINE void stored_dot_products(const Row* rows, const char* const* keys,
                                           int64_t row_size, const Rows& ahead,
                                           float (*dots)[kTileTokens]) {
-  constexpr int kTokensAtOnce = kWidth / kRows;
+  constexpr bool kTwelve = kWidth == 8 && kRows >= 4;
+  constexpr int kTokens = (kTwelve ? 12 : kWidth) / kRows, kRing = 2 * kWidth;
   const int64_t num_units = kUnits > 0 ? kUnits : row_size / kUnitColumns;
-  for (int64_t t = 0; t < kTileTokens; t += kTokensAtOnce) {
-    Vector sums[kWidth] = {};  // [kRows, kTokensAtOnce]
-    KVPLANE_UNROLL for (int64_t u = 0; u < num_units; ++u) {
-      fetch_step<kTokensAtOnce, (kUnits > 0 ? kUnits : 1)>(ahead, t, static_cast<int>(u));
-      const auto query = [&](int r, int half) __attribute__((always_inline)) {
-        const float* from = static_cast<const float*>(rows[r].query);
-        return hold(load_vector(from + u * kUnitColumns + half * kWidth));
-      };
-      if constexpr (kRows <= 2) {
-        Vector q[kRows][2];
+  Vector waiting[kTwelve ? kRows : 1][kRing];
+  int64_t done = 0;
+  const auto step = [&](int64_t t, auto num) __attribute__((always_inline)) {
+    constexpr int kNum = decltype(num)::value;
+    Vector sums[kRows * kNum] = {};
+    sum_products<Source, kRows, kNum, kUnits>(rows, keys, t, num_units, ahead, sums);
+    if constexpr (kTwelve) {
+      KVPLANE_UNROLL for (int i = 0; i < kNum; ++i) {
         KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
-          KVPLANE_UNROLL for (int half = 0; half < 2; ++half) q[r][half] = query(r, half);
-        }
-        KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
-          Vector first, second;
-          Source::load(keys[t + i], u, &first, &second);
-          KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
-            Vector& sum = sums[r * kTokensAtOnce + i];
-            sum = fused(second, q[r][1], fused(first, q[r][0], sum));
-          }
-        }
-      } else {
-        Vector k[2][kTokensAtOnce];
-        KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
-          Source::load(keys[t + i], u, &k[0][i], &k[1][i]);
-        }
-        KVPLANE_UNROLL for (int half = 0; half < 2; ++half) {
-          KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
-            const Vector q = query(r, half);
-            KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
-              Vector& sum = sums[r * kTokensAtOnce + i];
-              sum = fused(k[half][i], q, sum);
-            }
-          }
+          waiting[r][(t + i) % kRing] = sums[r * kNum + i];
         }
       }
+      if (t + kNum - done < kWidth) return;
+      for (int r = 0; r < kRows; ++r) {
+        store_vector(totals_in_order(waiting[r] + done % kRing), dots[r] + done);
+      }
+      done += kWidth;
+    } else {
+      float all[kWidth];
+      store_vector(totals_in_order(sums), all);
+      KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+        std::memcpy(dots[r] + t, all + r * kNum, sizeof(float) * kNum);
+      }
     }
-    const auto partial = [&](int64_t i)
-                             __attribute__((always_inline)) { return PerRow<1>{{sums[i]}}; };
-    float all[kWidth];
-    store_vector(totals<kWidth, 1>(0, partial).row[0], all);
-    KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
-      std::memcpy(dots[r] + t, all + r * kTokensAtOnce, sizeof(float) * kTokensAtOnce);
-    }
-  }
+  };
+  int64_t t = 0;
+  for (; t + kTokens <= kTileTokens; t += kTokens) step(t, Count<kTokens>{});
+  constexpr int kRest = kTileTokens % kTokens;
+  if constexpr (kRest > 0) step(t, Count<kRest>{});
 }
 
-// The same for six rows of a converted tile, with registers of 8 lanes: 12 sums, as many as 16
-// registers leave room for, so that the units never wait for a sum and each load is used more
-// often.
-template <int kUnits, typename Rows>
-KVPLANE_NOINLINE void dot_products_of_six(const Row* rows, const char* const* keys,
-                                          int64_t row_size, const Rows& ahead,
-                                          float (*dots)[kTileTokens]) {
-  constexpr int kSix = 6, kTokensAtOnce = 2;
-  const int64_t num_halves = kUnits > 0 ? 2 * kUnits : 2 * row_size / kUnitColumns;
-  Vector partial[kSix][kWidth];
-  for (int64_t t = 0; t < kTileTokens; t += kTokensAtOnce) {
-    const float* key[kTokensAtOnce];
-    KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
-      key[i] = reinterpret_cast<const float*>(keys[t + i]);
-    }
-    Vector sums[kSix][kTokensAtOnce] = {};
-    KVPLANE_UNROLL for (int64_t h = 0; h < num_halves; ++h) {
-      if (h % 2 == 0) {
-        fetch_step<kTokensAtOnce, (kUnits > 0 ? kUnits : 1)>(ahead, t, static_cast<int>(h / 2));
-      }
-      Vector k[kTokensAtOnce];
-      KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
-        k[i] = hold(load_vector(key[i] + h * kWidth));
-      }
-      KVPLANE_UNROLL for (int r = 0; r < kSix; ++r) {
-        const Vector q = hold(load_vector(static_cast<const float*>(rows[r].query) + h * kWidth));
-        KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
-          sums[r][i] = fused(k[i], q, sums[r][i]);
-        }
-      }
-    }
-    const int64_t at = t % kWidth;
-    KVPLANE_UNROLL for (int r = 0; r < kSix; ++r) {
-      KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) partial[r][at + i] = sums[r][i];
-    }
-    if (at + kTokensAtOnce < kWidth) continue;
-    for (int r = 0; r < kSix; ++r) {
-      const auto sum = [&](int64_t i)
-                           __attribute__((always_inline)) { return PerRow<1>{{partial[r][i]}}; };
-      store_vector(totals<kWidth, 1>(0, sum).row[0], dots[r] + t - at);
-    }
-  }
-}
-
-// At token t of a pass over kUnits units of all values, so that the passes together fetch each row
-// in order.
-template <int kUnits, typename Rows>
-KVPLANE_INLINE void fetch_part(const Rows& ahead, int64_t pass, int64_t t) {
+// Calls add(t) for tokens [begin, end) in a pass over kHalves halves of units of all values.
+// Between them fetches some rows, so that the passes over a whole tile together fetch each row in
+// order.
+template <int kHalves, typename Rows, typename Add>
+KVPLANE_INLINE void add_and_fetch(const Rows& ahead, int64_t pass, int64_t begin, int64_t end,
+                                  const Add& add) {
   constexpr int kLines = Rows::kLinesOfRow;
   if constexpr (kLines > 0) {
-    // As many passes as there are parts of rows; where rows have more units, the first ones.
-    constexpr int kPasses = Rows::kUnitsOfRow / kUnits;
-    constexpr int kParts = kPasses < 1 ? 1 : kPasses < kLines ? kPasses : kLines;
-    if (pass >= kParts) return;
-    const int64_t part = pass * kTileTokens + t;
-    KVPLANE_UNROLL for (int i = 0; i < kLines / kParts; ++i) {
-      ahead.fetch(part / kParts, part % kParts * (kLines / kParts) + i);
-    }
-  } else if constexpr (kLines == 0) {
-    if (pass == 0) ahead.fetch_row(t);
-  }
-}
-
-// Adds the weighted values of tokens [begin, end), which all kRows rows see, to kUnits units of
-// columns from `column` on.
-template <typename Source, int kRows, int kUnits, typename Fetch>
-KVPLANE_INLINE void add_stored_values(const Row* rows, const float (*weights)[kTileTokens],
-                                      const float* corrections, const char* const* values,
-                                      int64_t column, int64_t begin, int64_t end,
-                                      const Fetch& fetch) {
-  Vector sums[kRows][2 * kUnits];
-  KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
-    KVPLANE_UNROLL for (int i = 0; i < 2 * kUnits; ++i) {
-      sums[r][i] = load_vector(rows[r].out + column + i * kWidth) * corrections[r];
+    if (begin == 0 && end == kTileTokens) {
+      constexpr int kPasses = 2 * Rows::kUnitsOfRow / kHalves;  // the further ones fetch nothing
+      constexpr int kParts = kPasses >= kLines ? kLines : kPasses >= 2 ? 2 : 1;  // of a row
+      if (pass < kParts) {
+        const char* const* row = ahead.rows + pass * kTileTokens / kParts;
+        for (int64_t t = 0; t < kTileTokens; t += kParts, ++row) {
+          const char* line = *row;
+          _Pragma("GCC unroll 1") for (int part = 0; part < kParts; ++part) {
+            KVPLANE_UNROLL for (int i = 0; i < kLines / kParts; ++i, line += 64) {
+              prefetch_line(line);
+            }
+            add(t + part);
+          }
+        }
+        return;
+      }
     }
   }
   for (int64_t t = begin; t < end; ++t) {
-    fetch(t);
-    KVPLANE_UNROLL for (int u = 0; u < kUnits; ++u) {
-      Vector first, second;
-      Source::load(values[t], column / kUnitColumns + u, &first, &second);
-      KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
-        const Vector weight = all_lanes(weights[r][t]);
-        sums[r][2 * u] = fused(first, weight, sums[r][2 * u]);
-        sums[r][2 * u + 1] = fused(second, weight, sums[r][2 * u + 1]);
-      }
+    if constexpr (kLines >= 0) {
+      if (pass == 0) ahead.fetch_row(t);
+    }
+    add(t);
+  }
+}
+
+// Adds the weighted values of tokens [begin, end), which all kRows rows see, to kHalves halves of
+// units, from half kFirst of `unit` on.
+template <typename Source, int kRows, int kHalves, int kFirst, typename Rows>
+KVPLANE_INLINE void add_stored_values(const Row* rows, const float (*weights)[kTileTokens],
+                                      const float* corrections, const char* const* values,
+                                      int64_t unit, const Rows& ahead, int64_t pass) {
+  const int64_t column = unit * kUnitColumns + kFirst * kWidth;
+  Vector sums[kRows][kHalves];
+  KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+    KVPLANE_UNROLL for (int i = 0; i < kHalves; ++i) {
+      sums[r][i] = load_vector(rows[r].out + column + i * kWidth) * corrections[r];
     }
   }
+  const auto add = [&](int64_t t) __attribute__((always_inline)) {
+    Vector x[kHalves];
+    KVPLANE_UNROLL for (int i = 0; i < kHalves; ++i) {
+      const int half = kFirst + i;
+      if (half % 2 == 0 && i + 1 < kHalves) {
+        Source::load(values[t], unit + half / 2, &x[i], &x[i + 1]);
+      } else if (half % 2 == 0 || i == 0) {
+        x[i] = Source::load_half(values[t], unit + half / 2, half % 2);
+      }
+    }
+    KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const Vector weight = all_lanes(weights[r][t]);
+      KVPLANE_UNROLL for (int i = 0; i < kHalves; ++i) { add_product(x[i], weight, &sums[r][i]); }
+    }
+  };
+  add_and_fetch<kHalves>(ahead, pass, rows[0].begin, rows[0].end, add);
   KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
-    KVPLANE_UNROLL for (int i = 0; i < 2 * kUnits; ++i) {
+    KVPLANE_UNROLL for (int i = 0; i < kHalves; ++i) {
       store_vector(sums[r][i], rows[r].out + column + i * kWidth);
     }
   }
@@ -213,23 +221,30 @@ KVPLANE_NOINLINE void add_all_stored_values(const Row* rows, const float (*weigh
                                             const float* corrections, const char* const* values,
                                             int64_t value_size, const Rows& ahead) {
   // As many sums as leave registers for the rest.
-  constexpr int kUnits = kWidth == 16 ? (kRows == 4 ? 2 : 4) : kRows > 4 ? 1 : 4 / kRows;
-  const int64_t begin = rows[0].begin, end = rows[0].end;
-  int64_t column = 0;
-  for (int64_t pass = 0; column + kUnits * kUnitColumns <= value_size; ++pass) {
-    add_stored_values<Source, kRows, kUnits>(
-        rows, weights, corrections, values, column, begin, end,
-        [&](int64_t t) __attribute__((always_inline)) { fetch_part<kUnits>(ahead, pass, t); });
-    column += kUnits * kUnitColumns;
+  constexpr int kHalves = kWidth == 16 ? (kRows == 4 ? 4 : 8)
+                          : kRows == 6 ? 2
+                          : kRows == 4 ? 3
+                                       : 8 / kRows;
+  const int64_t num_halves = value_size / kWidth;
+  int64_t half = 0, pass = 0;
+  const auto turn = [&](auto num, auto first, const auto& fetched) __attribute__((always_inline)) {
+    add_stored_values<Source, kRows, decltype(num)::value, decltype(first)::value>(
+        rows, weights, corrections, values, half / 2, fetched, pass);
+    half += decltype(num)::value;
+    ++pass;
+  };
+  while (half + kHalves <= num_halves) {
+    turn(Count<kHalves>{}, Count<0>{}, ahead);
+    if (kHalves % 2 == 1 && half + kHalves <= num_halves) {
+      turn(Count<kHalves>{}, Count<kHalves % 2>{}, ahead);
+    }
   }
-  for (; column < value_size; column += kUnitColumns) {
-    add_stored_values<Source, kRows, 1>(rows, weights, corrections, values, column, begin, end,
-                                        [](int64_t) {});
-  }
+  if (half % 2 == 1) turn(Count<1>{}, Count<1>{}, NothingAhead{});
+  while (half < num_halves) turn(Count<2>{}, Count<0>{}, NothingAhead{});
 }
 
 template <typename Source>
-void convert_tile(const char* const* rows, int64_t size, float* to, const char** converted) {
+void convert_rows(const char* const* rows, int64_t size, float* to, const char** converted) {
   for (int64_t t = 0; t < kTileTokens; ++t, to += size) {
     for (int64_t u = 0; u < size / kUnitColumns; ++u) {
       Vector first, second;
@@ -241,15 +256,19 @@ void convert_tile(const char* const* rows, int64_t size, float* to, const char**
   }
 }
 
-template <int kCount>
-struct Count {
-  static constexpr int value = kCount;
-};
-
 struct StoredWeights {
   alignas(64) float of[kAttendRows][kTileTokens];
   float corrections[kAttendRows];
 };
+
+template <typename Source>
+void convert_tile(const char* const* rows, int64_t size, float* to, const char** converted) {
+  if (Source::may_have_nan(rows, size)) {
+    convert_rows<typename Source::Slow>(rows, size, to, converted);
+  } else {
+    convert_rows<Source>(rows, size, to, converted);
+  }
+}
 
 // Rows that are computed together.
 template <typename Source>
@@ -263,18 +282,14 @@ void weigh_stored_rows(const AttendArgs& args, const char* const* keys, float fa
   const auto turn = [&](auto num, const auto& fetched) {
     constexpr int kRows = decltype(num)::value;
     const Row* rows = args.rows + r;
-    if constexpr (kRows == 6) {
-      dot_products_of_six<kUnits>(rows, keys, args.row_size, fetched, w->of + r);
-    } else {
-      stored_dot_products<Source, kRows, kUnits>(rows, keys, args.row_size, fetched, w->of + r);
-    }
-    for (const int64_t end = r + kRows; r < end; ++r) {
-      w->corrections[r] = weigh(args.rows[r], args.scale * factor, args.soft_cap, w->of[r]);
-      if (factor == 1.0f) continue;
-      for (int64_t t = 0; t < kTileTokens; t += kWidth) {
-        store_vector(load_vector(w->of[r] + t) * factor, w->of[r] + t);
-      }
-    }
+    stored_dot_products<Source, kRows, kUnits>(rows, keys, args.row_size, fetched, w->of + r);
+    const auto weigh = [&](auto part) __attribute__((always_inline)) {
+      weigh_rows<decltype(part)::value>(args.rows + r, args.scale, args.soft_cap, factor, w->of + r,
+                                        w->corrections + r);
+      r += decltype(part)::value;
+    };
+    weigh(Count<kRows == 6 ? 4 : kRows>{});
+    if constexpr (kRows == 6) weigh(Count<2>{});
   };
   if (kMostRows<Source> == 6 && args.num_rows >= 6) {
     turn(Count<kMostRows<Source>>{}, ahead);
@@ -349,9 +364,9 @@ void attend_stored_as(const AttendArgs& args, float factor) {
   }
   alignas(64) float floats[kTileTokens * kMaxRowSize];
   const char* rows[kTileTokens];
-  convert_tile<typename Source::Slow>(tile.key, args.row_size, floats, rows);
+  convert_tile<Source>(tile.key, args.row_size, floats, rows);
   weigh_stored_rows<StoredFloats, kUnits>(args, rows, factor, next_keys, &w);
-  convert_tile<typename Source::Slow>(tile.value, args.value_size, floats, rows);
+  convert_tile<Source>(tile.value, args.value_size, floats, rows);
   add_stored_rows<StoredFloats>(args, rows, next_values, w);
 }
 

@@ -18,6 +18,7 @@ typedef uint8_t ByteVector __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
 KVPLANE_INLINE Vector fused(Vector a, Vector b, Vector c) {
   return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
+KVPLANE_INLINE void add_product(Vector a, Vector b, Vector* sum) { *sum = fused(a, b, *sum); }
 KVPLANE_INLINE Vector all_lanes(float x) { return (Vector)_mm512_set1_ps(x); }
 KVPLANE_INLINE Vector from_fp16(Shorts bits) { return (Vector)_mm512_cvtph_ps((__m256i)bits); }
 KVPLANE_INLINE ByteVector larger(ByteVector a, ByteVector b) {
@@ -26,6 +27,11 @@ KVPLANE_INLINE ByteVector larger(ByteVector a, ByteVector b) {
 #else
 KVPLANE_INLINE Vector fused(Vector a, Vector b, Vector c) {
   return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+// *sum = fused(a, b, *sum), where the sum is: a compiler that picks another register for the result
+// runs out of 16.
+KVPLANE_INLINE void add_product(Vector a, Vector b, Vector* sum) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
 KVPLANE_INLINE Vector all_lanes(float x) { return (Vector)_mm256_set1_ps(x); }
 KVPLANE_INLINE Vector from_fp16(Shorts bits) { return (Vector)_mm256_cvtph_ps((__m128i)bits); }
@@ -68,13 +74,19 @@ KVPLANE_INLINE bool may_have_nan(const char* const* rows, int64_t size) {
   return any != 0;
 }
 
-// The stored types: load(row, u, ...) gives unit u of a row. Slow: the same for rows of which
-// may_have_nan() is true.
+// The stored types: load(row, u, ...) gives unit u of a row, and load_half() one of its registers,
+// for where few are left. Slow: the same for rows of which may_have_nan() is true.
 template <typename Source>
 struct Plain {
   using Slow = Source;
   static KVPLANE_INLINE bool may_have_nan(const char* const*, int64_t) { return false; }
 };
+
+// Another name of the same address, so that a compiler does not keep what was read from it.
+KVPLANE_INLINE const char* reread(const char* address) {
+  asm("" : "+r"(address));
+  return address;
+}
 
 struct StoredBf16 : Plain<StoredBf16> {
   static constexpr int kBytes = 2;
@@ -82,6 +94,10 @@ struct StoredBf16 : Plain<StoredBf16> {
     const IntVector bits = hold(load_as<IntVector>(row + u * KVPLANE_VECTOR_BYTES));
     *first = (Vector)(bits << 16);
     *second = (Vector)(bits & static_cast<int32_t>(0xFFFF0000));
+  }
+  static KVPLANE_INLINE Vector load_half(const char* row, int64_t u, int half) {
+    const IntVector bits = load_as<IntVector>(reread(row) + u * KVPLANE_VECTOR_BYTES);
+    return hold((Vector)(half == 0 ? bits << 16 : bits & static_cast<int32_t>(0xFFFF0000)));
   }
 };
 
@@ -92,6 +108,10 @@ struct StoredFp16 : Plain<StoredFp16> {
     *first = from_fp16(load_as<Shorts>(at));
     *second = from_fp16(load_as<Shorts>(at + sizeof(Shorts)));
   }
+  static KVPLANE_INLINE Vector load_half(const char* row, int64_t u, int half) {
+    const int64_t at = u * KVPLANE_VECTOR_BYTES + half * static_cast<int64_t>(sizeof(Shorts));
+    return hold(from_fp16(load_as<Shorts>(row + at)));
+  }
 };
 
 struct StoredE5m2 : Plain<StoredE5m2> {
@@ -100,6 +120,10 @@ struct StoredE5m2 : Plain<StoredE5m2> {
     const Shorts codes = hold(load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts))));
     *first = from_fp16(codes << 8);
     *second = from_fp16(codes & static_cast<int16_t>(0xFF00));
+  }
+  static KVPLANE_INLINE Vector load_half(const char* row, int64_t u, int half) {
+    const Shorts codes = load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts)));
+    return hold(from_fp16(half == 0 ? codes << 8 : codes & static_cast<int16_t>(0xFF00)));
   }
 };
 
@@ -115,6 +139,10 @@ struct StoredE4m3 {
     const Shorts codes = hold(load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts))));
     *first = from_fp16(widened(codes << 8));
     *second = from_fp16(widened(codes));
+  }
+  static KVPLANE_INLINE Vector load_half(const char* row, int64_t u, int half) {
+    const Shorts codes = load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts)));
+    return hold(from_fp16(widened(half == 0 ? codes << 8 : codes)));
   }
 
   // From the upper bytes. All ones, a NaN, where the code is one.
@@ -133,6 +161,10 @@ struct StoredFloats {
     const float* at = reinterpret_cast<const float*>(row) + u * kUnitColumns;
     *first = hold(load_vector(at));
     *second = hold(load_vector(at + kWidth));
+  }
+  static KVPLANE_INLINE Vector load_half(const char* row, int64_t u, int half) {
+    return hold(
+        load_vector(reinterpret_cast<const float*>(row) + u * kUnitColumns + half * kWidth));
   }
 };
 

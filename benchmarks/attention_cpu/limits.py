@@ -1,0 +1,62 @@
+"""What bare loops reach, beside what the kernels reach that do more: the limits of this machine.
+
+``read_pages`` reads the pages of decode, in its order, and does nothing else. ``fused_products``
+multiplies and adds in registers, and loads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import kvplane_kernels
+
+from benchmarks.attention_cpu.rows import DTYPES, HEAD_SIZE, NUM_KV_HEADS, PREFILL_GROUP
+from benchmarks.common.calls import BILLIONS_OF_PRODUCTS, Calls, Spread
+
+BARE_ROUNDS = 100_000
+FUSED_TYPES = ("bf16", "e4m3")  # pages over which products and sums are fused
+
+
+def products_of_prefill(num_tokens: float) -> float:
+    """Of queries with keys, and of weights with values, where queries see keys."""
+    num_seen = num_tokens * (num_tokens + 1) / 2
+    return num_seen * NUM_KV_HEADS * PREFILL_GROUP * 2 * HEAD_SIZE
+
+
+def bare_rows(num_threads: int) -> list[Calls]:
+    """The bare loop of products; none where the instruction set has no fused products."""
+
+    def multiply() -> int:
+        return kvplane_kernels.fused_products(num_rounds=BARE_ROUNDS, num_threads=num_threads)
+
+    num_products = multiply()
+    if num_products == 0:
+        return []
+    return [Calls("fused_products", BILLIONS_OF_PRODUCTS, num_products, multiply)]
+
+
+def limits(rows: Sequence[Calls]) -> Iterator[str]:
+    """A table in Markdown, by wall time; nothing without the bare loop of products."""
+    rates = {row.name: row.rate() for row in rows}
+    if "fused_products" not in rates:
+        return
+    products = rates["fused_products"].middle
+    yield f"By wall time; fused_products: {products:.1f} * {BILLIONS_OF_PRODUCTS}\n"
+    yield "| | reached | read_pages | of it | fused_products | of it |"
+    yield "|" + "---|" * 6
+    for row in rows:
+        reached = rates[row.name].middle
+        kind, _, which = row.name.partition("/")
+        name, _, group = which.partition("/g")
+        if kind == "decode" and name in FUSED_TYPES:
+            by_products = products * DTYPES[name].itemsize / int(group)
+            yield _line(row.name, reached, rates.get(f"read_pages/{name}"), by_products)
+        elif kind == "prefill":
+            by_products = products * 1e9 * row.amount / products_of_prefill(row.amount)
+            yield _line(f"prefill, {row.unit}", reached, None, by_products)
+
+
+def _line(name: str, reached: float, pages: Spread | None, by_products: float) -> str:
+    read = " | " if pages is None else f"{pages.middle:.1f} | {reached / pages.middle:.0%}"
+    figures = f"{reached:,.1f} | {read} | {by_products:,.1f} | {reached / by_products:.0%}"
+    return " ".join(f"| {name} | {figures} |".split())
