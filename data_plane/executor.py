@@ -9,15 +9,13 @@ around it. Commands run one at a time. One that is refused changes neither table
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from data_plane.block_digests import BlockDigests
+from data_plane.commands import Commands, Observer
 from data_plane.counters import ExecutorCounters
 from data_plane.expected_layers import Expectations
 from data_plane.fixed_step import FixedStep
@@ -41,9 +39,7 @@ from data_plane.pool_keys import HeldKeys
 from data_plane.table_blocks import BlockRange, TableBlocks
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
-    InternalError,
     InvalidRequestError,
-    KvplaneError,
     LayoutMismatchError,
     NotPermittedError,
 )
@@ -51,9 +47,6 @@ from kvplane.layout import Layout
 from kvplane.shard import Shard
 from kvplane.v1 import control_pb2, data_pb2
 from kvplane.v1 import types_pb2 as pb
-
-Observer = Callable[[str, float], None]
-"""Called with each command's name and its duration in seconds."""
 
 
 class Executor:
@@ -97,6 +90,7 @@ class Executor:
         check_cache_kinds(layout, self.kernels)
         self.device_watch = DeviceWatch(self.kernels.streams)
         self.counters = ExecutorCounters()
+        self._command = Commands(self.counters, self.device_watch, observe)
         self.pools = Pools(
             layout,
             self.shard,
@@ -129,10 +123,8 @@ class Executor:
             layout, shard, self._tables, self._sessions, self._plans, self._compute
         )
         self.published = self._blocks.published(self._command)
-        self._observe = observe
-        self._lock, self._depth = threading.RLock(), 0
         self.expectations = Expectations(
-            self._plans, self._compute, self.layers, self._lock, observe
+            self._plans, self._compute, self.layers, self._command.lock, observe
         )
         self.keys = HeldKeys(self._verifier, self._sessions, self._command)
 
@@ -351,7 +343,7 @@ class Executor:
         Raises SessionExpiredError, and InvalidRequestError for kernels that have no graphs and for
         bounds that are out of range.
         """
-        with self._lock:
+        with self._command.lock:
             session = self._sessions.get(session_id)
             step = FixedStep(
                 session_id,
@@ -456,7 +448,7 @@ class Executor:
 
     def check_integrity(self) -> None:
         """Raise InternalError unless tables, counts, generations and publications agree."""
-        with self._lock:
+        with self._command.lock:
             self._tables.check_integrity()
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
@@ -469,22 +461,3 @@ class Executor:
             "plan.session.session_id",
         )
         return self._plans.start(self._sessions.get(session_id), plan, digest)
-
-    @contextmanager
-    def _command(self, name: str) -> Iterator[None]:
-        """Run one command at a time. A rejection is counted once, by the outermost command."""
-        with self._lock:
-            begin = time.perf_counter()
-            self._depth += 1
-            try:
-                yield
-            except KvplaneError as error:
-                if self._depth == 1:
-                    self.counters.num_rejections[error.reason] += 1
-                    if isinstance(error, InternalError):
-                        self.device_watch.check()
-                raise
-            finally:
-                self._depth -= 1
-                if self._observe is not None:
-                    self._observe(name, time.perf_counter() - begin)

@@ -12,12 +12,13 @@ def layer_index(layers: Sequence[int], layer: int, prefix: str = "") -> int:
     """Index in the shard of one of the model's layers. Raises InvalidRequestError naming the field
     ``layer`` after ``prefix``.
     """
-    if layer not in layers:
+    try:
+        return layers.index(layer)
+    except ValueError:
         raise InvalidRequestError(
             f"layer {layer} is not in this shard, which has {list(layers)}",
             field=f"{prefix}layer",
-        )
-    return layers.index(layer)
+        ) from None
 
 
 def layer_range(layers: Sequence[int], first_layer: int, num_layers: int) -> range:

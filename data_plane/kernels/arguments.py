@@ -248,6 +248,12 @@ def are_latents(keys: torch.Tensor, values: torch.Tensor) -> bool:
     return keys.numel() > 0 and keys.data_ptr() == values.data_ptr()
 
 
+def bytes_of_token(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """What is stored of one position in one layer, whose pages these are."""
+    value_bytes = 0 if are_latents(keys, values) else values[0].nbytes
+    return (keys[0].nbytes + value_bytes) // keys.shape[2]
+
+
 def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
     """Refuse what is not a pool of blocks on one of the devices."""
     if getattr(pool, "ndim", 0) == 3:

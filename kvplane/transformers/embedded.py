@@ -104,13 +104,17 @@ class EmbeddedBackend:
     ) -> torch.Tensor:
         """Write and attend in this thread, on the pool's device."""
         executor, session_id = self._executor, self._open_session()
-        with device_errors():
-            query_there, key_there = query.to(executor.device), key.to(executor.device)
-            value_there = None if value is None else value.to(executor.device)
-        there = query_there, key_there, value_there
-        out = executor.layer(session_id, index, *there, options=options)
+        if executor.device.type != "cpu" or not query.is_cpu:
+            with device_errors():
+                query_there, key = query.to(executor.device), key.to(executor.device)
+                value = None if value is None else value.to(executor.device)
+        else:
+            query_there = query
+        out = executor.layer(session_id, index, query_there, key, value, options=options)
         if out is None:
             raise InternalError("a layer with queries has no output")
+        if out.device == query.device:
+            return out
         with device_errors():
             return out.to(query.device)
 

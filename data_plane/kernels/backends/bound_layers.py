@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments, bytes_of_token
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
@@ -45,16 +45,15 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer, and tensors of one signature. ``keys``, ``values``: its pages; with ``held``, all
-    that ``native`` uses the addresses of. The tensors of a call are the caller's to keep or free.
+    """A layer, and tensors of one signature. ``token_bytes``: as ``bytes_of_token``. ``held``: what
+    ``native`` uses the addresses of. The tensors of a call are the caller's to keep or free.
     """
 
     native: Any
     signature: Signature
     output_shape: tuple[int, int, int]
     window_tokens: int
-    keys: torch.Tensor
-    values: torch.Tensor
+    token_bytes: int
     held: tuple[torch.Tensor | None, ...]
 
 
@@ -103,9 +102,11 @@ class BoundLayers:
             _signature(attention.query, write.key, write.value, options),
             attention.output_shape,
             attention.options.sliding_window_tokens,
-            write.keys,
-            write.values,
-            (attention.key_scales, attention.value_scales, attention.slopes, attention.sinks),
+            bytes_of_token(write.keys, write.values),
+            (
+                *(write.keys, write.values, attention.key_scales, attention.value_scales),
+                *(attention.slopes, attention.sinks),
+            ),
         )
 
     def run(

@@ -16,7 +16,7 @@ from data_plane.kernels.arguments import (
     HostLengths,
     NumbersOfHeads,
     WriteArguments,
-    are_latents,
+    bytes_of_token,
     check_blocks,
     require,
 )
@@ -211,14 +211,14 @@ class ShardKernels:
         seconds: Sequence[float],
     ) -> None:
         """Note a call of a bound layer. ``seconds``: that writing and attending took."""
-        token_bytes = _token_bytes(bound)
-        for name, duration_s, num_moved in zip(
-            ("write", "attention"), seconds, (num_tokens, num_context_tokens), strict=True
-        ):
-            self._counters.kernel_s[name] += duration_s
-            self._counters.kernel_bytes[name] += num_moved * token_bytes
-        self._counters.num_written_tokens += num_tokens
-        self._counters.num_attention_tokens += num_tokens
+        counters = self._counters
+        write_s, attention_s = seconds
+        counters.kernel_s["write"] += write_s
+        counters.kernel_s["attention"] += attention_s
+        counters.kernel_bytes["write"] += num_tokens * bound.token_bytes
+        counters.kernel_bytes["attention"] += num_context_tokens * bound.token_bytes
+        counters.num_written_tokens += num_tokens
+        counters.num_attention_tokens += num_tokens
 
     def clear(self, blocks: BlocksByPlace) -> None:
         """Zero whole blocks, after all work queued before."""
@@ -284,7 +284,7 @@ class ShardKernels:
 
     def write(self, arguments: WriteArguments) -> None:
         """Write all spans' keys and values of one layer."""
-        num_bytes = len(arguments.slots) * _token_bytes(arguments)
+        num_bytes = len(arguments.slots) * bytes_of_token(arguments.keys, arguments.values)
         with self._streams.computing(), self._times.timing("write", num_bytes):
             self._kernels.reshape_and_cache(arguments)
         self._counters.num_written_tokens += len(arguments.slots)
@@ -302,7 +302,7 @@ class ShardKernels:
         """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size].
         ``num_context_tokens``: positions that it reads, for metrics.
         """
-        num_bytes = num_context_tokens * _token_bytes(arguments)
+        num_bytes = num_context_tokens * bytes_of_token(arguments.keys, arguments.values)
         timing = self._times.timing("attention", num_bytes)
         with self._streams.computing(), timing, self._piece_sizes.timing(arguments):
             output = self._kernels.paged_attention(arguments)
@@ -441,13 +441,6 @@ class ShardKernels:
         """Stricter than the kernels, which would accept other dtypes and round."""
         wanted, has = (str(dtype).removeprefix("torch.") for dtype in (self._dtype, tensor.dtype))
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
-
-
-def _token_bytes(layer: WriteArguments | AttentionArguments | BoundLayer) -> int:
-    """Of one position: what is stored of it in one layer."""
-    keys, values = layer.keys, layer.values
-    value_bytes = 0 if are_latents(keys, values) else values[0].nbytes
-    return (keys[0].nbytes + value_bytes) // keys.shape[2]
 
 
 def check_window(window_tokens: int, most: int | None) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 from kernel_faults import FAULTS, with_fault
 from table_mutants import TABLE_MUTANTS
 
@@ -380,7 +381,12 @@ def latents_without_their_values_scale() -> None:
 
 def latents_counted_twice() -> None:
     """Metrics count values that are not stored."""
-    shard_kernels.are_latents = lambda *_: False
+
+    def of_both(keys: torch.Tensor, values: torch.Tensor) -> int:
+        return (keys[0].nbytes + values[0].nbytes) // keys.shape[2]
+
+    shard_kernels.bytes_of_token = of_both
+    bound_layers.bytes_of_token = of_both
 
 
 def _fault(name: str) -> Callable[[], None]:

@@ -69,7 +69,7 @@ def trimmed_entries_readable() -> None:
 
 def trimmed_entries_attended() -> None:
     """Any window may be asked for, whatever was trimmed."""
-    shard_kernels._check_window = _nothing
+    shard_kernels.check_window = _nothing
 
 
 def allocations_keep_their_generation() -> None:
