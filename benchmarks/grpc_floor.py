@@ -2,9 +2,10 @@
 
     python -m benchmarks.grpc_floor [--streams N] [--rounds N] [--seconds S]
 
-Server and client are processes of their own. Servers of ``grpc.aio`` and of ``grpc`` (a thread for
-each stream) take turns, each with and without gRPC's EventEngine; the client is ``grpc.aio`` and
-has what the server has. Of each variant the round with the best median is printed.
+Server and client are processes of their own, on uvloop as ours are. Servers of ``grpc.aio`` and of
+``grpc`` (a thread for each stream) take turns, each with and without gRPC's EventEngine; the client
+is ``grpc.aio`` and has what the server has. Of each variant the round with the best median is
+printed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import uvloop
 
 from benchmarks.control_plane.report import quantile
 
@@ -145,12 +147,12 @@ def main() -> None:
 
 def _play(role: str, *options: str) -> None:
     if role == "aio":
-        asyncio.run(_serve_aio())
+        uvloop.run(_serve_aio())
     elif role == "sync":
         _serve_sync()
     else:
         port, num_streams, seconds = options
-        for latency_s in asyncio.run(_drive(int(port), int(num_streams), float(seconds))):
+        for latency_s in uvloop.run(_drive(int(port), int(num_streams), float(seconds))):
             print(latency_s)
 
 

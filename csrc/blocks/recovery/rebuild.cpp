@@ -14,7 +14,7 @@ void append(std::string& to, const T* values, size_t num = 1) {
   to.append(reinterpret_cast<const char*>(values), num * sizeof(T));
 }
 
-constexpr uint32_t kNoRow = 0xFFFFFFFF;
+constexpr uint32_t kNoRow = 0xFFFFFFFF;  // 0 - 1
 // How far ahead blocks are fetched from memory.
 constexpr uint32_t kAhead = 16;
 constexpr int64_t kMaxGeneration = int64_t{1} << 62;
@@ -38,10 +38,10 @@ void Rebuild::start_shard(uint32_t shard, uint32_t num_device_blocks, uint32_t n
   it.num_blocks[0] = num_device_blocks;
   it.num_blocks[1] = num_host_blocks;
   for (int t = 0; t < 2; ++t) {
-    it.generations[t].resize(it.num_blocks[t]);
+    it.generations[t] = Zeros<int64_t>(it.num_blocks[t]);
     it.changed[t].assign((it.num_blocks[t] + kRangeBlocks - 1) / kRangeBlocks, 1);
   }
-  it.row_of.resize(num_device_blocks, kNoRow);
+  it.row_after = Zeros<uint32_t>(num_device_blocks);
   it.tokens = Slab<int32_t, 0>(block_size_);
 }
 
@@ -71,11 +71,12 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root, const Hash
       root_ids_.try_emplace(std::string(root), static_cast<uint32_t>(roots_.size()));
   if (is_new) roots_.push_back({&name->first, kNoEntry, scope});
   for (int64_t i = 0; i < columns.indices.size; ++i) {
-    uint32_t& r = it.row_of[static_cast<size_t>(columns.indices[i])];
-    if (r == kNoRow) {
-      r = it.rows.add();
+    const auto b = static_cast<size_t>(columns.indices[i]);
+    if (it.row_of(b) == kNoRow) {
+      it.row_after[b] = it.rows.add() + 1;
       it.tokens.add();
     }
+    const uint32_t r = it.row_of(b);
     Row& row = it.rows[r];
     row.block = static_cast<uint32_t>(columns.indices[i]);
     it.changed[0][row.block / kRangeBlocks] = 1;
@@ -119,7 +120,7 @@ std::string Rebuild::records(uint32_t shard, Tier tier, uint32_t begin, uint32_t
     const int64_t generation = it.generations[tier - 1][b];
     append(out, &generation);
     if (tier == kHost) continue;
-    const uint32_t r = it.row_of[b];
+    const uint32_t r = it.row_of(b);
     if (r == kNoRow || generation == 0 || it.rows[r].generation != generation) {
       out += unpublished;
       continue;
@@ -149,7 +150,7 @@ void Rebuild::forget(uint32_t shard, Tier tier, uint32_t begin, uint32_t end) {
   for (uint32_t b = begin; b < end; ++b) {
     it.generations[tier - 1][b] = 0;
     it.changed[tier - 1][b / kRangeBlocks] = 1;
-    if (tier == kDevice && it.row_of[b] != kNoRow) it.rows[it.row_of[b]].generation = -1;
+    if (tier == kDevice && it.row_of(b) != kNoRow) it.rows[it.row_of(b)].generation = -1;
   }
 }
 
@@ -163,13 +164,13 @@ void Rebuild::begin(PoolConfig config, double now_s) {
   now_s_ = now_s;
   for (int t = 0; t < 2; ++t) {
     config_.num_blocks[t] = kNoBlock;
-    size_t most = config_.generations[t].size();
+    size_t& most = num_known_[t] = config_.generations[t].size();
     for (const Shard& shard : shards_) {
       config_.num_blocks[t] = std::min(config_.num_blocks[t], shard.num_blocks[t]);
       most = std::max<size_t>(most, shard.num_blocks[t]);
     }
     // Blocks that the smallest shard lacks count too: it may be replaced by a larger one.
-    config_.generations[t].resize(most);
+    config_.generations[t].reserve(most);
   }
   next(Phase::kLearn);
 }
@@ -177,8 +178,7 @@ void Rebuild::begin(PoolConfig config, double now_s) {
 int64_t Rebuild::size_of_phase() const {
   switch (phase_) {
     case Phase::kLearn:
-      return static_cast<int64_t>(
-          std::max(config_.generations[0].size(), config_.generations[1].size()));
+      return static_cast<int64_t>(std::max(num_known_[0], num_known_[1]));
     case Phase::kAgree:
     case Phase::kLink:
       return shards_[0].rows.size();
@@ -247,10 +247,12 @@ void Rebuild::prefetch(uint32_t block) const {
 
 void Rebuild::learn(int64_t i) {
   const auto b = static_cast<size_t>(i);
-  for (int t = 0; t < 2; ++t)
+  for (int t = 0; t < 2; ++t) {
+    std::vector<int64_t>& known = config_.generations[t];
+    if (b < num_known_[t] && b == known.size()) known.push_back(0);
     for (const Shard& shard : shards_)
-      if (b < shard.generations[t].size())
-        config_.generations[t][b] = std::max(config_.generations[t][b], shard.generations[t][b]);
+      if (b < shard.generations[t].size()) known[b] = std::max(known[b], shard.generations[t][b]);
+  }
 }
 
 bool Rebuild::make_pool() {
@@ -279,7 +281,7 @@ bool Rebuild::is_agreed(uint32_t r) const {
     return false;
   for (size_t s = 1; s < shards_.size(); ++s) {
     const Shard& other = shards_[s];
-    const uint32_t o = other.row_of[row.block];
+    const uint32_t o = other.row_of(row.block);
     if (o == kNoRow) return false;
     const Row& that = other.rows[o];
     if (that.root != row.root || that.generation != row.generation || that.parent != row.parent ||
@@ -298,7 +300,7 @@ void Rebuild::link(uint32_t r) {
     stack_.push_back(r);
     return;
   }
-  const uint32_t p = first.row_of[row.parent];
+  const uint32_t p = first.row_of(row.parent);
   if (p == kNoRow || !agreed_[p]) return;
   const Row& parent = first.rows[p];
   if (parent.generation != row.parent_generation || parent.root != row.root) return;
@@ -317,7 +319,7 @@ void Rebuild::enter_next() {
     if (root.entry == kNoEntry) root.entry = pool_->open_root(*root.name);
     parent = root.entry;
   } else {
-    parent = entries_[first.row_of[row.parent]];
+    parent = entries_[first.row_of(row.parent)];
   }
   entries_[r] = pool_->restore(parent, first.tokens.row(r), row.hash, row.block);
   if (entries_[r] == kNoEntry) return;

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "containers/zeros.h"
 #include "core/pool.h"
 
 namespace kvplane::blocks {
@@ -89,11 +90,13 @@ class Rebuild {
   struct Shard {
     bool started = false;
     uint32_t num_blocks[2] = {0, 0};
-    std::vector<int64_t> generations[2];  // 0: not reported
-    std::vector<uint8_t> changed[2];      // by range
-    std::vector<uint32_t> row_of;         // by block
-    Slab<Row> rows;                       // in the order of their blocks' first reports
+    Zeros<int64_t> generations[2];    // 0: not reported
+    std::vector<uint8_t> changed[2];  // by range
+    Zeros<uint32_t> row_after;        // by block, the row's number + 1; 0: none
+    Slab<Row> rows;                   // in the order of their blocks' first reports
     Slab<int32_t, 0> tokens{1};
+
+    uint32_t row_of(size_t block) const { return row_after[block] - 1; }  // kNoRow: none
   };
   struct Root {
     const std::string* name;
@@ -125,6 +128,7 @@ class Rebuild {
   Phase phase_ = Phase::kCollect;
   int64_t at_ = 0;
   PoolConfig config_;
+  size_t num_known_[2] = {0, 0};  // blocks of which generations are known
   double now_s_ = 0;
   std::future<std::unique_ptr<Pool>> making_;  // in another thread: most of it is the kernel's work
   std::unique_ptr<Pool> pool_;
