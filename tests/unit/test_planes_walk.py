@@ -51,6 +51,8 @@ def test_the_walk_knows_what_the_line_took() -> None:
         world.control.core.tick()
     holder.check()
     assert 2 in holder.sequences, "it was not told yet"
+    holder.call("resync", cpb.ResyncRequest())
+    holder.run_all()  # a plan without it
     holder.step(ops.append(2, [0], 1, first_position=4 * BLOCK))
     assert holder.cut == {2}
     assert not holder.sequences

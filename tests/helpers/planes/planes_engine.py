@@ -302,8 +302,7 @@ class Engine:
         elif kind == "free":
             for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "")):
                 if item not in failed:
-                    assert i in self.sequences or i in self.cut
-                    self.sequences.pop(i, None)
+                    assert self.sequences.pop(i, None) or i in self.cut
                     self.cut.discard(i)
         else:
             for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, ""):
@@ -311,8 +310,8 @@ class Engine:
 
     def _believe_states(self, message: cpb.SequenceStates) -> None:
         states = sequence_states(message)
-        live = self.sequences.keys() - untold_cuts(self.control.core, self.id)
-        assert [state.sequence_id for state in states] == sorted(live)
+        cut = untold_cuts(self.control.core, self.id)
+        assert [state.sequence_id for state in states] == sorted(self.sequences.keys() - cut)
         for state in states:
             known = self.sequences[state.sequence_id]
             reached = state.num_tokens, state.num_scheduled_tokens
@@ -324,12 +323,13 @@ class Engine:
             del known.tokens[state.num_tokens :]
 
     def _made(self, signed: tpb.SignedPayload) -> None:
-        values = {
-            i: values_of(self.owner, known.tokens[: known.num_scheduled])
-            for i, known in self.sequences.items()
-            if known.num_scheduled
-        }
-        self.plans.append(Made(signed, tpb.Plan.FromString(signed.payload), values))
+        made = Made(signed, tpb.Plan.FromString(signed.payload), {})
+        # The plan of a resync is without these, and its answer tells no news.
+        cut = untold_cuts(self.control.core, self.id) - {span.sequence_id for span in made.spans}
+        for i, known in self.sequences.items():
+            if known.num_scheduled and i not in cut:
+                made.values[i] = values_of(self.owner, known.tokens[: known.num_scheduled])
+        self.plans.append(made)
 
     # Plans
 
