@@ -70,6 +70,22 @@ KVPLANE_INLINE void fetch_step(const Rows& ahead, int64_t row, int step) {
 template <typename Source, int kRows, int kTokens, int kUnits, typename Rows>
 KVPLANE_INLINE void sum_products(const Row* rows, const char* const* keys, int64_t t,
                                  int64_t num_units, const Rows& ahead, Vector* sums) {
+  if constexpr (kRows == 1 && kUnits > 0 && kUnits % 2 == 0 && Source::kBytes == 1) {
+    KVPLANE_UNROLL for (int64_t u = 0; u < kUnits; u += 2) {
+      fetch_step<kTokens, kUnits / 2>(ahead, t, static_cast<int>(u / 2));
+      Vector q[4];
+      KVPLANE_UNROLL for (int i = 0; i < 4; ++i) {
+        const float* from = static_cast<const float*>(rows[0].query);
+        q[i] = hold(load_vector(from + u * kUnitColumns + i * kWidth));
+      }
+      KVPLANE_UNROLL for (int i = 0; i < kTokens; ++i) {
+        Vector k[4];
+        Source::load_two(keys[t + i], u, k);
+        KVPLANE_UNROLL for (int j = 0; j < 4; ++j) add_product(k[j], q[j], &sums[i]);
+      }
+    }
+    return;
+  }
   KVPLANE_UNROLL for (int64_t u = 0; u < num_units; ++u) {
     fetch_step<kTokens, (kUnits > 0 ? kUnits : 1)>(ahead, t, static_cast<int>(u));
     const auto query = [&](int r, int half) __attribute__((always_inline)) {
@@ -197,7 +213,9 @@ KVPLANE_INLINE void add_stored_values(const Row* rows, const float (*weights)[kT
     Vector x[kHalves];
     KVPLANE_UNROLL for (int i = 0; i < kHalves; ++i) {
       const int half = kFirst + i;
-      if (half % 2 == 0 && i + 1 < kHalves) {
+      if constexpr (Source::kBytes == 1 && kFirst == 0 && kHalves % 4 == 0) {
+        if (i % 4 == 0) Source::load_two(values[t], unit + half / 2, &x[i]);
+      } else if (half % 2 == 0 && i + 1 < kHalves) {
         Source::load(values[t], unit + half / 2, &x[i], &x[i + 1]);
       } else if (half % 2 == 0 || i == 0) {
         x[i] = Source::load_half(values[t], unit + half / 2, half % 2);

@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t kUnitColumns = 2 * kWidth;
 
 typedef int16_t Shorts __attribute__((vector_size(KVPLANE_VECTOR_BYTES / 2)));
+typedef int16_t TwoShorts __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
 typedef uint8_t ByteVector __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
 
 #if KVPLANE_VECTOR_BYTES == 64
@@ -80,6 +81,11 @@ template <typename Source>
 struct Plain {
   using Slow = Source;
   static KVPLANE_INLINE bool may_have_nan(const char* const*, int64_t) { return false; }
+  // Units u and u + 1.
+  static KVPLANE_INLINE void load_two(const char* row, int64_t u, Vector* four) {
+    Source::load(row, u, four, four + 1);
+    Source::load(row, u + 1, four + 2, four + 3);
+  }
 };
 
 // Another name of the same address, so that a compiler does not keep what was read from it.
@@ -145,12 +151,29 @@ struct StoredE4m3 {
     return hold(from_fp16(widened(half == 0 ? codes << 8 : codes)));
   }
 
+  // With AVX2 the two take half the shifts and masks: a register has room for the codes of both.
+  static KVPLANE_INLINE void load_two(const char* row, int64_t u, Vector* four) {
+#if KVPLANE_VECTOR_BYTES == 64
+    load(row, u, four, four + 1);
+    load(row, u + 1, four + 2, four + 3);
+#else
+    const TwoShorts codes =
+        hold(load_as<TwoShorts>(row + u * static_cast<int64_t>(sizeof(Shorts))));
+    const __m256i first = (__m256i)widened(codes << 8), second = (__m256i)widened(codes);
+    four[0] = from_fp16((Shorts)_mm256_castsi256_si128(first));
+    four[1] = from_fp16((Shorts)_mm256_castsi256_si128(second));
+    four[2] = from_fp16((Shorts)_mm256_extracti128_si256(first, 1));
+    four[3] = from_fp16((Shorts)_mm256_extracti128_si256(second, 1));
+#endif
+  }
+
   // From the upper bytes. All ones, a NaN, where the code is one.
-  static KVPLANE_INLINE Shorts widened(Shorts codes) {
-    const Shorts number = (codes >> 1) & static_cast<int16_t>(0xBF80);
+  template <typename Codes>
+  static KVPLANE_INLINE Codes widened(Codes codes) {
+    const Codes number = (codes >> 1) & static_cast<int16_t>(0xBF80);
     if constexpr (!kNan) return number;
-    const Shorts nan = Shorts{} + int16_t{0x7F00};
-    return number | (Shorts)((codes & nan) == nan);
+    const Codes nan = Codes{} + int16_t{0x7F00};
+    return number | (Codes)((codes & nan) == nan);
   }
 };
 
