@@ -126,7 +126,7 @@ struct WholeTables {
   std::vector<uint32_t> indices;  // of the sequences
   size_t next = 0;
   std::unordered_map<uint32_t, const Sequence*> sent;  // first piece -> a table that begins with it
-  std::unordered_set<uint64_t> in_tables;  // blocks that the draft's transfers write
+  std::unordered_set<uint64_t> in_tables;              // blocks that the draft's transfers write
 };
 
 struct Session {
