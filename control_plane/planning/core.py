@@ -385,6 +385,7 @@ class ControlPlane:
         """
         pool, now_s = self._pool(request.pool_id), self._clock()
         pool.set_time(now_s)
+        self._touch(pool)
         return self._registration.replace_key(pool, request.key_number, now_s)
 
     def list_sessions(

@@ -223,12 +223,13 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         await self._long.wait(session_id)
         try:
             next(pieces)
-            async with self._long_checks:
-                while True:
+            while True:
+                await self._long.wait(session_id)
+                async with self._long_checks:  # for a piece only: others take turns with it
                     for _ in range(TURNS_OF_A_CALL):
                         await asyncio.sleep(0)
-                    await self._long.wait(session_id)
-                    next(pieces)
+                    if not self._long.is_running(session_id):
+                        next(pieces)
         except StopIteration as end:
             return cast(pb.CheckOperationsResponse, end.value)
 

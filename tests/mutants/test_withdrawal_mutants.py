@@ -9,7 +9,7 @@ import pytest
 from patched_faults import load
 
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.shards import ShardState
+from control_plane.planning.pools.shards import PoolShards, ShardState
 from kvplane.v1.control_pb2 import RegisterResponse
 
 TESTS = load("unit/core/test_withdrawals.py")
@@ -57,6 +57,27 @@ def resent_from_the_middle(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShardState, "reconnect", reconnect)
 
 
+def files_are_forgotten_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A data plane that comes back deletes files before it knows which blocks not to write."""
+
+    def reconnect(self: PoolShards, hello: Any) -> None:
+        original(self, hello)
+        self.states[hello.shard.index].outgoing.extend(self.forgets_for(hello))
+
+    original = PoolShards.reconnect
+    patch.setattr(PoolShards, "reconnect", reconnect)
+
+
+def files_are_forgotten_beside(patch: pytest.MonkeyPatch) -> None:
+    """Files are deleted while a data plane is still sent what it missed."""
+
+    def send(self: PoolShards, messages: Any, but: Any = ()) -> None:
+        original(self, messages)
+
+    original = PoolShards._send_to_files
+    patch.setattr(PoolShards, "_send_to_files", send)
+
+
 def the_last_blocks_are_left_out(patch: pytest.MonkeyPatch) -> None:
     """Publications are sent again up to the last whole piece."""
 
@@ -68,11 +89,14 @@ def the_last_blocks_are_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pool, "missed", missed)
 
 
+FILES_BEHIND = MISSED.test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away
 NOTICED_BY = {
     resent_at_once: MISSED.test_each_publication_is_sent_once_a_thousand_blocks_at_a_time,
     the_last_blocks_are_left_out: (
         MISSED.test_each_publication_is_sent_once_a_thousand_blocks_at_a_time
     ),
+    files_are_forgotten_at_once: FILES_BEHIND,
+    files_are_forgotten_beside: FILES_BEHIND,
     resent_from_the_middle: MISSED.test_a_stream_that_breaks_again_begins_again,
     never_sent: TESTS.test_a_control_plane_that_restarts_does_not_learn_what_was_forgotten,
     sent_once: TESTS.test_a_data_plane_that_was_away_withdraws_when_it_resumes,

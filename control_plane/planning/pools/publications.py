@@ -45,7 +45,7 @@ def owner_of(root: bytes) -> tuple[str, str]:
 
 
 def publish_message(run: Run, group: int = 0) -> cpb.RegisterResponse:
-    """Announces published blocks of one root and layer group, parents before children."""
+    """Announces published blocks of one root and layer group."""
     root, indices, generations, parent_indices, parent_generations, hashes, token_ids = run
     tenant, namespace = owner_of(root)
     publications = tpb.Publications(

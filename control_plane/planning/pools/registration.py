@@ -281,6 +281,8 @@ class Registration:
         messages, next_block = pool.missed(group, first_block)
         group += next_block == 0
         state.resends_from = (group, next_block) if group < len(pool.groups) else None
+        if state.resends_from is None:
+            messages += pool.shards.forgets_for(state.hello)
         return outgoing + messages
 
     def keys_held(self, pool_id: str, shard_index: int, epoch: int, held: cpb.KeysHeld) -> None:

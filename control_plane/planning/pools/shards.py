@@ -11,7 +11,7 @@ fenced by every shard: until all have done so, ``is_fencing`` holds and its bloc
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from control_plane.planning.pools.file_forgets import FileForgets
 from control_plane.planning.pools.keys import PoolKeys
@@ -151,7 +151,7 @@ class PoolShards:
         """A shard registers, to report next."""
         state = self.states[hello.shard.index] = ShardState(hello, self.reports)
         state.outgoing.extend(self.fences_for(hello.shard.index))
-        state.outgoing.extend(self._forgets_for(hello))
+        state.outgoing.extend(self.forgets_for(hello))
         self._is_told = True
         return state
 
@@ -166,8 +166,8 @@ class PoolShards:
 
     def reconnect(self, hello: cpb.Hello) -> None:
         """Resume a shard on another stream."""
-        missed = self.fences_for(hello.shard.index) + self._forgets_for(hello)
-        self.states[hello.shard.index].reconnect(hello, missed)
+        index = hello.shard.index
+        self.states[index].reconnect(hello, self.fences_for(index))
         self._is_told = True
 
     def ask_again(self, *, but: int) -> None:
@@ -277,17 +277,25 @@ class PoolShards:
             self._send_to_files(self.file_forgets.add(message))
 
     def withdrawn(self) -> None:
-        """All blocks that were forgotten have been withdrawn."""
+        """All blocks that were forgotten have been withdrawn. A shard that is still to hear of
+        some is told after them: ``forgets_for``.
+        """
         if self.file_forgets.has_early:
-            self._send_to_files(self.file_forgets.told_again(self.file_tiers))
+            messages = self.file_forgets.told_again(self.file_tiers)
+            self._send_to_files(
+                messages, but={i for i, x in self.states.items() if x.resends_from is not None}
+            )
 
-    def _send_to_files(self, messages: list[cpb.RegisterResponse]) -> None:
+    def _send_to_files(
+        self, messages: list[cpb.RegisterResponse], but: Collection[int] = ()
+    ) -> None:
         self._is_told = True
         for i in self.file_tiers:
-            if self.states[i].connected:
+            if self.states[i].connected and i not in but:
                 self.states[i].outgoing.extend(messages)
 
-    def _forgets_for(self, hello: cpb.Hello) -> list[cpb.RegisterResponse]:
+    def forgets_for(self, hello: cpb.Hello) -> list[cpb.RegisterResponse]:
+        """Which files a shard is to delete, once it knows what was withdrawn."""
         return self.file_forgets.of_shard(hello.shard.index) if hello.has_file_tier else []
 
     def fences_for(self, index: int) -> list[cpb.RegisterResponse]:

@@ -54,6 +54,7 @@ template <int kRows, int kSteps, typename Rows>
 KVPLANE_INLINE void fetch_step(const Rows& ahead, int64_t row, int step) {
   constexpr int kLines = Rows::kLinesOfRow;
   if constexpr (kLines > 0) {
+    if (step >= kSteps) return;  // of units whose number is known only at run time
     constexpr int kAll = kRows * kLines;
     KVPLANE_UNROLL for (int i = 0; i < (kAll + kSteps - 1) / kSteps; ++i) {
       const int line = step * kAll / kSteps + i;

@@ -50,7 +50,7 @@ class Publications:
         self._parent_generations = np.zeros(num_blocks, np.int64)
         self._hashes = np.zeros((num_blocks, _HASH_BYTES), np.uint8)
         self._token_ids = np.zeros((num_blocks, block_size_tokens), np.int32)
-        # The order in which blocks were last published: parents come before children.
+        # The order in which blocks were last published.
         self._order = np.zeros(num_blocks, np.int64)
         self._next_order = 0
         self._record = np.dtype(
@@ -146,7 +146,7 @@ class Publications:
         blocks_per_message: int,
         among: NDArray[np.int64] | None = None,
     ) -> Iterator[pb.Publications]:
-        """All publications, or those of the blocks ``among``, by scope, parents before children.
+        """All publications, or those of the blocks ``among``, by scope, in their order of arrival.
         ``generations``: the present one of each block.
         """
         blocks = np.flatnonzero(self.published) if among is None else among[self.published[among]]

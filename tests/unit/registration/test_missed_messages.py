@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from registration_world import Plane, World
 
@@ -46,8 +47,8 @@ def found(world: World) -> Refs:
     }
 
 
-def come_back(world: World, num_blocks: int) -> Plane:
-    plane = Plane(world, num_device_blocks=num_blocks)
+def come_back(world: World, num_blocks: int, **fields: Any) -> Plane:
+    plane = Plane(world, num_device_blocks=num_blocks, **fields)
     plane.join()
     while not world.pool.built:
         world.it.work()
@@ -118,14 +119,36 @@ def test_what_was_forgotten_while_it_was_away_is_withdrawn() -> None:
     published: Refs = set()
     follow(published, plane.take())
     plane.leave()
-    writer = world.open_writer()
-    prompt = ops.pack_tokens(list(range(BLOCK_TOKENS)))
-    world.pool.native.forget(writer.slot, prompt, False, 10**6)
-    world.pool.forget_some()
-    while world.pool.is_forgetting:
-        world.pool.work_some()
+    forget(world, first_token=0)
     world.pool.announce()
     assert plane.register().resumed
     follow(published, plane.take())
     assert published == found(world)
     assert len(published) == 1200
+
+
+def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away() -> None:
+    """Until then it may write them again."""
+    world = World()
+    plane = come_back(world, 2500, has_file_tier=True)
+    pieces(plane)
+    plane.leave()
+    forget(world, first_token=10**6)
+    world.pool.shards.forget_files(pb.ForgetFiles(tenant="default"))
+    world.pool.announce()
+    assert plane.register().resumed
+    told = world.it.take_missed(*plane.key[:2]) or []
+    world.pool.shards.forget_files(pb.ForgetFiles(tenant="default", namespace="late"))
+    told += plane.take()
+    numbered = [i for i, message in enumerate(told) if message.forget_files.forget_id]
+    assert [told[i].forget_files.namespace for i in numbered] == ["", "late"]
+    assert max(i for i, message in enumerate(told) if message.HasField("withdraw")) < numbered[0]
+
+
+def forget(world: World, first_token: int) -> None:
+    """A prompt of a block, and all that goes on from it."""
+    prompt = ops.pack_tokens(list(range(first_token, first_token + BLOCK_TOKENS)))
+    world.pool.native.forget(world.open_writer().slot, prompt, False, 10**6)
+    world.pool.forget_some()
+    while world.pool.is_forgetting:
+        world.pool.work_some()

@@ -16,12 +16,15 @@ import importlib
 import importlib.util
 import mmap
 import os
+import signal
 import socket
 import sys
 import time
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 from data_plane.server.push.nixl import packets
@@ -91,14 +94,19 @@ class Agent:
         self._send(answer)
 
     def _progress(self) -> None:
-        self._agent.get_new_notifs()
+        with suppress(Exception):  # of one peer: the others' writes go on
+            self._agent.get_new_notifs()
         for number, handle in [*self._writes.items()]:
-            state = self._agent.check_xfer_state(handle)
+            try:
+                state = self._agent.check_xfer_state(handle)
+            except Exception as error:  # raised for all but done and under way
+                state = f"{type(error).__name__}: {error}"
             if state != "PROC":
                 del self._writes[number]
-                handle.release()
+                with suppress(Exception):
+                    handle.release()
                 done = state == "DONE"
-                self._send(packets.packed(done, number, b"" if done else b"the write failed"))
+                self._send(packets.packed(done, number, b"" if done else state.encode()[:500]))
         time.sleep(_POLL_S)
 
     def _send(self, packet: bytes) -> None:
@@ -153,8 +161,14 @@ def main() -> None:
     """Run as a program."""
     socket_fd, staging_fd, num_shares, share_bytes = map(int, sys.argv[1:])
     staging = mmap.mmap(staging_fd, 2 * num_shares * share_bytes)
-    with socket.socket(fileno=socket_fd) as peer:
-        Agent(peer, staging, num_shares).run()
+    for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # of the group: the data plane ends this
+        signal.signal(sent_to_all, signal.SIG_IGN)
+    try:
+        with socket.socket(fileno=socket_fd) as peer, suppress(ConnectionError):
+            Agent(peer, staging, num_shares).run()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # what the library would wait for is of no use any more
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final
 
 from data_plane.server.push.nixl import packets
@@ -36,7 +36,8 @@ class AgentProcess:
         if only_loopback:
             environment.setdefault("UCX_NET_DEVICES", "lo")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, ExitStack() as on_error:
+            on_error.callback(self._socket.close)
             module = f"{__package__}.agent"
             numbers = (theirs.fileno(), staging_fd, num_shares, share_bytes)
             self._process = subprocess.Popen(
@@ -45,6 +46,7 @@ class AgentProcess:
                 stdin=subprocess.DEVNULL,
                 env=environment,
             )
+            on_error.pop_all()
         self._lock = threading.Lock()
         self._ready: Future[bytes] = Future()
         self._waiting: dict[int, Future[bytes]] = {0: self._ready}

@@ -124,12 +124,16 @@ class Staging:
                     _LOGGER.warning("the process that speaks NIXL has ended: starting another")
                     self._agent.close()
                 self._started_s = time.monotonic()
-                self._agent = AgentProcess(
-                    self._fd,
-                    self._num_shares,
-                    self._share_bytes,
-                    only_loopback=self._only_loopback,
-                )
+                try:
+                    self._agent = AgentProcess(
+                        self._fd,
+                        self._num_shares,
+                        self._share_bytes,
+                        only_loopback=self._only_loopback,
+                    )
+                except OSError as error:
+                    text = f"the process that speaks NIXL cannot be started: {error}"
+                    raise PlaneUnavailableError(text) from error
             return self._agent
 
 
