@@ -6,9 +6,12 @@ import asyncio
 import importlib
 import os
 import queue
+import signal
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -351,6 +354,31 @@ def test_metadata_that_is_none_is_refused(metadata: bytes, staging: Staging) -> 
         pytest.fail("connected")
     with staging.incoming() as incoming:
         assert 0 < len(incoming.message.metadata) < 4096
+
+
+def test_a_receiver_that_dies_ends_no_other_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # which needs the receiver's help, and it is stopped
+    with ExitStack() as stack:
+        staging, dying, living = (
+            stack.enter_context(closing(Staging(1, 64 << 20, only_loopback=True))) for _ in range(3)
+        )
+        told = stack.enter_context(dying.incoming()).message
+        process = dying._running()._process
+        with staging.outgoing(told) as outgoing, ThreadPoolExecutor(1) as pool:
+            used = staging._agent
+            outgoing.write(0, memoryview(b"x" * 16))
+            process.send_signal(signal.SIGSTOP)
+            writing = pool.submit(outgoing.write, 0, memoryview(bytes(64 << 20)))
+            time.sleep(0.5)
+            assert not writing.done()
+            process.kill()
+            with pytest.raises(PlaneUnavailableError, match="NIXL refuses"):
+                writing.result(PATIENCE_S)
+        incoming = stack.enter_context(living.incoming())
+        with staging.outgoing(incoming.message) as outgoing:
+            outgoing.write(0, memoryview(b"z" * 16))
+        assert bytes(incoming.read(0, 16)) == b"z" * 16
+        assert staging._agent is used
 
 
 async def test_an_agent_without_work_takes_no_time(staging: Staging) -> None:
