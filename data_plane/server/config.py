@@ -212,7 +212,7 @@ class DataPlaneConfig(ServingConfig):
         "grpc",
         help="How blocks travel: grpc; nixl, or not at all; auto for NIXL where both data planes"
         " have it and gRPC elsewhere. NIXL needs kvplane[nixl] and a network that nobody else"
-        " reaches: what it moves is neither encrypted nor does it ask who writes.",
+        " reaches: what it moves is neither encrypted nor does it ask who reads or writes.",
         choices=("grpc", "nixl", "auto"),
     )
     file_tier_dir: Path | None = setting(
