@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common.cpu import cpu_name
+from benchmarks.common.planes import run
 from benchmarks.control_plane.report import quantile
 from kvplane import ControlClient, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
@@ -64,14 +63,6 @@ def planes(folder: Path, counts: list[int]) -> Iterator[str]:
                     *("--num-device-blocks", "512", "--num-threads", "1"),
                 )
         yield address
-
-
-def run(stack: ExitStack, program: str, *arguments: str) -> None:
-    """Start a program that ends with ``stack``."""
-    command = [sys.executable, "-m", program, "--metrics-port", "-1", *arguments]
-    process = subprocess.Popen([*command, "--log-level", "error"])
-    stack.callback(process.wait)
-    stack.callback(process.terminate)
 
 
 class Engine:

@@ -28,12 +28,12 @@ def planes(folder: Path, num_blocks: int, pools: Sequence[str], *flags: str) -> 
     layout, port = folder / "layout.json", folder / "port"
     layout.write_text(json.dumps(asdict(LAYOUT)))
     with ExitStack() as stack:
-        _run(stack, "control_plane", "--bind", "127.0.0.1:0", "--port-file", str(port))
+        run(stack, "control_plane", "--bind", "127.0.0.1:0", "--port-file", str(port))
         while not port.exists():
             time.sleep(0.05)
         address = f"127.0.0.1:{port.read_text().strip()}"
         for pool_id in pools:
-            _run(
+            run(
                 stack,
                 *("data_plane", "--bind", "127.0.0.1:0", "--control-plane", address),
                 *("--layout", str(layout), "--pool-id", pool_id, "--num-threads", "1"),
@@ -42,7 +42,7 @@ def planes(folder: Path, num_blocks: int, pools: Sequence[str], *flags: str) -> 
         yield address
 
 
-def _run(stack: ExitStack, program: str, *arguments: str) -> None:
+def run(stack: ExitStack, program: str, *arguments: str) -> None:
     """Start a program that ends with ``stack``."""
     command = [sys.executable, "-m", program, "--metrics-port", "-1", *arguments]
     process = subprocess.Popen([*command, "--log-level", "error"])
