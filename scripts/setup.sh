@@ -6,6 +6,7 @@
 #                       (default: the build that the package index provides)
 #   KVPLANE_CUDA=OFF    do not build the CUDA kernels where nvcc is found; saves a minute or two
 #   CUDAARCHS=90-real   what the CUDA kernels are built for (default: 80-real;90)
+#                       These three hold for .venv until another value, or an empty one, is given.
 #   PYTHON=python3.12   the interpreter to use
 #                       (default: the first suitable one of python3.11 to python3.14 and python3)
 set -euo pipefail
@@ -58,6 +59,19 @@ unless_done() { # $1: name, $2: digest of what it depends on, rest: command
   [ "$(cat "$stamp" 2>/dev/null)" = "$2" ] && return
   "${@:3}"
   printf '%s\n' "$2" >"$stamp"
+}
+
+# Of a variable that is not set, the value it had the last time: after "KVPLANE_TORCH=cpu make run" a
+# plain "make test" builds nothing again.
+keep_choices() {
+  local file="$VENV/.kvplane-choices" name kept choices=()
+  for name in KVPLANE_TORCH KVPLANE_CUDA CUDAARCHS; do
+    if [ -z "${!name+set}" ] && kept=$(grep -s "^$name=" "$file"); then
+      export "${kept?}"
+    fi
+    [ -z "${!name:-}" ] || choices+=("$name=${!name}")
+  done
+  printf '%s\n' "${choices[@]}" >"$file"
 }
 
 # Not compiled to bytecode: of what is installed little is imported, and that is compiled then.
@@ -121,6 +135,7 @@ main() {
     "$python" -m venv "$VENV"
   fi
   check_tools "$VENV/bin/python"
+  keep_choices
   unless_done packages "$(packages_digest)" install_packages
   unless_done kernels "$(kernels_digest)" install_kernels
   unless_done blocks "$(blocks_digest)" install_blocks

@@ -1,4 +1,4 @@
-"""Ten times more sessions than a pool has room for, between two times of normal load.
+"""Ten times more sessions than a pool has room for, twice, between times of normal load.
 
     python -m benchmarks.soak --seconds 60 --json OUT
 
@@ -35,6 +35,14 @@ from kvplane.v1 import control_pb2_grpc
 
 NUM_NORMAL: Final = 40
 OVERLOAD: Final = 10
+# Overload comes twice, so that memory which a first one leaves is told from a leak.
+LOADS: Final = (
+    ("normal", NUM_NORMAL, 0.1),
+    ("overload", NUM_NORMAL * OVERLOAD, 0.35),
+    ("normal again", NUM_NORMAL, 0.1),
+    ("overload again", NUM_NORMAL * OVERLOAD, 0.35),
+    ("normal at last", NUM_NORMAL, 0.1),
+)
 # Room for the sequences of normal load, and a little for headroom.
 NUM_BLOCKS: Final = NUM_NORMAL * (MEAN_TOKENS // messages.BLOCK_SIZE_TOKENS + 1) * 21 // 20
 WARM_UP_S: Final = 3.0
@@ -63,15 +71,11 @@ class Phase:
 
 
 async def soak(address: str, process_id: int, seconds: float) -> list[Phase]:
-    """Normal load for a quarter of the time, overload for half of it, and normal load again."""
+    """Each of LOADS for its share of the time."""
     phases = []
     async with DataPlane(address, messages.hello(NUM_BLOCKS, 0)) as plane:
         await plane.report([cpb.RegisterRequest(report=cpb.BlockReport(last=True))])
-        for name, num_sessions, share in (
-            ("normal", NUM_NORMAL, 0.25),
-            ("overload", NUM_NORMAL * OVERLOAD, 0.5),
-            ("normal again", NUM_NORMAL, 0.25),
-        ):
+        for name, num_sessions, share in LOADS:
             phase = Phase(name, num_sessions, seconds * share)
             async with AsyncExitStack() as stack:
                 stubs = [

@@ -72,13 +72,18 @@ def test_on_a_machine_with_no_python_at_all_it_says_so(tree: Path) -> None:
     assert "Python 3.11 or newer is needed" in lines[0]
 
 
+def call(tree: Path, functions: str, **environ: str) -> list[str]:
+    """What some of the script's functions print."""
+    script = tree / "scripts" / "setup.sh"
+    command = ["bash", "-c", script.read_text().removesuffix("\nmain\n") + functions, str(script)]
+    environ = {"PATH": os.environ["PATH"], **environ}
+    done = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=60)
+    return done.stdout.decode().split()
+
+
 def digests(tree: Path) -> list[str]:
     """What the script compares to know whether the kernels, or the blocks, have changed."""
-    script = tree / "scripts" / "setup.sh"
-    functions = script.read_text().removesuffix("\nmain\n")
-    command = ["bash", "-c", f"{functions}\nkernels_digest; blocks_digest", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.split()
+    return call(tree, "\nkernels_digest; blocks_digest")
 
 
 def test_a_change_of_the_blocks_leaves_the_kernels_as_they_are_and_the_other_way_round(
@@ -103,3 +108,19 @@ def test_an_unknown_build_of_torch_is_refused(tree: Path) -> None:
     code, lines = setup(tree, KVPLANE_TORCH="gpu")
     assert code == 1
     assert lines == ["setup: KVPLANE_TORCH is 'gpu'; it must be cpu, or not set"]
+
+
+def test_what_was_asked_for_holds_until_something_else_is_asked_for(tree: Path) -> None:
+    for folder in (".venv", "csrc"):
+        (tree / folder).mkdir()
+
+    def digests_with(**environ: str) -> list[str]:
+        return call(tree, "\nkeep_choices; packages_digest; kernels_digest", **environ)
+
+    plain = digests_with()
+    chosen = digests_with(KVPLANE_TORCH="cpu", CUDAARCHS="80-real;90")
+    assert plain[0] != chosen[0] and plain[1] != chosen[1]
+    assert digests_with() == chosen
+    assert digests_with(CUDAARCHS="90-real") == [chosen[0], digests_with()[1]]
+    assert digests_with()[1] != chosen[1]
+    assert digests_with(KVPLANE_TORCH="", CUDAARCHS="") == plain == digests_with()

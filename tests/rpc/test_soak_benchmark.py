@@ -11,11 +11,10 @@ from benchmarks.soak import engine
 @pytest.mark.nightly
 def test_each_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "STEP_S", 0.1)
-    phases = soak.run(24.0)
-    assert [phase.num_sessions for phase in phases] == [40, 400, 40]
-    normal, overload, again = (phase.goodput_tokens_per_s for phase in phases)
-    assert min(normal, overload, again) > 0
-    assert phases[0].num_finished >= soak.NUM_NORMAL / 2
+    phases = soak.run(40.0)
+    assert [phase.num_sessions for phase in phases] == [40, 400, 40, 400, 40]
+    assert min(phase.goodput_tokens_per_s for phase in phases) > 0
+    assert phases[0].num_finished >= soak.NUM_NORMAL / 4
     rows = soak.table(phases).splitlines()
     assert len(rows) == 2 + len(phases)
     assert rows[3].startswith("| overload | 400 |")
