@@ -26,6 +26,7 @@ def report(result: Result) -> str:
         f" {result.num_answers} answers, {len(result.wrong)} wrong,"
         f" {result.num_engine_restarts} engines restarted,"
         f" longest recovery {result.longest_recovery_s:.1f} s"
+        f" (after {', '.join(result.slowest_phase)})"
     )
     return "\n".join((*counts, summary, *result.wrong)) + "\n"
 

@@ -20,7 +20,7 @@ MAX_FAULTS_PER_PHASE = 3
 @dataclass
 class Result:
     """What a run came to. ``longest_recovery_s``: from the last fault of a phase to the last answer
-    that was asked for before it.
+    that was asked for before it; ``slowest_phase``: the faults of that phase.
     """
 
     seed: int
@@ -29,6 +29,7 @@ class Result:
     num_answers: int = 0
     num_engine_restarts: int = 0
     longest_recovery_s: float = 0.0
+    slowest_phase: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -57,10 +58,12 @@ async def run(
             num = min(len(waiting), random.randint(1, MAX_FAULTS_PER_PHASE))
             names = [waiting.pop() for _ in range(num)]
             try:
-                await _phase(fleet, random, names, result)
+                recovery_s = await _phase(fleet, random, names)
             except (AssertionError, TimeoutError) as error:
                 raise AssertionError(f"seed {seed}, phase {result.num_phases}: {names}") from error
             result.num_phases += 1
+            if recovery_s > result.longest_recovery_s:
+                result.longest_recovery_s, result.slowest_phase = recovery_s, names
             for name in names:
                 result.num_faults[name] += 1
         result.num_answers = sum(engine.num_answers for engine in fleet.engines)
@@ -71,7 +74,8 @@ async def run(
         await fleet.stop()
 
 
-async def _phase(fleet: Fleet, random: Random, names: list[str], result: Result) -> None:
+async def _phase(fleet: Fleet, random: Random, names: list[str]) -> float:
+    """Break and mend the fleet; returns the seconds that recovery took."""
     ended = asyncio.Event()
     asked = [asyncio.create_task(_ask(engine, ended)) for engine in fleet.engines]
     breaking = [_break(fleet, Random(random.random()), name) for name in names]
@@ -81,8 +85,9 @@ async def _phase(fleet: Fleet, random: Random, names: list[str], result: Result)
     ended.set()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*asked)
-    result.longest_recovery_s = max(result.longest_recovery_s, time.monotonic() - healed_s)
+    recovery_s = time.monotonic() - healed_s
     await fleet.check_nothing_is_held()
+    return recovery_s
 
 
 async def _break(fleet: Fleet, random: Random, name: str) -> None:
