@@ -1,15 +1,16 @@
 """Measures how long a fleet is without a control plane when the one that leads dies or hangs.
 
     python -m benchmarks.takeover [--election file etcd] [--how kill stop] [--rounds N] [--ttl-s N]
-                                  [--etcd-folder FOLDER]
+                                  [--etcd-folder FOLDER...] [--json OUT]
 
 Two control planes and a data plane are processes of their own, etcd is three members, all on
 loopback. A client with both addresses asks who leads, again and again. Timed from the signal:
 until the next leader answers it (takeover), and until sessions can be opened on the pool (ready).
 Who took over waits for the other to stand by before it is ended itself: one that is still starting
 follows nobody. etcd writes each change to two members' disks before it answers, so a takeover lasts
-as long as that: ``--etcd-folder /dev/shm`` leaves disks out of it.
-"kill" is SIGKILL; "stop" is SIGSTOP, after which nothing tells of the end but the lease's.
+as long as that: ``--etcd-folder /dev/shm`` leaves disks out of it. With several folders each is
+measured. "kill" is SIGKILL; "stop" is SIGSTOP, after which nothing tells of the end but the
+lease's.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
-from benchmarks.common.cpu import cpu_name
+from benchmarks.common.cpu import machine_now
 from benchmarks.control_plane.report import quantile
 from kvplane import ControlClient, LayerGroup, Layout
 from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
@@ -41,6 +44,8 @@ from kvplane.v1.control_pb2 import DescribeControlPlaneRequest
 from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
 from tests.helpers.etcd_cluster import EtcdCluster
 
+KILL_GOAL_S = 0.05  # for the p95; after "stop" it is the lease and STOP_GOAL_S
+STOP_GOAL_S = 0.5
 LAYOUT = Layout("takeover", 16, "float32", "float32", (LayerGroup("full", (0,), 1, 8),))
 
 
@@ -132,8 +137,10 @@ async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
     return took_over_s, ready_s
 
 
-def measure(kind: str, ttl_s: int, hows: list[str], rounds: int, etcd_folder: str | None) -> None:
-    """All rounds with one elector; a line for each way to end."""
+def measure(
+    kind: str, ttl_s: int, hows: list[str], rounds: int, etcd_folder: str | None
+) -> Iterator[dict[str, Any]]:
+    """All rounds with one elector; a row for each way to end, as in the JSON."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         election = f"file:{folder}/leader"
@@ -158,28 +165,56 @@ def measure(kind: str, ttl_s: int, hows: list[str], rounds: int, etcd_folder: st
                 continue  # whoever holds the lock leads
             times = [asyncio.run(one_round(planes, how)) for _ in range(rounds)]
             took, ready = ([each[i] for each in times] for i in (0, 1))
-            print(
-                f"{kind:<6} {how:<5} {min(took):>9.3f} {quantile(took, 0.5):>7.3f} "
-                f"{quantile(took, 0.95):>7.3f} {quantile(ready, 0.5):>10.3f} {max(ready):>7.3f}",
-                flush=True,
-            )
+            yield {
+                "elector": kind,
+                "etcd_folder": etcd_folder,
+                "how": how,
+                "goal_p95_s": KILL_GOAL_S if how == "kill" else ttl_s + STOP_GOAL_S,
+                "takeover_p95_s": quantile(took, 0.95),
+                "takeover_s": took,
+                "ready_s": ready,
+            }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Of the table."""
+    took, ready = row["takeover_s"], row["ready_s"]
+    held = "yes" if row["takeover_p95_s"] <= row["goal_p95_s"] else "no"
+    return (
+        f"{row['elector']:<6} {row['how']:<5} {min(took):>9.3f} {quantile(took, 0.5):>7.3f} "
+        f"{row['takeover_p95_s']:>7.3f} {row['goal_p95_s']:>6.2f} {held:>5} "
+        f"{quantile(ready, 0.5):>10.3f} {max(ready):>7.3f}  {row['etcd_folder'] or ''}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--election", nargs="+", default=["file", "etcd"])
     parser.add_argument("--how", nargs="+", default=["kill", "stop"])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ttl-s", type=int, default=5)
-    parser.add_argument("--etcd-folder", help="where etcd's members have their data")
+    parser.add_argument(
+        "--etcd-folder",
+        nargs="+",
+        default=[tempfile.gettempdir()],
+        help="where etcd's members have their data",
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
     if "etcd" in options.election and shutil.which("etcd") is None:
         sys.exit("etcd is not installed (apt install etcd-server etcd-client)")
-    print(f"{cpu_name()}; {options.rounds} rounds each, lease {options.ttl_s} s; seconds")
-    print("                 takeover                  ready")
-    print("elector how         min     p50     p95        p50     max")
+    rows: list[dict[str, Any]] = []
+    record = {"machine": machine_now(), "ttl_s": options.ttl_s, "rows": rows}
+    print(f"{record['machine']}; {options.rounds} rounds each, lease {options.ttl_s} s; seconds")
+    print("                 takeover                             ready")
+    print("elector how         min     p50     p95   goal  held        p50     max  etcd's data")
     for kind in options.election:
-        measure(kind, options.ttl_s, options.how, options.rounds, options.etcd_folder)
+        for folder in options.etcd_folder if kind == "etcd" else [None]:
+            for row in measure(kind, options.ttl_s, options.how, options.rounds, folder):
+                print(line_of(row), flush=True)
+                rows.append(row)
+                if options.json is not None:  # after each row: the next may take minutes
+                    options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

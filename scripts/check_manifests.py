@@ -3,8 +3,8 @@ scripts/kustomized.py makes what kubectl makes, where kubectl is installed.
 
     make manifests
 
-LeaderWorkerSet and PodMonitor are not Kubernetes' own. Of a LeaderWorkerSet the pods are checked,
-as a Pod; the rest of both is checked by tests/unit/test_kubernetes_files.py.
+LeaderWorkerSet and PodMonitor are not Kubernetes' own: scripts/custom_resources.py has schemas of
+them, and the pods of a LeaderWorkerSet are checked as a Pod.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import yaml
 
+from scripts.custom_resources import SCHEMAS
 from scripts.kustomized import Object, objects
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "kubernetes"
@@ -42,9 +44,13 @@ def main() -> int:
 def schema_faults(made: Object) -> list[str]:
     """What is wrong with an object, as far as schemas say."""
     name = f"{made['kind']} {made['metadata']['name']}"
-    if made["kind"] == "PodMonitor":
-        return []
-    if made["kind"] == "LeaderWorkerSet":
+    if made["kind"] in SCHEMAS:
+        validator = jsonschema.Draft202012Validator(SCHEMAS[made["kind"]])
+        found = [
+            f"{name}: {each.json_path}: {each.message}" for each in validator.iter_errors(made)
+        ]
+        if found or made["kind"] == "PodMonitor":
+            return found
         template = made["spec"]["leaderWorkerTemplate"]["workerTemplate"]
         made = {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"]}
     faults = []

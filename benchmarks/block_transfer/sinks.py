@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 
 from data_plane.server.push.chunks import CHUNK_BYTES
-from data_plane.server.push.nixl.staging import Outgoing, Staging
+from data_plane.server.push.nixl.outgoing import Outgoing
+from data_plane.server.push.nixl.staging import Staging
 from kvplane.v1 import push_pb2, push_pb2_grpc
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
@@ -90,6 +91,7 @@ def nixl_sink(pipe: Connection) -> None:
 def nixl_peer() -> Iterator[Outgoing]:
     """Staging memory here from which that of another process is written."""
     here = Staging(1, CHUNK_BYTES, only_loopback=True)
+    here.wait_until_ready()
     with sink(nixl_sink) as told, here.outgoing(push_pb2.Staging.FromString(told)) as outgoing:
         yield outgoing
     here.close()

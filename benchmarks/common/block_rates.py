@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common.cpu import cpu_name
+from benchmarks.common.cpu import machine_now
 from benchmarks.common.planes import BLOCK_BYTES
 
 Rates = dict[str, list[float]]
@@ -34,8 +33,7 @@ def report_rates(
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
     num_blocks = max(1, options.mebibytes * 1024 * 1024 // BLOCK_BYTES)
-    load = os.getloadavg()[0]
-    machine = f"{cpu_name()}, {os.cpu_count()} virtual processors, load {load:.1f} at the beginning"
+    machine = machine_now()
     print(f"{machine}; {num_blocks * BLOCK_BYTES / 2**20:.0f} MiB, {options.rounds} rounds")
     with tempfile.TemporaryDirectory() as folder:
         rates = measure(Path(folder), num_blocks, options.rounds)

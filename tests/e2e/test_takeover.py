@@ -127,7 +127,7 @@ async def test_a_leader_that_was_stopped_for_too_long_has_no_plan_accepted(
     with Fleet(model, tmp_path, election) as fleet:
         former = await fleet.leader()
         async with ControlClient(former.address) as control:
-            await control.wait_ready(POOL, 30)
+            await control.wait_ready(POOL, 60)
             session = await control.open_session(POOL, layout)
             os.kill(former.pid, signal.SIGSTOP)
             try:
@@ -137,7 +137,7 @@ async def test_a_leader_that_was_stopped_for_too_long_has_no_plan_accepted(
             finally:
                 os.kill(former.pid, signal.SIGCONT)
             async with ControlClient(fleet.other(former).address) as later:
-                await later.wait_ready(POOL, 30)
+                await later.wait_ready(POOL, 60)
             async with DataClient(fleet.data.address) as data:
                 with pytest.raises((StaleIncarnationError, UnavailableError)):
                     # Either it still plans, and the plan is refused where the memory is, or it

@@ -36,7 +36,10 @@ class SimulatedCluster:
 
     def __init__(self, num_nodes: int, num_cpus: int = 4) -> None:
         self._folder = tempfile.mkdtemp(prefix="kvray-")
-        os.environ.update(SETTINGS | {"RAY_gcs_storage_path": f"{self._folder}/gcs"})
+        # Ray writes an address there too, and does not make the folder.
+        Path(self._folder, "ray").mkdir()
+        own = {"RAY_gcs_storage_path": f"{self._folder}/gcs", "RAY_TMPDIR": self._folder}
+        os.environ.update(SETTINGS | own)
         with Path(self._folder, "nodes.log").open("w") as log:
             self._process = subprocess.Popen(
                 [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from data_plane import table_blocks
 from data_plane.executor import Executor
 from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.server.push import chunks, receiver
+from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender
 from data_plane.server.push.tickets import Ticket, Tickets
@@ -29,6 +32,7 @@ from kvplane.v1.push_pb2 import PushBlocksResponse
 
 PUSHES = load("rpc/test_pushes.py")
 ACCESS = load("rpc/test_push_access.py")
+UNREAD = load("rpc/test_unread_answers.py")
 TICKETS = load("unit/executor/test_tickets.py")
 
 
@@ -134,6 +138,23 @@ def silent_senders_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PUSHES, "PATIENCE_S", 3.0)
 
 
+def last_answers_are_not_watched(patch: pytest.MonkeyPatch) -> None:
+    """Who never reads that a push is done keeps a thread."""
+    has_ended = threading.Event()
+    watched, ended = receiver._Silence.waiting, PushCounts.ended
+
+    def count(self: PushCounts, direction: str, outcome: str) -> None:
+        ended(self, direction, outcome)
+        has_ended.set()
+
+    def waiting(self: receiver._Silence) -> Any:
+        return nullcontext() if has_ended.is_set() else watched(self)
+
+    patch.setattr(PushCounts, "ended", count)
+    patch.setattr(receiver._Silence, "waiting", waiting)
+    patch.setattr(UNREAD, "PATIENCE_S", 12.0)
+
+
 def failed_moves_keep_their_blocks(patch: pytest.MonkeyPatch) -> None:
     """What was reserved for a move stays reserved."""
 
@@ -215,6 +236,9 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     blocks_go_anywhere: in_pools("test_blocks_go_only_where_they_may"),
     late_pushes_are_written: in_pools("test_a_push_after_an_abort_is_refused"),
     silent_senders_stay: in_pools("test_a_silent_sender_is_cut_off"),
+    last_answers_are_not_watched: lambda folder, patch: asyncio.run(
+        UNREAD.test_who_never_reads_the_last_answer_is_cut_off(folder, patch)
+    ),
     failed_moves_keep_their_blocks: in_pools(
         "test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again"
     ),

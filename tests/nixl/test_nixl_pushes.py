@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from two_pools import LAYOUT, NUM_BLOCKS, PROMPT, SEQUENCE, Side, TwoPools, two_
 
 from data_plane.server.push import chunks
 from data_plane.server.push.nixl import agent
+from data_plane.server.push.nixl.outgoing import Outgoing
 from data_plane.server.push.nixl.process import AgentProcess
-from data_plane.server.push.nixl.staging import Outgoing, Staging
+from data_plane.server.push.nixl.staging import Staging
 from kvplane import PrefixMover, ops
 from kvplane.errors import (
     ChecksumMismatchError,
@@ -54,6 +55,11 @@ def staging_of(side: Side) -> Staging:
     return staging
 
 
+def ready(staging: Staging) -> Staging:
+    staging._running().wait_until_ready(PATIENCE_S)
+    return staging
+
+
 def agent_of(side: Side) -> AgentProcess:
     return staging_of(side)._running()
 
@@ -64,6 +70,10 @@ def nixl_bytes(side: Side, direction: str) -> int:
 
 
 async def moved(pools: TwoPools) -> int:
+    for side in (pools.here, pools.there):
+        if side.plane.push is not None and side.plane.push.takes_nixl:
+            with suppress(PlaneUnavailableError):  # it has just ended, so they go by gRPC
+                await asyncio.to_thread(ready, staging_of(side))
     async with PrefixMover(pools.here.session, pools.there.session) as mover:
         done = await mover.move(SEQUENCE, PROMPT, max_total_tokens=64)
     assert await pools.there.num_cached() == 24
@@ -79,8 +89,8 @@ async def moved(pools: TwoPools) -> int:
 def staging() -> Iterator[Staging]:
     """Of the tests' own: one push at a time."""
     staging = Staging(1, chunks.max_chunk_bytes(LAYOUT, Shard.whole(LAYOUT)), only_loopback=True)
-    yield staging
-    staging.close()
+    with closing(staging):
+        yield ready(staging)
 
 
 @pytest.fixture
@@ -335,7 +345,7 @@ async def test_who_lies_about_an_address_writes_no_memory_of_the_data_plane(
                 liar = stack.enter_context(
                     closing(Staging(1, honest.slot_bytes, only_loopback=True))
                 )
-                with liar.outgoing(lie) as outgoing, pytest.raises(PlaneUnavailableError):
+                with ready(liar).outgoing(lie) as outgoing, pytest.raises(PlaneUnavailableError):
                     outgoing.write(0, memoryview(b"x" * 1024))
 
         await asyncio.to_thread(attack)
@@ -360,7 +370,8 @@ def test_a_receiver_that_dies_ends_no_other_push(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("UCX_TLS", "tcp")  # which needs the receiver's help, and it is stopped
     with ExitStack() as stack:
         staging, dying, living = (
-            stack.enter_context(closing(Staging(1, 64 << 20, only_loopback=True))) for _ in range(3)
+            ready(stack.enter_context(closing(Staging(1, 64 << 20, only_loopback=True))))
+            for _ in range(3)
         )
         told = stack.enter_context(dying.incoming()).message
         process = dying._running()._process

@@ -39,6 +39,9 @@ class GrpcTransport:
     def __init__(self, channels: PushChannels) -> None:
         self._channels = channels
 
+    async def prepare(self, ticket: data_pb2.PushTicket) -> None:
+        pass
+
     def push(self, ticket: data_pb2.PushTicket, opening: push_pb2.OpenPush, blocks: Chunks) -> Push:
         channel = self._channels.open(ticket.address)
         requests = _requests(opening, blocks)

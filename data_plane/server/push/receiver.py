@@ -170,18 +170,22 @@ class BlockReceiver:
     def _push_staged(
         self, received: Iterator[bytes], context: Any
     ) -> Iterator[push_pb2.PushStagedBlocksResponse]:
+        is_counted = False
         try:
             self._gate.admit(f"{_PREFIX}PushStagedBlocks", context)
             with _Silence(context) as silence:
                 requests = _decoded(silence.each(received), push_pb2.PushStagedBlocksRequest)
                 answer = yield from self._receive_staged(requests, silence)
+                self._counts.ended("received", "OK")
+                is_counted = True
+                with silence.waiting():
+                    yield push_pb2.PushStagedBlocksResponse(done=answer)
         except GeneratorExit:
-            self._counts.ended("received", "CANCELLED")
+            if not is_counted:
+                self._counts.ended("received", "CANCELLED")
             raise
         except Exception as error:
             self._refuse(error, context)
-        self._counts.ended("received", "OK")
-        yield push_pb2.PushStagedBlocksResponse(done=answer)
 
     def _receive(
         self, requests: Iterator[push_pb2.PushBlocksRequest]

@@ -57,6 +57,9 @@ Chunks = Iterator[tuple[BlockRange, memoryview]]
 class Transport(Protocol):
     """How blocks reach a receiver."""
 
+    async def prepare(self, ticket: data_pb2.PushTicket) -> None:
+        """Wait a moment for what takes time to start, before the receiver waits too."""
+
     def push(self, ticket: data_pb2.PushTicket, opening: push_pb2.OpenPush, blocks: Chunks) -> Push:
         """Send ``blocks`` to who gave the ticket, as far as it takes them. They are taken from
         another thread, and must not raise. Raises KvplaneError.
@@ -134,6 +137,7 @@ class BlockSender:
         )
         # What cannot be read at all is refused before the ticket is used.
         await asyncio.wrap_future(reading.begin())
+        await self._transport.prepare(ticket)
         opening = push_pb2.OpenPush(
             secret=ticket.secret, source=executor.block_source(), shard=executor.shard.to_proto()
         )

@@ -32,6 +32,9 @@ from data_plane.server.push.nixl import packets
 LIBRARIES: Final = ("nixl_cu12", "nixl_cu13")
 # While there is something under way. Shorter ones take time from those that copy.
 _POLL_S: Final = 20e-6
+# While there is nothing but writes that peers have kept waiting for so long.
+_STALLED_POLL_S: Final = 1e-3
+_STALLED_S: Final = 1.0
 
 
 def library() -> str | None:
@@ -61,11 +64,13 @@ class Agent:
         self._leases: set[int] = set()
         self._peers: Counter[str] = Counter()
         self._writes: dict[int, Any] = {}
+        self._last_write_s = 0.0
         self._answer_to: dict[int, Callable[[bytes], bytes]] = {
             packets.LEASE: self._lease,
             packets.RELEASE: self._release,
             packets.CONNECT: self._connect,
             packets.FORGET: self._forget,
+            packets.PING: lambda body: body,
         }
 
     def run(self) -> None:
@@ -87,6 +92,7 @@ class Agent:
         try:
             if kind == packets.WRITE:
                 self._writes[number] = self._write(body)
+                self._last_write_s = time.monotonic()
                 return
             answer = packets.packed(1, number, self._answer_to[kind](body))
         except Exception as error:  # the library has many, of no common base
@@ -107,7 +113,8 @@ class Agent:
                     handle.release()
                 done = state == "DONE"
                 self._send(packets.packed(done, number, b"" if done else state.encode()[:500]))
-        time.sleep(_POLL_S)
+        has_stalled = time.monotonic() - self._last_write_s > _STALLED_S
+        time.sleep(_STALLED_POLL_S if has_stalled and not self._leases else _POLL_S)
 
     def _send(self, packet: bytes) -> None:
         self._socket.settimeout(None)

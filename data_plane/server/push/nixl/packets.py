@@ -14,7 +14,8 @@ LEASE: Final = 1  # share; answers ADDRESS and the metadata of the share's regis
 RELEASE: Final = 2  # share
 CONNECT: Final = 3  # a peer's metadata; answers the name of its agent
 FORGET: Final = 4  # name of an agent
-WRITE: Final = 5  # WRITE_BODY, then the name of an agent
+WRITE: Final = 5  # WRITE_BODY, then the name of an agent; answered when it has ended
+PING: Final = 6  # whether the process answers
 
 MAX_METADATA_BYTES: Final = 64 * 1024
 MAX_PACKET_BYTES: Final = MAX_METADATA_BYTES + 1024

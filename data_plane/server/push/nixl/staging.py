@@ -13,10 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 from data_plane.server.push.nixl import packets
+from data_plane.server.push.nixl.outgoing import Outgoing, Stalls
 from data_plane.server.push.nixl.process import AgentProcess
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, QuotaExceededError
 from kvplane.v1 import push_pb2
@@ -46,7 +48,11 @@ class Staging:
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._memory = memoryview(mmap.mmap(self._fd, size))
         self._lock = threading.Lock()
+        # Apart: an agent process that is waited for gives shares back when it ends.
+        self._shares_lock = threading.Lock()
         self._free = {True: set(range(num_pushes)), False: set(range(num_pushes))}
+        self._stalls = Stalls()
+        self._num_stalled = 0
         self._agent: AgentProcess | None = None
         self._started_s = -_RESTART_S
         self._is_closed = False
@@ -55,6 +61,10 @@ class Staging:
         """Start the agent process, so that the first push need not wait for it."""
         with suppress(PlaneUnavailableError):
             self._running()
+
+    def wait_until_ready(self) -> None:
+        """A moment, until the agent process can be asked. Raises PlaneUnavailableError."""
+        self._running().wait_until_ready()
 
     def close(self) -> None:
         """End the agent process, and with it what is under way."""
@@ -69,6 +79,7 @@ class Staging:
         """A share that one peer writes. Raises PlaneUnavailableError, QuotaExceededError."""
         with self._share(incoming=True) as share:
             agent = self._running()
+            agent.wait_until_ready()
             body = packets.SHARE.pack(share)
             answer = agent.call(packets.LEASE, body)
             try:
@@ -79,35 +90,57 @@ class Staging:
 
     @contextmanager
     def outgoing(self, to: push_pb2.Staging) -> Iterator[Outgoing]:
-        """A share from which is written to ``to``, which a peer has said. Raises
-        PlaneUnavailableError, QuotaExceededError.
+        """A share from which is written to ``to``, which a peer has said. A write that outlasts its
+        push keeps the share, of which it may still send, and its peer's agent. Raises
+        PlaneUnavailableError, also while the process starts, and QuotaExceededError.
         """
         if to.num_slots < 1 or not 0 < len(to.metadata) <= packets.MAX_METADATA_BYTES:
             raise PlaneUnavailableError("the receiving data plane has no staging memory free")
         if to.slot_bytes < self.slot_bytes or to.address + to.num_slots * to.slot_bytes >= 2**64:
             raise PlaneUnavailableError("the staging memory of the receiving data plane is no such")
-        with self._share(incoming=False) as share:
+        with ExitStack() as stack:
+            share = stack.enter_context(self._share(incoming=False))
             agent = self._running()
             name = agent.call(packets.CONNECT, to.metadata)
+            stack.callback(agent.tell, packets.FORGET, name)
+            self._stalls.check(name)
+            begin = (self._num_shares + share) * self._share_bytes
+            outgoing = Outgoing(agent, name, to, begin, self._slots(begin), self._stalls)
             try:
-                begin = (self._num_shares + share) * self._share_bytes
-                yield Outgoing(agent, name, to, begin, self._slots(begin))
+                yield outgoing
             finally:
-                with suppress(PlaneUnavailableError):
-                    agent.call(packets.FORGET, name)
+                if outgoing.stalled is not None:
+                    self._free_later(stack.pop_all(), outgoing.stalled)
+
+    def _free_later(self, share: ExitStack, write: Future[bytes]) -> None:
+        def ended(_: object) -> None:
+            with self._shares_lock:
+                self._num_stalled -= 1
+            share.close()
+
+        with self._shares_lock:
+            self._num_stalled += 1
+        write.add_done_callback(ended)
 
     @contextmanager
     def _share(self, *, incoming: bool) -> Iterator[int]:
         free = self._free[incoming]
-        with self._lock:
+        with self._shares_lock:
             if not free:
+                self._end_if_useless()
                 raise QuotaExceededError("all staging memory is in use", retry_delay_s=0.1)
             share = free.pop()
         try:
             yield share
         finally:
-            with self._lock:
+            with self._shares_lock:
                 free.add(share)
+
+    def _end_if_useless(self) -> None:
+        """An agent process that has nothing but writes which do not end frees all by its end."""
+        nobody_writes = len(self._free[True]) == self._num_shares
+        if self._agent is not None and nobody_writes and self._num_stalled == self._num_shares:
+            self._agent.end()
 
     def _slots(self, begin: int) -> list[memoryview]:
         size = self.slot_bytes
@@ -163,35 +196,3 @@ class Incoming:
                 field="chunk.num_blocks",
             )
         return bytearray(self._slots[slot][:num_bytes])
-
-
-class Outgoing:
-    """What is written to a peer. ``num_slots``: of it and of the peer."""
-
-    def __init__(
-        self,
-        agent: AgentProcess,
-        name: bytes,
-        to: push_pb2.Staging,
-        begin: int,
-        slots: list[memoryview],
-    ) -> None:
-        self.num_slots = min(len(slots), to.num_slots)
-        self._agent = agent
-        self._name = name
-        self._to = to
-        self._begin = begin
-        self._slots = slots
-
-    def write(self, slot: int, data: memoryview) -> None:
-        """Have ``data`` written to a slot of the peer; it is there when this returns. Raises
-        PlaneUnavailableError.
-        """
-        mine = self._slots[slot]
-        mine[: len(data)] = data
-        body = packets.WRITE_BODY.pack(
-            self._begin + slot * len(mine),
-            len(data),
-            self._to.address + slot * self._to.slot_bytes,
-        )
-        self._agent.call(packets.WRITE, body + self._name)

@@ -11,11 +11,12 @@ Where a slot cannot be written the bytes go in the chunk, unless NIXL alone is a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 import grpc
@@ -23,7 +24,8 @@ import grpc
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.grpc_transport import GrpcTransport, PushChannels, of_receiver
-from data_plane.server.push.nixl.staging import NUM_SLOTS, Outgoing, Staging
+from data_plane.server.push.nixl.outgoing import Outgoing
+from data_plane.server.push.nixl.staging import NUM_SLOTS, Staging
 from data_plane.server.push.sender import Chunks, Push
 from data_plane.table_blocks import BlockRange
 from kvplane.errors import InternalError, KvplaneError, PlaneUnavailableError
@@ -52,6 +54,11 @@ class NixlTransport:
         self._grpc = GrpcTransport(channels)
         self._counts = counts
         self._only = only
+
+    async def prepare(self, ticket: data_pb2.PushTicket) -> None:
+        if ticket.takes_nixl:
+            with suppress(PlaneUnavailableError):  # which the push is told again
+                await asyncio.to_thread(self._staging.wait_until_ready)
 
     def push(self, ticket: data_pb2.PushTicket, opening: push_pb2.OpenPush, blocks: Chunks) -> Push:
         if ticket.takes_nixl:
