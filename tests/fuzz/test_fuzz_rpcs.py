@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from run import SERVICES, run
 
-
 # What takes about a minute where nothing else runs.
 NUM_INPUTS = 45_000
 
