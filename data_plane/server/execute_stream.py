@@ -24,6 +24,8 @@ from kvplane.wire import protocol
 PIECE_S: Final = 0.01
 """How long a long layer keeps the thread at a time."""
 _MAX_KNOWN_LAYERS: Final = 1024
+# A longer packet is read each time: of those that are kept, a client may send what it likes.
+_MAX_KNOWN_BYTES: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +47,10 @@ class Layer:
     packet: bytes = b""
     """The answer, as a packet."""
     request: bytes = b""
-    """The packet that asked for it; empty where it came over gRPC."""
+    """The packet that asked for it; empty where it came over gRPC, or is not kept."""
 
 
-# In place of layers whose tensors are not kept.
+# In place of layers that are not kept.
 _OVER_GRPC: Final = Layer(
     -1, None, torch.empty(0), None, AttentionOptions(), None, pb.LayerOutput()
 )
@@ -132,10 +134,11 @@ class ExecuteStream:
                 return (yield from self.answer(request)).SerializeToString()
             layer = self._read(request.layer, is_local=True)
             layer.packet = pb.ExecuteResponse(output=layer.answer).SerializeToString()
-            layer.request = packet
-            if len(self._known) >= _MAX_KNOWN_LAYERS:
-                self._known.clear()
-            self._known[packet] = layer
+            if len(packet) <= _MAX_KNOWN_BYTES:
+                layer.request = packet
+                if len(self._known) >= _MAX_KNOWN_LAYERS:
+                    self._known.clear()
+                self._known[packet] = layer
         output, receipt = yield from self._run(layer)
         if receipt is None:
             return layer.packet
@@ -233,7 +236,10 @@ class ExecuteStream:
             with device_errors():
                 layer.output.copy_(output)
             output = None
-        self._ran.append(layer if layer.request else _OVER_GRPC)
+        if len(self._ran) <= len(
+            executor.layers
+        ):  # of a plan that is sent again and again, no more
+            self._ran.append(layer if layer.request else _OVER_GRPC)
         return output, executor.receipt(session_id)
 
     def _running(self) -> tuple[int, int]:

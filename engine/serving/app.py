@@ -31,6 +31,8 @@ from kvplane.serving.http_requests import (
     refusal,
     until_gone,
 )
+from kvplane.serving.limits.open_requests import share_of_one
+from kvplane.serving.limits.receive_budget import ReceiveBudget, Received
 
 from ..models.loader import Message
 from ..request import Delta, RequestOutput
@@ -45,6 +47,7 @@ EncodeChat = Callable[[Sequence[Message]], Prompt]
 class ServingApp:
     """The application of one model, as ``asgi``. ``encode_chat`` runs in the worker's thread.
     ``api_keys``: one of them is asked of every client of ``/v1``, unless there are none.
+    ``max_received_bytes``: of requests that are not answered, or whose stream has not begun.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class ServingApp:
         *,
         encode_chat: EncodeChat,
         max_body_bytes: int,
+        max_received_bytes: int = 1 << 28,
         api_keys: Sequence[str] = (),
     ) -> None:
         self._worker = worker
@@ -61,6 +65,8 @@ class ServingApp:
         self._encode_chat = encode_chat
         self._max_body_bytes = max_body_bytes
         self._api_keys = tuple(api_keys)
+        most_of_one = share_of_one(max_received_bytes, len(self._api_keys))
+        self._budget = ReceiveBudget(max_received_bytes, most_of_one)
         self._created = int(time.time())
         self.metrics = ServingMetrics(lambda: worker.num_open)
         self.asgi = Starlette(
@@ -107,24 +113,19 @@ class ServingApp:
     ) -> Response:
         """The response, or that to an error. Streams are counted when they end."""
         began_s = time.monotonic()
-        count = partial(self._count, request.url.path, began_s)
+        count = partial(self._count, request.scope["path"], began_s)
         try:
-            authenticate(request, self._api_keys)
-            asked = read(await self._body(request))
-            if asked.model != self._model:
-                raise self._unknown(asked.model)
-            answer = Answer(
-                self._model,
-                len(asked.prompts),
-                asked.params.n,
-                is_chat=is_chat,
-            )
-            events = self._events(asked, began_s)
-            if asked.stream:
-                first = await until_gone(request.receive, anext(events))
-                pieces = self._pieces(asked, answer, first, events, count)
-                return StreamingResponse(pieces, media_type="text/event-stream")
-            await until_gone(request.receive, self._collect(answer, events))
+            with Received(self._budget, authenticate(request, self._api_keys)) as received:
+                asked = read(await self._body(request, received))
+                if asked.model != self._model:
+                    raise self._unknown(asked.model)
+                answer = Answer(self._model, len(asked.prompts), asked.params.n, is_chat=is_chat)
+                events = self._events(asked, began_s)
+                if asked.stream:
+                    first = await until_gone(request.receive, anext(events))
+                    pieces = self._pieces(asked, answer, first, events, count)
+                    return StreamingResponse(pieces, media_type="text/event-stream")
+                await until_gone(request.receive, self._collect(answer, events))
         except KvplaneError as error:
             response = refusal(error)
             count(None, response.status_code)
@@ -211,10 +212,10 @@ class ServingApp:
     def _read(self, prompt: Prompt | Chat) -> Prompt:
         return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
 
-    async def _body(self, request: Request) -> Any:
+    async def _body(self, request: Request, received: Received) -> Any:
         """The body as JSON, read no further than it may be long."""
         try:
-            return json.loads(await read_body(request, self._max_body_bytes))
+            return json.loads(await read_body(request, self._max_body_bytes, received.take))
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError("is not JSON", field="body") from error
 

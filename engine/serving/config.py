@@ -21,7 +21,7 @@ class ServeConfig(EngineConfig):
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "The server": (
             *("bind", "port_file", "model_name", "api_keys_file", "tls_certificate", "tls_key"),
-            *("insecure", "max_requests", "max_body_bytes"),
+            *("insecure", "max_requests", "max_body_bytes", "max_received_bytes"),
         ),
         **EngineConfig.HELP_GROUPS,
     }
@@ -46,6 +46,12 @@ class ServeConfig(EngineConfig):
     )
     max_body_bytes: int = setting(
         1 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
+    )
+    max_received_bytes: int = setting(
+        1 << 28,
+        unit="bytes",
+        minimum=1024,
+        help="Requests that were received and are not answered, or whose stream has not begun.",
     )
     log_level: str = setting("info", choices=LEVELS, help="Least severe log level written.")
     log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)

@@ -15,6 +15,7 @@ from .worker import Prompt
 MAX_PROMPTS: Final = 64
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
+MAX_STOP_TOKENS: Final = 1024
 _DEFAULT_MAX_TOKENS: Final = 16
 _NO_MAX_TOKENS: Final = 2**31 - 1  # as many as the model has positions for
 
@@ -124,7 +125,7 @@ def _request(
         params = SamplingParams(
             max_tokens=max_tokens,
             stop=_stops(fields.get("stop", ())),
-            stop_token_ids=tuple(_integers(fields.get("stop_token_ids", []), "stop_token_ids")),
+            stop_token_ids=_stop_tokens(fields.get("stop_token_ids", [])),
             early_stopping=_boolean(fields.get("early_stopping", False), "early_stopping"),
             ignore_eos=_boolean(fields.get("ignore_eos", False), "ignore_eos"),
             logprobs=logprobs,
@@ -204,6 +205,13 @@ def _stops(value: Any) -> tuple[str, ...]:
     ):
         wanted = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters"
         raise InvalidRequestError(f"must be {wanted}", field="stop")
+    return tuple(stops)
+
+
+def _stop_tokens(value: Any) -> tuple[int, ...]:
+    stops = _integers(value, "stop_token_ids")
+    if len(stops) > MAX_STOP_TOKENS:
+        raise InvalidRequestError(f"must be at most {MAX_STOP_TOKENS}", field="stop_token_ids")
     return tuple(stops)
 
 

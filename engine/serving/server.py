@@ -31,6 +31,7 @@ def run(config: ServeConfig) -> int:
             config.served_name,
             encode_chat=llm.encode_chat,
             max_body_bytes=config.max_body_bytes,
+            max_received_bytes=config.max_received_bytes,
             api_keys=config.api_keys(),
         )
         worker.start()
@@ -49,5 +50,6 @@ async def _serve(app: ServingApp, config: ServeConfig) -> None:
         key=config.tls_key,
         port_file=config.port_file,
         logger=_LOGGER,
+        cut=lambda why: app.metrics.cut.labels(why).inc(),
     )
     await server.serve()

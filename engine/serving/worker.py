@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -25,6 +27,9 @@ from kvplane.errors import (
 from ..request import Delta, RequestOutput, SamplingParams
 
 _LOGGER: Final = logging.getLogger(__name__)
+
+# So long prompts are read between two steps: others wait for their next token.
+_READ_S: Final = 0.01
 
 Event = Delta | RequestOutput | KvplaneError
 Prompt = str | Sequence[int]
@@ -71,7 +76,7 @@ class EngineWorker:
         self._engine = engine
         self._max_requests = max_requests
         self._wakes = threading.Condition()
-        self._incoming: list[_Submission] = []
+        self._incoming: deque[_Submission] = deque()
         self._open: dict[str, _Submission] = {}
         self._num_open = 0
         self._is_stopping = False
@@ -151,15 +156,15 @@ class EngineWorker:
                 submission.deliver(PlaneUnavailableError("the engine is stopping"))
 
     def _take(self) -> bool:
-        """Submit what came, waiting for something to do. False when told to stop."""
+        """Submit some of what came, waiting for something to do. False when told to stop."""
         with self._wakes:
             while not (self._is_stopping or self._incoming or self._engine.has_work):
                 self._wakes.wait()
             if self._is_stopping:
                 return False
-            incoming, self._incoming = self._incoming, []
-        for submission in incoming:
-            self._submit(submission)
+        until_s = time.monotonic() + _READ_S
+        while self._incoming and time.monotonic() < until_s:
+            self._submit(self._incoming.popleft())
         return True
 
     def _submit(self, submission: _Submission) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -19,7 +20,6 @@ from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
     NotFoundError,
-    QuotaExceededError,
     UnauthenticatedError,
 )
 from kvplane.router.engines import Engines
@@ -34,13 +34,15 @@ from kvplane.serving.http_requests import (
     refusal,
     until_gone,
 )
+from kvplane.serving.limits.open_requests import OpenRequests, share_of_one
+from kvplane.serving.limits.receive_budget import ReceiveBudget, Received
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 
 
 class RouterApp:
     """The application, as ``asgi``. ``api_keys``: one of them is asked of every client of ``/v1``,
-    unless there are none.
+    unless there are none. ``max_received_bytes``: of requests that no engine has begun to answer.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class RouterApp:
         *,
         max_requests: int,
         max_body_bytes: int,
+        max_received_bytes: int = 1 << 28,
         api_keys: Sequence[str] = (),
     ) -> None:
         self._proxy = proxy
@@ -60,10 +63,11 @@ class RouterApp:
         self._picker = picker
         self._reader = reader
         self._metrics = metrics
-        self._max_requests = max_requests
         self._max_body_bytes = max_body_bytes
         self._api_keys = tuple(api_keys)
-        self._num_open = 0
+        num_keys = len(self._api_keys)
+        self._open = OpenRequests(max_requests, num_keys)
+        self._budget = ReceiveBudget(max_received_bytes, share_of_one(max_received_bytes, num_keys))
         self.asgi = Starlette(
             routes=[
                 *(Route(path, self._route, methods=["POST"]) for path in _PATHS),
@@ -75,43 +79,47 @@ class RouterApp:
         )
 
     async def _route(self, http: HttpRequest) -> Response:
-        relay: Relay | None = None
-        self._change_open(1)
         try:
-            request = await self._read(http)
-            answer = await until_gone(http.receive, self._proxy.ask(request))
+            client = authenticate(http, self._api_keys)
+            self._open.begin(client)
+        except KvplaneError as error:
+            return self._refuse(error)
+        relay: Relay | None = None
+        self._metrics.open.set(len(self._open))
+        try:
+            with Received(self._budget, client) as received:
+                request = await self._read(http, received)
+                answer = await until_gone(http.receive, self._proxy.ask(request))
             pool = self._picker.pool_of[answer.pick.engine]
-            relay = Relay(self._proxy, answer, pool, self._ended)
+            relay = Relay(self._proxy, answer, pool, partial(self._ended, client))
             return relay
         except KvplaneError as error:
-            refused = refusal(error)
-            self._metrics.requests.labels(str(refused.status_code)).inc()
-            return refused
+            return self._refuse(error)
         except ClientDisconnect:
             self._metrics.requests.labels(str(CLIENT_GONE)).inc()
             return Response(status_code=CLIENT_GONE)
         finally:
             if relay is None:
-                self._change_open(-1)
+                self._end(client)
 
-    def _ended(self, status: int) -> None:
+    def _refuse(self, error: KvplaneError) -> Response:
+        refused = refusal(error)
+        self._metrics.requests.labels(str(refused.status_code)).inc()
+        return refused
+
+    def _ended(self, client: str, status: int) -> None:
         self._metrics.requests.labels(str(status)).inc()
-        self._change_open(-1)
+        self._end(client)
 
-    def _change_open(self, by: int) -> None:
-        self._num_open += by
-        self._metrics.open.set(self._num_open)
+    def _end(self, client: str) -> None:
+        self._open.end(client)
+        self._metrics.open.set(len(self._open))
 
-    async def _read(self, http: HttpRequest) -> Request:
-        authenticate(http, self._api_keys)
-        if self._num_open > self._max_requests:
-            raise QuotaExceededError(
-                f"{self._max_requests} requests are open, which is the most", retry_delay_s=1.0
-            )
-        raw = await read_body(http, self._max_body_bytes)
+    async def _read(self, http: HttpRequest, received: Received) -> Request:
+        raw = await read_body(http, self._max_body_bytes, received.take)
         body = _json(raw)
         return Request(
-            path=http.url.path,
+            path=http.scope["path"],  # of those that are served: a Host header cannot change it
             headers=http.headers.raw,
             body=raw,
             prompts=await self._reader.read(body),

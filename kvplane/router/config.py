@@ -31,11 +31,12 @@ class RouterConfig:
                 "port_file",
                 "picker_bind",
                 "picker_port_file",
+                "picker_client_ca",
                 "api_keys_file",
                 "tls_certificate",
                 "tls_key",
             ),
-            *("insecure", "max_requests", "max_body_bytes"),
+            *("insecure", "max_requests", "max_body_bytes", "max_received_bytes"),
         ),
         "The control plane": (
             *("control_plane", "namespace", "control_plane_tls", "control_plane_ca"),
@@ -64,6 +65,11 @@ class RouterConfig:
     picker_port_file: Path | None = setting(
         None, help="File to write the port of --picker-bind to, once it serves."
     )
+    picker_client_ca: Path | None = setting(
+        None,
+        help="PEM file of the authority that signs gateways' certificates; none: everybody who"
+        " reaches --picker-bind may ask.",
+    )
     api_keys_file: Path | None = setting(
         None,
         help="File of the keys that clients may have, one on each line; none: no key is asked.",
@@ -86,6 +92,12 @@ class RouterConfig:
     )
     max_body_bytes: int = setting(
         1 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
+    )
+    max_received_bytes: int = setting(
+        1 << 28,
+        unit="bytes",
+        minimum=1024,
+        help="Requests that were received and that no engine has begun to answer, in all.",
     )
     engine_timeout_s: float = setting(
         600.0, unit="s", minimum=0.1, help="How long an engine that answers may send nothing."
@@ -144,6 +156,8 @@ class RouterConfig:
         self._check_bind(self.bind, "bind")
         if self.picker_bind:
             self._check_bind(self.picker_bind, "picker_bind")
+        if self.picker_client_ca is not None and self.tls_certificate is None:
+            raise InvalidRequestError("needs --tls-certificate too", field="picker_client_ca")
         if self.api_keys_file is not None and not self.api_keys():
             raise InvalidRequestError("has no keys", field="api_keys_file")
         if self.engine_key_file is not None and len(self.engine_key().split()) != 1:
@@ -191,7 +205,7 @@ class RouterConfig:
         """How to serve gateways; None for plain text."""
         if self.tls_certificate is None or self.tls_key is None:
             return None
-        return ServerTls(self.tls_certificate, self.tls_key, None)
+        return ServerTls(self.tls_certificate, self.tls_key, self.picker_client_ca)
 
     @property
     def control_tls(self) -> TlsOptions | None:

@@ -11,6 +11,7 @@ engines are.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
@@ -33,7 +34,8 @@ from kvplane.router.ext_proc.v3 import ext_proc_pb2 as pb
 from kvplane.router.metrics import RouterMetrics
 from kvplane.router.picker import Picker
 from kvplane.router.prompts import PromptReader
-from kvplane.serving.http_requests import refusal
+from kvplane.serving.http_requests import BODY_S, refusal
+from kvplane.serving.limits.receive_budget import ReceiveBudget, Received
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -58,12 +60,15 @@ class EndpointPicker:
         *,
         max_requests: int,
         max_body_bytes: int,
+        max_received_bytes: int = 1 << 28,
     ) -> None:
+        """``max_received_bytes``: of all bodies for which no engine is picked yet."""
         self.engines = engines
         self.picker = picker
         self.reader = reader
         self.metrics = metrics
         self.max_body_bytes = max_body_bytes
+        self.budget = ReceiveBudget(max_received_bytes)
         self.endpoints = {engine: _endpoint(engine) for engine in picker.loads}
         self._max_requests = max_requests
         self._num_open = 0
@@ -89,7 +94,7 @@ class EndpointPicker:
                 raise QuotaExceededError(
                     f"{self._max_requests} requests are open, which is the most", retry_delay_s=1.0
                 )
-            async for message in messages:
+            async for message in _in_time(messages, exchange):
                 async with aclosing(exchange.answer(message)) as responses:
                     async for response in responses:
                         yield response
@@ -106,6 +111,8 @@ class _Exchange:
     def __init__(self, picker: EndpointPicker) -> None:
         self._picker = picker
         self._body = bytearray()
+        self._received = Received(picker.budget, "")
+        self.is_picked = False
         self._modes = pb.ProtocolConfiguration(request_body_mode=_BUFFERED)
         self._allowed: Collection[str] | None = None
         self._engine = ""
@@ -131,13 +138,16 @@ class _Exchange:
                 yield await self._picked("request_headers")
                 for response in self._parts(is_last=True):
                     yield response
+                self._drop_body()
         elif kind == "request_trailers":
             if self._is_duplex:
                 yield await self._picked("request_headers")
                 for response in self._parts(is_last=False):
                     yield response
+                self._drop_body()
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
         elif kind == "response_headers":
+            self._drop_body()
             if not self._modes.response_body_mode:
                 self._begin()
             yield pb.ProcessingResponse(response_headers=pb.HeadersResponse())
@@ -154,6 +164,10 @@ class _Exchange:
 
     def end(self) -> None:
         """Nothing more comes of the request."""
+        self._drop_body()
+        self._unpick()
+
+    def _unpick(self) -> None:
         if self._engine:
             self._picker.picker.loads[self._engine].ended(self._number)
             self._engine = ""
@@ -178,14 +192,21 @@ class _Exchange:
             yield pb.ProcessingResponse(request_headers=pb.HeadersResponse())
 
     def _take(self, part: bytes) -> None:
+        self._received.take(len(part))
         self._body += part
         most = self._picker.max_body_bytes
         if len(self._body) > most:
             raise InvalidRequestError(f"must have at most {most} bytes", field="body")
 
+    def _drop_body(self) -> None:
+        """It is sent back, or not needed any more."""
+        self._body = bytearray()
+        self._received.give_back()
+
     async def _picked(self, answers: str) -> pb.ProcessingResponse:
         """Pick an engine, and say so in answer to headers or a body."""
         endpoint = await self._pick()
+        self.is_picked = True
         response = pb.ProcessingResponse()
         response.dynamic_metadata.update({_METADATA: {DESTINATION: endpoint}})
         common = getattr(response, answers).response
@@ -205,7 +226,7 @@ class _Exchange:
                 raise InvalidRequestError("is not JSON", field="body") from error
         fields = body if isinstance(body, dict) else {}
         of, prompts = self._picker, await self._picker.reader.read(body)
-        self.end()  # of what was picked before, should a gateway send more after a body's end
+        self._unpick()  # what was picked before, should a gateway send more after a body's end
         among = of.engines.serving(fields["model"]) if "model" in fields else of.engines.up
         if of.engines.up and not among:
             raise NotFoundError(f"{str(fields['model'])[:64]!r} is not served", field="model")
@@ -244,6 +265,23 @@ class _Exchange:
             part.end_of_stream = is_last and first + _PART_BYTES >= len(body)
             responses.append(response)
         return responses
+
+
+async def _in_time(
+    messages: AsyncIterator[pb.ProcessingRequest], exchange: _Exchange
+) -> AsyncIterator[pb.ProcessingRequest]:
+    """The messages of a gateway. Raises InvalidRequestError when the request does not come."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + BODY_S
+    while True:
+        try:
+            async with asyncio.timeout_at(None if exchange.is_picked else until_s):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise InvalidRequestError(f"did not come within {BODY_S:g} s", field="body") from None
+        yield message
 
 
 def _endpoint(url: str) -> str:

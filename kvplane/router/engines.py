@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterable
 from typing import Any, Final
@@ -11,6 +12,8 @@ import httpx2
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CHECK_TIMEOUT_S: Final = 5.0
+_MAX_BYTES: Final = 1 << 20
+_MAX_MODELS: Final = 1024
 
 
 class Engines:
@@ -72,19 +75,37 @@ class Engines:
 
     async def _check(self, url: str) -> None:
         try:
-            response = await self._client.get(
-                f"{url}/v1/models", headers=self._headers, timeout=_CHECK_TIMEOUT_S
-            )
-            if response.status_code >= 500:
-                self.failed(url)
-                return
-            models = response.json()["data"] if response.status_code == 200 else None
-        except httpx2.RequestError:  # also an answer that cannot be decoded
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                status, body = await self._ask(f"{url}/v1/models")
+        except (httpx2.RequestError, TimeoutError):
             self.failed(url)
             return
-        except (ValueError, KeyError, TypeError):
-            models = None
+        if status >= 500:
+            self.failed(url)
+            return
         if url not in self._models:
             _LOGGER.info("engine=%s is up", url)
-        is_list = isinstance(models, list) and all(isinstance(each, dict) for each in models)
-        self._models[url] = models if is_list else None
+        self._models[url] = _models(body) if status == 200 else None
+
+    async def _ask(self, url: str) -> tuple[int, bytes]:
+        """The status and the body, of which no more is read than a list of models has."""
+        headers = {"accept-encoding": "identity", **self._headers}
+        body = bytearray()
+        async with self._client.stream(
+            "GET", url, headers=headers, timeout=_CHECK_TIMEOUT_S
+        ) as response:
+            async for part in response.aiter_raw():
+                body += part
+                if len(body) > _MAX_BYTES:
+                    break
+        return response.status_code, bytes(body)
+
+
+def _models(body: bytes) -> list[dict[str, Any]] | None:
+    """The models of a list; None for what is no such list."""
+    try:
+        models = json.loads(body)["data"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    is_list = isinstance(models, list) and all(isinstance(each, dict) for each in models)
+    return models if is_list and len(models) <= _MAX_MODELS else None

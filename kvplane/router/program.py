@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Final
 
 import httpx2
@@ -67,7 +68,7 @@ async def _route(config: RouterConfig) -> None:
     picker = Picker(pools, hit_bias=config.hit_bias, tokens_per_s=config.tokens_per_s)
     async with AsyncExitStack() as stack:
         stack.callback(reader.close)
-        client = await stack.enter_async_context(_client(config))
+        client = await stack.enter_async_context(engine_client(config))
         control = ControlClient(config.control_plane, tls=config.control_tls)
         await stack.enter_async_context(control)
         engines = Engines(client, pools, config.check_interval_s, config.engine_key())
@@ -86,6 +87,7 @@ async def _route(config: RouterConfig) -> None:
             metrics,
             max_requests=config.max_requests,
             max_body_bytes=config.max_body_bytes,
+            max_received_bytes=config.max_received_bytes,
             api_keys=config.api_keys(),
         )
         if config.picker_bind:
@@ -98,6 +100,7 @@ async def _route(config: RouterConfig) -> None:
             key=config.tls_key,
             port_file=config.port_file,
             logger=_LOGGER,
+            cut=lambda why: metrics.cut.labels(why).inc(),
         )
         await server.serve()
 
@@ -122,14 +125,15 @@ async def _serve_gateways(
         metrics,
         max_requests=config.max_requests,
         max_body_bytes=config.max_body_bytes,
+        max_received_bytes=config.max_received_bytes,
     ).add_to(server.grpc_server)
     await server.start([SERVICE], serving=True)
     serving.announce(server, config.picker_port_file)
     return server
 
 
-def _client(config: RouterConfig) -> httpx2.AsyncClient:
-    """Raises InvalidRequestError when the authority's file cannot be read."""
+def engine_client(config: RouterConfig) -> httpx2.AsyncClient:
+    """What asks engines. Raises InvalidRequestError when the authority's file cannot be read."""
     try:
         context: ssl.SSLContext = (
             RenewedClientContext(config.engine_ca)
@@ -139,6 +143,9 @@ def _client(config: RouterConfig) -> httpx2.AsyncClient:
     except OSError as error:
         raise InvalidRequestError(f"cannot be read: {error}", field="engine_ca") from error
     return httpx2.AsyncClient(
+        cookies=CookieJar(
+            DefaultCookiePolicy(allowed_domains=[])
+        ),  # one client's are not another's
         verify=context,
         trust_env=False,
         timeout=httpx2.Timeout(config.engine_timeout_s, connect=_CONNECT_TIMEOUT_S),

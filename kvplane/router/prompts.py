@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,14 @@ from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
 
+# What a message costs a chat template, beside its text.
+_CHARACTERS_PER_MESSAGE: Final = 64
 # Of texts that are not read. Most tokenizers make a token of three or four characters.
 _CHARACTERS_PER_TOKEN: Final = 4
+MAX_PROMPTS: Final = 64
+"""Of one request, that are read."""
+MAX_WAITING_CHARACTERS: Final = 1 << 18
+"""Of texts that wait for the tokenizer, before more are not read: routing can do without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,7 @@ class PromptReader:
 
     def __init__(self, folder: Path | None) -> None:
         self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._num_waiting_characters = 0
         self._tokenizer: Any = None if folder is None else _load(folder)
 
     async def read(self, body: Any) -> Prompts:
@@ -46,11 +54,11 @@ class PromptReader:
         prompts: list[Any] = prompt if isinstance(prompt, list) else [prompt]
         if _is_ids(prompts):
             prompts = [prompts]
-        ids: list[list[int]] = [each for each in prompts if _is_ids(each)]
+        del prompts[MAX_PROMPTS:]
+        ids = [array("i", each) for each in prompts if _is_ids(each)]
         texts = [each for each in prompts if isinstance(each, str)]
-        if self._tokenizer is None:
-            return Prompts(ids, sum(map(len, texts)) // _CHARACTERS_PER_TOKEN)
-        return Prompts([*ids, *await self._in_thread(self._encode, texts)])
+        read, num_unread = await self._in_thread(self._encode, texts, sum(map(len, texts)))
+        return Prompts([*ids, *read], num_unread)
 
     def close(self) -> None:
         """End the thread."""
@@ -58,17 +66,26 @@ class PromptReader:
 
     async def _chat(self, messages: Any) -> Prompts:
         read = _messages(messages)
-        if self._tokenizer is None:
-            num_characters = sum(len(message["content"]) for message in read)
-            return Prompts((), num_characters // _CHARACTERS_PER_TOKEN)
-        return Prompts(await self._in_thread(self._encode_chat, read))
+        num_characters = sum(len(message["content"]) for message in read)
+        num_characters += _CHARACTERS_PER_MESSAGE * len(read)
+        return Prompts(*await self._in_thread(self._encode_chat, read, num_characters))
 
-    async def _in_thread(self, encode: Any, what: Any) -> list[list[int]]:
-        loop = asyncio.get_running_loop()
-        ids: list[list[int]] = await loop.run_in_executor(self._thread, encode, what)
-        return ids
+    async def _in_thread(
+        self, encode: Callable[[Any], list[array[int]]], what: Any, num_characters: int
+    ) -> tuple[list[array[int]], int]:
+        """What is read, and an estimate of the tokens of what is not."""
+        waiting = self._num_waiting_characters
+        is_long = waiting and waiting + num_characters > MAX_WAITING_CHARACTERS
+        if self._tokenizer is None or is_long:
+            return [], num_characters // _CHARACTERS_PER_TOKEN
+        self._num_waiting_characters += num_characters
+        reading = self._thread.submit(encode, what)
+        try:
+            return await asyncio.wrap_future(reading), 0
+        finally:
+            self._num_waiting_characters -= num_characters
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str]) -> list[array[int]]:
         prompts = []
         for text in texts:
             try:
@@ -77,17 +94,17 @@ class PromptReader:
                 continue
             while ids and ids[-1] == self._tokenizer.eos_token_id:
                 ids.pop()
-            prompts.append(ids)
+            prompts.append(array("i", ids))
         return prompts
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[list[int]]:
+    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[array[int]]:
         try:
             encoded = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
             )
         except Exception:  # templates are programs and raise what they like
             return []
-        return [list(encoded["input_ids"])]
+        return [array("i", encoded["input_ids"])]
 
 
 def _is_ids(value: Any) -> bool:

@@ -33,6 +33,9 @@ _HOP_BY_HOP: Final = {
 }
 # An engine answers so that cannot take more now, or has lost what it needs.
 _TRY_ANOTHER: Final = {429, 502, 503, 504}
+# A request that breaks engines must not come to all of them.
+_MOST_BROKEN: Final = 2
+_STATUSES: Final = range(200, 600)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Answer:
     number: int
 
 
+class _BrokenError(Exception):
+    """An engine took a request, and then ended the connection or answered with what is no HTTP."""
+
+
 class Proxy:
     """Asks engines, and keeps the picker's book of what was sent and answered."""
 
@@ -79,13 +86,19 @@ class Proxy:
         """The answer of an engine, once it has begun; that of the last one when all fail.
 
         Raises NotFoundError when no engine serves the model, PlaneUnavailableError when none can be
-        reached, DeadlineExceededError when one does not begin to answer.
+        reached or two broke the connection, DeadlineExceededError when one does not begin to
+        answer.
         """
-        left, answer = self._candidates(request), None
+        left, answer, num_broken = self._candidates(request), None, 0
         while (pick := self._pick(request, left)) is not None:
             if answer is not None:
                 await self.close(answer)
-            answer = await self._ask(request, pick)
+            try:
+                answer = await self._ask(request, pick)
+            except _BrokenError:
+                answer, num_broken = None, num_broken + 1
+                if num_broken == _MOST_BROKEN:
+                    break
             if answer is not None and answer.response.status_code not in _TRY_ANOTHER:
                 return answer
             left.discard(pick.engine)
@@ -115,7 +128,9 @@ class Proxy:
         )
 
     async def _ask(self, request: Request, pick: Pick) -> Answer | None:
-        """An engine's answer, or None when it failed before there was one."""
+        """An engine's answer, or None when it cannot be reached. Raises _BrokenError when it failed
+        before there was an answer, and DeadlineExceededError.
+        """
         load, began_s = self._picker.loads[pick.engine], time.monotonic()
         number = self._picker.sent(pick, began_s, is_told=request.is_stream)
         self._metrics.count_sent(pick)
@@ -123,6 +138,8 @@ class Proxy:
         has_begun = False
         try:
             response = await self._client.send(self._message(request, pick.engine), stream=True)
+            if response.status_code not in _STATUSES:
+                raise _BrokenError
             chunks = response.aiter_raw()
             first = await anext(chunks, b"")
             if request.is_stream and response.status_code == 200:
@@ -135,8 +152,8 @@ class Proxy:
             return None
         except httpx2.ReadTimeout as error:
             raise DeadlineExceededError("the engine does not answer") from error
-        except httpx2.TransportError:
-            return None
+        except httpx2.TransportError as error:
+            raise _BrokenError from error
         finally:
             if not has_begun:
                 load.ended(number)
@@ -167,7 +184,9 @@ class Relay(Response):
         self._answer = answer
         self._count = count
         self.raw_headers = _passed_on(answer.response.headers.raw)
-        if length := answer.response.headers.get("content-length"):
+        headers = answer.response.headers
+        length = headers.get("content-length")
+        if length and "transfer-encoding" not in headers:  # else it says nothing
             self.raw_headers.append((b"content-length", length.encode()))
         self.raw_headers.append((b"x-kvplane-pool", pool.encode()))
         cached = answer.pick.num_cached_tokens

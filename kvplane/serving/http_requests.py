@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +24,8 @@ from kvplane.errors import (
 )
 
 CLIENT_GONE: Final = 499
+BODY_S: Final = 30.0
+"""Within this a request's body comes."""
 _STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
     (InvalidRequestError, 400),
     (UnauthenticatedError, 401),
@@ -43,22 +45,35 @@ _TYPES: Final = {
 T = TypeVar("T")
 
 
-def authenticate(request: Request, api_keys: Sequence[str]) -> None:
-    """Raise UnauthenticatedError unless the request shows one of the keys, if there are any."""
+def authenticate(request: Request, api_keys: Sequence[str]) -> str:
+    """The key that the request shows; empty where there are none. Raises UnauthenticatedError when
+    it is none of them.
+    """
     given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
     # All are compared, in a time that does not tell how much of one was right.
     is_right = [hmac.compare_digest(given, key.encode()) for key in api_keys]
-    if is_right and not any(is_right):
+    if not is_right:
+        return ""
+    if not any(is_right):
         raise UnauthenticatedError("an API key of this server is needed")
+    return api_keys[is_right.index(True)]
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, read no further than it may be long. Raises InvalidRequestError."""
+async def read_body(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
+    """The body, read no further than it may be long. ``take`` counts what comes, or raises.
+
+    Raises InvalidRequestError when there is too much, or it does not come.
+    """
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise InvalidRequestError(f"must have at most {max_bytes} bytes", field="body")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                take(len(part))
+                body += part
+                if len(body) > max_bytes:
+                    raise InvalidRequestError(f"must have at most {max_bytes} bytes", field="body")
+    except TimeoutError:
+        raise InvalidRequestError(f"did not come within {BODY_S:g} s", field="body") from None
     return bytes(body)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
 
+from kvplane.serving.http_connection import Cut, HttpConnection
+from kvplane.serving.server import most_connections
 from kvplane.transport.renewed import renewed_context
 
 _GRACE_S: Final = 5
@@ -26,12 +29,21 @@ class HttpServer(uvicorn.Server):
         key: Path | None,
         port_file: Path | None,
         logger: logging.Logger,
+        cut: Cut,
+        max_connections: int = 0,
     ) -> None:
-        """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None."""
+        """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None. ``cut`` is
+        called with why a connection was closed. ``max_connections``: 0 for as many as the limit of
+        open files allows, where each client may need a connection to an engine too.
+        """
         host, _, port = bind.rpartition(":")
+        connection = partial(HttpConnection, max_connections or most_connections(), cut)
         super().__init__(
             uvicorn.Config(
                 app,
+                # Named, as other packages that are installed change what is chosen.
+                http=connection,  # type: ignore[arg-type]
+                ws="none",
                 host=host.strip("[]"),
                 port=int(port),
                 log_config=None,

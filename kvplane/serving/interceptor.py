@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from grpc_status import rpc_status
 
 from kvplane import tracing
@@ -99,7 +100,15 @@ class _Call:
                     else:
                         request = await requests.only()
                     response = handler(request, context)
-                    return await response if inspect.isawaitable(response) else response
+                    if inspect.isawaitable(response):
+                        response = await response
+                    num_bytes = response.ByteSize() if isinstance(response, Message) else 0
+                    try:
+                        requests.hold_answer(num_bytes)
+                    except KvplaneError:
+                        response = None  # the error keeps this frame until it is collected
+                        raise
+                    return response
             except BaseException as error:
                 code, status = self._judge(error, context)
                 if status is None:

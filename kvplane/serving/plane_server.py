@@ -77,6 +77,8 @@ class PlaneServer:
         quota = ByteQuota() if quota is None else quota
         quick = {f"/{service_name}/{name}": read for name, read in (quick or {}).items()}
         budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
+        answers = ReceiveBudget(max_caller_bytes=config.max_caller_received_bytes)
+        admission = Admission(self._gate, bounds, budget, quick, quota, answers)
         metrics.rpc.received = budget
         self._server = serving.build(
             config.bind,
@@ -87,7 +89,7 @@ class PlaneServer:
             max_connection_calls=config.max_connection_calls,
             interceptors=[
                 WrongServiceInterceptor(service_name),
-                ErrorInterceptor(metrics.rpc, Admission(self._gate, bounds, budget, quick, quota)),
+                ErrorInterceptor(metrics.rpc, admission),
             ],
         )
         add_service(service, self._server.grpc_server)

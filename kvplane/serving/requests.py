@@ -19,6 +19,8 @@ from kvplane.serving.limits.receive_budget import ReceiveBudget
 
 # How long the request of a unary call may be under way.
 _ARRIVAL_S: Final = 30.0
+# As many answers of less as there may be calls are no matter.
+_SMALL_ANSWER_BYTES: Final = 1 << 16
 # What takes a millisecond or more to read.
 _LARGE_BYTES: Final = 1 << 20
 # How soon a call ends whose caller may not make it any more, and that has no request to refuse.
@@ -36,6 +38,8 @@ class Admission:
     """By method: reads requests of a common shape, which hold no more than they may, without a
     message. None of others."""
     quota: ByteQuota = field(default_factory=ByteQuota)
+    answers: ReceiveBudget = field(default_factory=ReceiveBudget)
+    """Answers to unary calls that their callers have not read. gRPC keeps them until they do."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Large requests are decoded and begun in turn, so that others come between them."""
 
@@ -60,6 +64,7 @@ class Requests:
         """
         self._gate, self._budget, self._large = admission.gate, admission.budget, admission.large
         self._bounds = admission.bounds.get(method)  # None: not a method of the contract
+        self._answers = admission.answers
         self._quota = admission.quota
         self._has_quota = self._bounds is not None and admission.quota.is_limited
         self._quick = admission.quick.get(method)
@@ -123,6 +128,15 @@ class Requests:
             raise DeadlineExceededError(f"no request came within {_ARRIVAL_S:g} s") from None
         except StopAsyncIteration:
             raise InvalidRequestError("the call ended without a request") from None
+
+    def hold_answer(self, num_bytes: int) -> None:
+        """Count the answer until the call is over. Raises QuotaExceededError when the caller has
+        not read others of its answers.
+        """
+        if num_bytes >= _SMALL_ANSWER_BYTES:
+            answers, caller = self._answers, self._caller
+            answers.take(caller, num_bytes)
+            self._context.add_done_callback(lambda _: answers.give_back(caller, num_bytes))
 
     def check_caller(self) -> None:
         """Look the caller up again if the access list has changed; on any thread. Raises as the

@@ -22,6 +22,8 @@ from kvplane.serving.certificates import ServerTls, credentials
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 
 MAX_CONNECTION_CALLS: Final = 256
+HANDSHAKE_MS: Final = 10_000
+"""How long a connection may take to become one of HTTP/2, over TLS where that is served."""
 _MOST_FILES: Final = 65_536
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ def build(
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", max_connection_calls),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.so_reuseport", 0),  # else a second server on the port would take half of the calls
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),

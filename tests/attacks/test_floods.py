@@ -28,7 +28,7 @@ from data_server import serving
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane.errors import DeadlineExceededError, KvplaneError, QuotaExceededError
-from kvplane.serving import requests
+from kvplane.serving import requests, server
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as dpb
@@ -205,3 +205,20 @@ def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
         answers = pool.map(lambda _: search(stub, grpc.Compression.NoCompression), range(NUM_CALLS))
         assert {*answers} == {"UNAUTHENTICATED"}
         assert plane.peak_bytes() - begin_bytes < NUM_CALLS * LARGE / 2
+
+
+async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_MS", 500)
+    plane = await ControlPlaneServer.start(
+        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.0)
+    )
+    host, _, port = plane.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(30):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(4096):  # what the server says first
+                    pass
+    finally:
+        writer.close()
+        await plane.stop()

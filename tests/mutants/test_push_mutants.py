@@ -20,10 +20,11 @@ from two_pools import two_pools
 from data_plane import table_blocks
 from data_plane.executor import Executor
 from data_plane.kernels.shards.shard_kernels import ShardKernels
-from data_plane.server.push import chunks, receiver
+from data_plane.server.push import chunks, receiver, sender
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender
+from data_plane.server.push.slots import PushSlots
 from data_plane.server.push.tickets import Ticket, Tickets
 from kvplane import PrefixMover
 from kvplane.errors import InvalidRequestError
@@ -31,6 +32,7 @@ from kvplane.serving.callers.identity import Gate
 from kvplane.v1.push_pb2 import PushBlocksResponse
 
 PUSHES = load("rpc/test_pushes.py")
+SLOW = load("attacks/test_slow_pushes.py")
 ACCESS = load("rpc/test_push_access.py")
 UNREAD = load("rpc/test_unread_answers.py")
 TICKETS = load("unit/executor/test_tickets.py")
@@ -155,6 +157,23 @@ def last_answers_are_not_watched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(UNREAD, "PATIENCE_S", 12.0)
 
 
+def one_caller_has_all_pushes(patch: pytest.MonkeyPatch) -> None:
+    """No push is left to others."""
+    original = PushSlots.__init__
+
+    def init(self: PushSlots, max_pushes: int) -> None:
+        original(self, max_pushes + 1)
+        self._most = max_pushes
+
+    patch.setattr(PushSlots, "__init__", init)
+
+
+def deaf_receivers_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """Who takes nothing keeps a push for good."""
+    patch.setattr(sender._Reading, "is_stalled", False)
+    patch.setattr(SLOW, "PATIENCE_S", 10.0)
+
+
 def failed_moves_keep_their_blocks(patch: pytest.MonkeyPatch) -> None:
     """What was reserved for a move stays reserved."""
 
@@ -185,13 +204,13 @@ def anybody_pushes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(receiver, "Gate", Open)
 
 
-def in_pools(name: str, *more: Any) -> Run:
+def in_pools(name: str, *more: Any, tests: Any = PUSHES) -> Run:
     """A test that takes two pools."""
 
     def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
         async def in_both() -> None:
             async with two_pools(folder) as pools:
-                test = getattr(PUSHES, name)
+                test = getattr(tests, name)
                 takes_patch = (
                     "monkeypatch" in test.__code__.co_varnames[: test.__code__.co_argcount]
                 )
@@ -239,6 +258,10 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     last_answers_are_not_watched: lambda folder, patch: asyncio.run(
         UNREAD.test_who_never_reads_the_last_answer_is_cut_off(folder, patch)
     ),
+    one_caller_has_all_pushes: in_pools("test_one_caller_cannot_hold_all_pushes", tests=SLOW),
+    deaf_receivers_are_waited_for: in_pools(
+        "test_a_receiver_that_takes_nothing_is_given_up", tests=SLOW
+    ),
     failed_moves_keep_their_blocks: in_pools(
         "test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again"
     ),
@@ -261,8 +284,8 @@ SENDER = "data_plane/server/push/sender.py"
 IN_SOURCES = {
     "the_receivers_time_is_the_senders": Fault(
         RECEIVER,
-        "        finally:\n            self._since_s = None",
-        "        finally:\n            pass",
+        "            self._until_s = None\n            self._left_s",
+        "            self._left_s",
         "tests/unit/executor/test_silent_senders.py::test_the_receivers_own_time_is_no_silence",
     ),
     "what_does_not_parse_is_an_internal_error": Fault(

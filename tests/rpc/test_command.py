@@ -20,6 +20,8 @@ from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, __version__
 from kvplane.cli.program import run
+from kvplane.errors import KvplaneError, PlaneUnavailableError
+from kvplane.v1 import control_pb2 as cpb
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPT = "1,2,3,4,5,6,7,8,9"
@@ -118,6 +120,26 @@ async def test_a_key_is_replaced(command: Command, planes: Any) -> None:
     await data.stop()
     done = await command("--json", "rotate-key", "--wait-s", "0.3")
     assert (done.code, done.rows[0]["done"], done.rows[0]["waits_for_shards"]) == (1, False, "0")
+
+
+async def test_a_key_is_replaced_once_though_the_answer_is_lost(
+    planes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, _ = planes
+    replace, numbers = control.core.rotate_key, []
+
+    def replace_and_lose(request: cpb.RotateKeyRequest) -> None:
+        numbers.append(replace(request).key_number)
+        raise PlaneUnavailableError("lost", retry_delay_s=0.01)
+
+    monkeypatch.setattr(control.core, "rotate_key", replace_and_lose)
+    async with ControlClient(control.address) as client:
+        with pytest.raises(PlaneUnavailableError):
+            await client.rotate_key(POOL_ID, timeout_s=2.0)
+        assert len(numbers) == 1
+        with pytest.raises(KvplaneError):
+            await client.rotate_key(POOL_ID, numbers[0], timeout_s=0.5)
+    assert len({*numbers}) == 1 < len(numbers)  # to ask again with the number is safe
 
 
 async def test_sessions_and_their_sequences_are_listed(command: Command, planes: Any) -> None:

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from kvplane.clients.prefix_feed import BlocksStored, StoredBlock
+from kvplane.router import endpoint_picker
 from kvplane.router.endpoint_picker import DESTINATION, SERVICE, EndpointPicker
 from kvplane.router.engines import Engines
 from kvplane.router.ext_proc.v3 import ext_proc_pb2 as pb
@@ -232,3 +233,22 @@ async def test_no_more_requests_are_open_than_allowed(gateway: Gateway) -> None:
         assert refused.immediate_response.status.code == 429
         for call in calls:
             call.cancel()
+
+
+async def test_a_request_that_does_not_come_gives_its_place_up(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_picker, "BODY_S", 0.3)
+    calls = [gateway.process() for _ in range(2)]
+    for call in calls:
+        await call.write(headers())
+        assert (await call.read()).HasField("request_headers")
+    refused = (await gateway.ask(headers()))[0]
+    assert refused.immediate_response.status.code == 429
+    for call in calls:
+        async with asyncio.timeout(PATIENCE_S):
+            told = await call.read()
+        assert told.immediate_response.status.code == 400
+        assert b"did not come within" in told.immediate_response.body
+    responses = await gateway.ask(headers(), body(request()))
+    assert endpoint(responses[1]) == WARM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -420,16 +420,18 @@ async def test_blocks_go_only_where_they_may(pools: TwoPools) -> None:
             await here.data.send_blocks(here.session.grant, SEQUENCE, other)
 
 
-async def test_pushes_at_one_time_are_bounded(
-    pools: TwoPools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pushes_at_one_time_are_bounded(pools: TwoPools) -> None:
     here, there = pools.here, pools.there
     plan = (await there.session.step([ADMIT])).raise_for_status().plan
     ticket = await there.receive(plan)
     assert here.plane.push is not None
-    monkeypatch.setattr(here.plane.push.sender, "_num_pushes", here.plane.push.sender._max_pushes)
-    with pytest.raises(QuotaExceededError):
-        await here.data.send_blocks(here.session.grant, SEQUENCE, ticket)
+    slots = here.plane.push.sender._slots
+    with ExitStack() as stack:
+        for caller in "abcd":
+            stack.enter_context(slots.taken(caller))
+        with pytest.raises(QuotaExceededError):
+            await here.data.send_blocks(here.session.grant, SEQUENCE, ticket)
+    await here.data.send_blocks(here.session.grant, SEQUENCE, ticket)
 
 
 async def test_a_data_plane_neither_sends_nor_takes_blocks_unless_told_to(tmp_path: Path) -> None:

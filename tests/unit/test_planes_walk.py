@@ -63,7 +63,7 @@ def test_the_walk_knows_what_the_line_took() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_longer_walks() -> None:
     walk(max_examples=4000)
 

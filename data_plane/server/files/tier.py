@@ -29,6 +29,7 @@ from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
 from data_plane.server.fair_queue import Lane
 from data_plane.server.files.counts import FileCounts
+from data_plane.server.files.load_slots import LoadSlots
 from data_plane.server.files.writer import FileWriter
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
@@ -81,7 +82,7 @@ class FileTier:
         )
         self._writer = FileWriter(executor, worker, self.files, self.counts)
         self._threads = ThreadPoolExecutor(_MAX_LOADS, "file-load")
-        self._loads = asyncio.Semaphore(_MAX_LOADS)
+        self._loads = LoadSlots(_MAX_LOADS)
         self._num_chunk_blocks = max(1, CHUNK_BYTES // shard.block_bytes(layout))
 
     def start(self) -> None:
@@ -118,7 +119,7 @@ class FileTier:
         columns.read(columns.INT32, request.token_ids, "token_ids", length=span.stop * size)
         scope = await self._scope(session_id)
         num_loaded, receipt = 0, None
-        async with self._loads:
+        async with self._loads.taken(lane.caller):
             keys = await self._off_loop(partial(self._keys, scope, request.token_ids, span))
             chunks = [
                 keys[i : i + self._num_chunk_blocks]

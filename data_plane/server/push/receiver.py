@@ -33,6 +33,7 @@ from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.nixl.staging import Incoming, Staging
+from data_plane.server.push.slots import PushSlots
 from data_plane.server.push.tickets import Ticket, Tickets
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
@@ -55,8 +56,13 @@ from kvplane.wire.error_codec import to_rich_status
 _LOGGER: Final = logging.getLogger(__name__)
 _SERVICE: Final = push_pb2.DESCRIPTOR.services_by_name["BlockPushService"]
 _PREFIX: Final = f"/{_SERVICE.full_name}/"
-# How long a sender may be silent.
+# How long a sender may keep a push waiting in all, and how much longer for what it sends.
 STALL_S: Final = 10.0
+MIN_BYTES_PER_S: Final = 1 << 20
+# How long until it shows its ticket.
+OPEN_S: Final = 5.0
+_IDLE_MS: Final = 10_000
+_HANDSHAKE_MS: Final = 5_000
 _OVERHEAD_BYTES: Final = 4096
 _Request = TypeVar("_Request", push_pb2.PushBlocksRequest, push_pb2.PushStagedBlocksRequest)
 
@@ -91,19 +97,25 @@ class BlockReceiver:
         self._quota = quota
         layout, shard = executor.layout, executor.shard
         most = chunks.max_chunk_bytes(layout, shard) + _OVERHEAD_BYTES
-        self._threads = ThreadPoolExecutor(max_pushes, "push")
+        self._slots = PushSlots(max_pushes)
+        num_connections = 16 * max_pushes
+        # As many as there can be at one time: who shows no ticket keeps nobody out.
+        num_calls = num_connections * max_pushes
+        self._threads = ThreadPoolExecutor(num_calls, "push")
         self._server = grpc.server(
             self._threads,
             options=[
                 ("grpc.max_receive_message_length", most),
                 ("grpc.compression_enabled_algorithms_bitset", 1),
-                ("grpc.max_allowed_incoming_connections", 16 * max_pushes),
+                ("grpc.max_allowed_incoming_connections", num_connections),
+                ("grpc.max_connection_idle_ms", _IDLE_MS),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
                 ("grpc.max_concurrent_streams", max_pushes),
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
             ],
-            maximum_concurrent_rpcs=max_pushes,
+            maximum_concurrent_rpcs=num_calls,
         )
         host = bind.rpartition(":")[0]
         try:
@@ -161,7 +173,8 @@ class BlockReceiver:
         try:
             self._gate.admit(f"{_PREFIX}PushBlocks", context)
             with _Silence(context) as silence:
-                answer = self._receive(_decoded(silence.each(received), push_pb2.PushBlocksRequest))
+                requests = _decoded(silence.each(received), push_pb2.PushBlocksRequest)
+                answer = self._receive(requests, silence)
         except Exception as error:
             self._refuse(error, context)
         self._counts.ended("received", "OK")
@@ -188,9 +201,10 @@ class BlockReceiver:
             self._refuse(error, context)
 
     def _receive(
-        self, requests: Iterator[push_pb2.PushBlocksRequest]
+        self, requests: Iterator[push_pb2.PushBlocksRequest], silence: _Silence
     ) -> push_pb2.PushBlocksResponse:
-        with self._writes(self._open(next(requests, push_pb2.PushBlocksRequest()))) as writes:
+        ticket = self._open(next(requests, push_pb2.PushBlocksRequest()), silence)
+        with self._slots.taken(ticket.lane.caller), self._writes(ticket) as writes:
             for request in requests:
                 writes.add(request.chunk, request.chunk.data)
             return writes.finish()
@@ -198,8 +212,9 @@ class BlockReceiver:
     def _receive_staged(
         self, requests: Iterator[push_pb2.PushStagedBlocksRequest], silence: _Silence
     ) -> Generator[push_pb2.PushStagedBlocksResponse, None, push_pb2.PushBlocksResponse]:
-        ticket = self._open(next(requests, push_pb2.PushStagedBlocksRequest()))
+        ticket = self._open(next(requests, push_pb2.PushStagedBlocksRequest()), silence)
         with ExitStack() as stack:
+            stack.enter_context(self._slots.taken(ticket.lane.caller))
             incoming = self._incoming(stack)
             writes = stack.enter_context(self._writes(ticket))
             message = push_pb2.Staging() if incoming is None else incoming.message
@@ -233,13 +248,16 @@ class BlockReceiver:
             writes.wait()
 
     def _open(
-        self, request: push_pb2.PushBlocksRequest | push_pb2.PushStagedBlocksRequest
+        self,
+        request: push_pb2.PushBlocksRequest | push_pb2.PushStagedBlocksRequest,
+        silence: _Silence,
     ) -> Ticket:
         """The ticket that the first request shows."""
         if not request.HasField("open"):
             raise InvalidRequestError("must come first", field="open")
         opening, executor = request.open, self._executor
         ticket = self.tickets.take(opening.secret)
+        silence.allow(STALL_S + ticket.num_bytes / MIN_BYTES_PER_S)
         if opening.source.layout_fingerprint != executor.layout.fingerprint:
             raise LayoutMismatchError(
                 f"the blocks come from pool {opening.source.pool_id!r}, whose layout differs from "
@@ -374,13 +392,14 @@ class _Writes:
 
 
 class _Silence:
-    """Cancels a call whose sender keeps it waiting for ``STALL_S``. What the receiver itself takes,
-    which writes in the turn of its callers, does not count.
+    """Cancels a call whose sender keeps it waiting, in all, for longer than is allowed. What the
+    receiver itself takes, which writes in the turn of its callers, does not count.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self._since_s: float | None = None  # while the sender is waited for
+        self._left_s = OPEN_S
+        self._until_s: float | None = None  # while the sender is waited for
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="push-watch", daemon=True)
 
@@ -392,14 +411,20 @@ class _Silence:
         self._ended.set()
         self._watcher.join()
 
+    def allow(self, seconds: float) -> None:
+        """So long the sender may keep the call waiting from now on."""
+        self._left_s = seconds
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """While the sender is to send or to read something."""
-        self._since_s = time.monotonic()
+        began_s = time.monotonic()
+        self._until_s = began_s + self._left_s
         try:
             yield
         finally:
-            self._since_s = None
+            self._until_s = None
+            self._left_s -= time.monotonic() - began_s
 
     def each(self, received: Iterator[bytes]) -> Iterator[bytes]:
         """The requests of the call."""
@@ -411,8 +436,8 @@ class _Silence:
             yield data
 
     def _watch(self) -> None:
-        while not self._ended.wait(STALL_S / 2):
-            since_s = self._since_s
-            if since_s is not None and time.monotonic() - since_s >= STALL_S:
+        while not self._ended.wait(min(OPEN_S, STALL_S) / 4):
+            until_s = self._until_s
+            if until_s is not None and time.monotonic() >= until_s:
                 self._context.cancel()
                 return

@@ -9,8 +9,10 @@ and only what is written. The next chunk is read while one is on its way.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final, Protocol
 
 import torch
@@ -20,19 +22,22 @@ from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
+from data_plane.server.push.slots import PushSlots
 from data_plane.server.worker_thread import WorkerThread
 from data_plane.table_blocks import BlockRange
 from kvplane.errors import (
+    DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
     NotPermittedError,
     PlaneUnavailableError,
-    QuotaExceededError,
 )
 from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.v1 import data_pb2, push_pb2
 
 ANY_HOST: Final = "*"
+STALL_S: Final = 30.0
+"""How long a receiver may take nothing."""
 
 
 class Push(Protocol):
@@ -87,8 +92,7 @@ class BlockSender:
         self._counts = counts
         self._quota = quota
         self._hosts = hosts
-        self._max_pushes = max_pushes
-        self._num_pushes = 0
+        self._slots = PushSlots(max_pushes)
 
     async def send(
         self, session_id: int, request: data_pb2.SendBlocksRequest, lane: Lane
@@ -97,20 +101,20 @@ class BlockSender:
         whose bytes.
 
         Raises as ``Executor.read_blocks``, NotPermittedError for a host that is not to be sent to,
-        QuotaExceededError for too many at one time, and what the receiver refuses.
+        QuotaExceededError for too many at one time, DeadlineExceededError when the receiver takes
+        nothing for ``STALL_S``, and what the receiver refuses.
         """
         self._check(request.ticket)
-        self._num_pushes += 1
         outcome = "CANCELLED"
-        try:
-            answer = await self._push(session_id, request, lane)
-            outcome = "OK"
-        except KvplaneError as error:
-            outcome = error.reason
-            raise
-        finally:
-            self._num_pushes -= 1
-            self._counts.ended("sent", outcome)
+        with self._slots.taken(lane.caller):
+            try:
+                answer = await self._push(session_id, request, lane)
+                outcome = "OK"
+            except KvplaneError as error:
+                outcome = error.reason
+                raise
+            finally:
+                self._counts.ended("sent", outcome)
         return data_pb2.SendBlocksResponse(
             num_bytes=answer.num_bytes,
             receipt=answer.receipt if answer.HasField("receipt") else None,
@@ -148,7 +152,11 @@ class BlockSender:
         ended = asyncio.Event()
         push.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
         try:
-            await ended.wait()
+            while not ended.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), STALL_S / 4)
+                if not ended.is_set() and reading.is_stalled:
+                    raise DeadlineExceededError("the receiving data plane takes nothing")
         finally:
             push.cancel()
             loop.run_in_executor(None, push.close)
@@ -165,11 +173,6 @@ class BlockSender:
             )
         if ticket.num_blocks < 1 or ticket.first_block < 0:
             raise InvalidRequestError("must name at least one entry", field="ticket.num_blocks")
-        if self._num_pushes >= self._max_pushes:
-            raise QuotaExceededError(
-                f"{self._num_pushes} pushes are under way, which is the most: try again",
-                retry_delay_s=0.1,
-            )
 
 
 def may_send_to(address: str, hosts: Collection[str]) -> bool:
@@ -195,6 +198,7 @@ class _Reading:
     ) -> None:
         self.failure: KvplaneError | None = None
         """Why a chunk could not be read."""
+        self._given_s: float | None = None  # since when the receiver has yet to take something
         self.when_failed: Callable[[], Any] = lambda: None
         self._executor = executor
         self._worker = worker
@@ -204,6 +208,12 @@ class _Reading:
         self._blocks = blocks
         self._next: tuple[BlockRange, Future[torch.Tensor]] | None = None
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the receiver has taken nothing for too long."""
+        given_s = self._given_s
+        return given_s is not None and time.monotonic() - given_s >= STALL_S
+
     def begin(self) -> Future[torch.Tensor]:
         """Read the first chunk."""
         self._next = first = self._read(next(self._blocks))
@@ -212,6 +222,7 @@ class _Reading:
     def blocks(self) -> Chunks:
         """What is sent. Ends early when a chunk cannot be read: ``failure`` says why then."""
         while self._next is not None:
+            self._given_s = None
             try:
                 blocks, data = self._next[0], self._next[1].result()
                 following = next(self._blocks, None)
@@ -221,6 +232,7 @@ class _Reading:
                 self.when_failed()
                 return
             self._moved(data.nbytes)
+            self._given_s = time.monotonic()
             yield blocks, data.view(torch.uint8).flatten().numpy().data
 
     def _read(self, blocks: BlockRange) -> tuple[BlockRange, Future[torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Final
 
 from kvplane.errors import QuotaExceededError
@@ -46,3 +47,35 @@ class ReceiveBudget:
         self._callers[caller] -= num_bytes
         if not self._callers[caller]:
             del self._callers[caller]
+
+
+class Received:
+    """The bytes of one request that comes in parts: a context, at whose end they are given back."""
+
+    def __init__(self, budget: ReceiveBudget, caller: str) -> None:
+        self._budget = budget
+        self._caller = caller
+        self._num_bytes = 0
+
+    def __enter__(self) -> Received:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """They are not needed any more."""
+        if self._num_bytes:
+            self._budget.give_back(self._caller, self._num_bytes)
+            self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """So many more have come. Raises QuotaExceededError when there is no room for them."""
+        if num_bytes:
+            self._budget.take(self._caller, num_bytes)
+            self._num_bytes += num_bytes

@@ -11,6 +11,7 @@ from planes_values import Values
 from planes_world import POOL, DataProcess
 
 from control_plane.planning.core import ControlPlane
+from control_plane.planning.silent_shards import num_missing_receipts
 from kvplane.errors import KvplaneError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -70,6 +71,14 @@ def untold_cuts(core: ControlPlane, session_id: int) -> set[int]:
     if member is None or member.news is None:
         return set()
     return set(columns.read(INT64, member.news.cut_sequence_ids, ""))
+
+
+def lacks_a_receipt(core: ControlPlane, session_id: int) -> bool:
+    """Whether some shards have receipted a plan of the session and others not, which ends it when
+    it lasts.
+    """
+    session = core._sessions.get(session_id)
+    return session is not None and any(num_missing_receipts(len(session.receipted), [session]))
 
 
 def extend(sequences: dict[int, Known], append: cpb.Append, failed: set[int]) -> None:

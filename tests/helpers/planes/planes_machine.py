@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from planes_duplicates import LateDuplicates
 from planes_engine import Engine
-from planes_known import DEVICE, Known, deferred_of, untold_cuts
+from planes_known import DEVICE, Known, deferred_of, lacks_a_receipt, untold_cuts
 from planes_values import BLOCK, NUM_HEADS, NUM_LAYERS
 from planes_world import LEASE_S, POOL, ControlProcess, World, wire
 
@@ -95,9 +95,14 @@ class PlanesMachine(LateDuplicates):
             for engine in self.engines:
                 if engine is not late and engine.id in engine.control.core._sessions:
                     engine.control.core.renew_session(engine.ref, engine.tenant)
+            lack = [each for each in self.engines if lacks_a_receipt(each.control.core, each.id)]
             for control in self.world.controls:
                 control.core.tick()
                 control.flush()
+            for engine in self.engines:  # those may have ended because a shard is silent
+                pool = engine.control.pool
+                if engine in lack or (pool is not None and pool.silent_shards):
+                    engine.may_end |= engine.id not in engine.control.core._sessions
         assert late.id not in late.control.core._sessions
         self.retire(late)
 

@@ -44,6 +44,11 @@ def a_bad_prompt_ends_the_thread(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineWorker, "_submit", submit)
 
 
+def prompts_are_read_all_at_once(patch: pytest.MonkeyPatch) -> None:
+    """No step comes between prompts that take long to read."""
+    patch.setattr(worker, "_READ_S", 3600.0)
+
+
 def a_failure_is_told_to_nobody(patch: pytest.MonkeyPatch) -> None:
     """The requests that a step failed are forgotten."""
 
@@ -77,6 +82,7 @@ def answers_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 
 CAUGHT_BY: dict[Fault, str] = {
+    prompts_are_read_all_at_once: "test_prompts_that_take_long_to_read_come_between_steps",
     a_closed_stream_goes_on: "test_a_stream_that_is_closed_aborts_its_request",
     any_number_is_accepted: "test_too_many_requests_are_refused",
     a_bad_prompt_ends_the_thread: "test_a_prompt_that_is_refused_leaves_the_others_alone",

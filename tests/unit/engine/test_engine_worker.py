@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -105,6 +106,27 @@ async def test_a_stream_that_is_closed_aborts_its_request(served: Served) -> Non
         while served.has_work:
             await asyncio.sleep(0.01)
     assert served.core.stats.num_generated_tokens < 200
+
+
+async def test_prompts_that_take_long_to_read_come_between_steps(served: Served) -> None:
+    num_steps: list[int] = []
+
+    def read() -> Any:
+        num_steps.append(served.core.stats.num_steps)
+        time.sleep(0.02)
+        return PROMPT
+
+    async def ask_slowly(worker: EngineWorker) -> None:
+        async with aclosing(worker.stream(read, SamplingParams(max_tokens=2))) as events:
+            async for _ in events:
+                pass
+
+    async with worker_of(served) as worker:
+        running = worker.stream(lambda: PROMPT, SamplingParams(max_tokens=100))
+        async with aclosing(running):
+            await anext(running)
+            await asyncio.gather(*(ask_slowly(worker) for _ in range(6)))
+    assert len({*num_steps}) == 6
 
 
 async def test_a_prompt_that_is_refused_leaves_the_others_alone(served: Served) -> None:

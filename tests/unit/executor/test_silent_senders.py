@@ -37,7 +37,8 @@ class Call:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(receiver, "time", clock)
-    monkeypatch.setattr(receiver, "STALL_S", 0.02)
+    for name in ("OPEN_S", "STALL_S"):
+        monkeypatch.setattr(receiver, name, 0.02)
     return clock
 
 
@@ -70,3 +71,18 @@ def test_a_sender_that_reads_no_answer_is_cut_off(clock: Clock) -> None:
     with receiver._Silence(call) as silence, silence.waiting():
         clock.now_s += 2 * receiver.STALL_S
         assert call.cancelled.wait(PATIENCE_S)
+
+
+def test_a_sender_that_says_little_now_and_then_is_cut_off(clock: Clock) -> None:
+    call = Call()
+
+    def slow() -> Iterator[Any]:
+        for number in range(10):
+            yield number
+            clock.now_s += 0.15
+            if call.cancelled.wait(LOOKS_S):
+                return
+
+    with receiver._Silence(call) as silence:
+        silence.allow(0.5)
+        assert list(silence.each(slow())) == [0, 1, 2, 3]

@@ -1,0 +1,316 @@
+"""Clients of the HTTP server that the router and the engine have: none keeps a connection, or a
+place among the open requests, for nothing. Each test also asks as an honest client does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from routed import BODY, PATIENCE_S, STREAM, Engine, Routed, chunk, routed, says_yes
+
+from kvplane.router import prompts
+from kvplane.router.prompts import PromptReader
+from kvplane.serving import http_connection, http_requests
+from tests.e2e.engine_planes import save_byte_model
+
+SHORT_S = 0.5
+CUT = 'kvplane_router_cut_connections_total{reason="%s"}'
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+class Raw:
+    """A connection that says what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def say(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def ended(self) -> bytes:
+        """What came until the server closed the connection."""
+        got = bytearray()
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                while part := await self.reader.read(1 << 16):
+                    got += part
+            except ConnectionError:
+                pass
+        return bytes(got)
+
+
+@asynccontextmanager
+async def raw(router: Routed) -> AsyncIterator[Raw]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    try:
+        yield Raw(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+async def is_served(router: Routed) -> None:
+    assert (await router.post()).status_code == 200
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEAD_S", "STALL_S", "LINGER_S"):
+        monkeypatch.setattr(http_connection, name, SHORT_S)
+    monkeypatch.setattr(http_requests, "BODY_S", SHORT_S)
+
+
+async def test_a_connection_on_which_no_request_comes_is_closed() -> None:
+    async with routed(Engine(says_yes)) as router:
+        async with raw(router) as silent, raw(router) as half, raw(router) as again:
+            await half.say(HEAD)
+            await again.say(HEAD + b"content-length: 2\r\n\r\n{}")
+            answer = await asyncio.wait_for(again.reader.readuntil(b"}}"), PATIENCE_S)
+            assert answer.startswith(b"HTTP/1.1 404 ")
+            await again.say(HEAD)  # of a second request
+            for each in (silent, half, again):
+                assert await each.ended() == b""
+        assert await router.metric(CUT % "no_request") == 3
+        await is_served(router)
+
+
+async def test_a_head_that_comes_byte_by_byte_is_not_waited_for() -> None:
+    async with routed(Engine(says_yes)) as router, raw(router) as slow:
+        ended = asyncio.create_task(slow.ended())
+        while not ended.done():
+            await slow.say(b"G")
+            await asyncio.sleep(SHORT_S / 10)
+        assert await router.metric(CUT % "no_request") == 1
+
+
+async def test_a_body_that_does_not_come_gives_its_place_up() -> None:
+    async with routed(Engine(says_yes), max_requests=1) as router, raw(router) as slow:
+        await slow.say(CHUNKED + b"1\r\n{\r\n")
+        await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 1))
+        assert (await router.post()).status_code == 429
+        answer = await asyncio.wait_for(slow.reader.readuntil(b"}}"), PATIENCE_S)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"did not come within" in answer
+        await is_served(router)
+        await slow.ended()
+        assert await router.metric(CUT % "unread_body") == 1
+
+
+async def test_a_body_without_end_is_read_no_further_than_it_may_be_long() -> None:
+    async with routed(Engine(says_yes), max_body_bytes=4096) as router, raw(router) as endless:
+        ended = asyncio.create_task(endless.ended())
+        await endless.say(CHUNKED)
+        while not ended.done():
+            try:
+                await endless.say(chunk(bytes(1024)))
+            except ConnectionError:
+                break
+            await asyncio.sleep(0)
+        assert (await ended).startswith(b"HTTP/1.1 400 ")
+        assert await router.metric(CUT % "unread_body") == 1
+        await is_served(router)
+
+
+async def test_a_refused_body_that_ends_leaves_the_connection_open() -> None:
+    async with routed(Engine(says_yes), max_body_bytes=1024) as router, raw(router) as client:
+        body = json.dumps(BODY).encode()
+        await client.say(HEAD + b"content-length: 4096\r\n\r\n" + bytes(2048))
+        refused = await asyncio.wait_for(client.reader.readuntil(b"}}"), PATIENCE_S)
+        assert refused.startswith(b"HTTP/1.1 400 ")
+        await client.say(
+            bytes(2048) + HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body
+        )
+        answer = await asyncio.wait_for(client.reader.readuntil(b'{"yes": 1}'), PATIENCE_S)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def speaks_for_ever(
+    engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    writer.write(STREAM)
+    while not writer.is_closing():
+        writer.write(chunk(b"data: " + bytes(1 << 16) + b"\n\n"))
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+async def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
+    async with routed(Engine(speaks_for_ever), max_requests=1) as router, raw(router) as deaf:
+        body = json.dumps(BODY | {"stream": True}).encode()
+        await deaf.say(HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 1))
+        assert (await router.post()).status_code == 429
+        await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 0))
+        assert await router.metric(CUT % "not_read") == 1
+        assert all(load.num_open == 0 for load in router.picker.loads.values())
+
+
+async def test_connections_are_bounded() -> None:
+    async with routed(Engine(says_yes), max_connections=4) as router:
+        await is_served(router)  # one connection stays open for this client
+        async with raw(router), raw(router), raw(router), raw(router) as too_many:
+            assert await too_many.ended() == b""
+            assert await router.metric(CUT % "too_many") == 1
+            await is_served(router)
+
+
+async def test_what_is_no_http_is_refused_also_after_an_answer() -> None:
+    async with routed(Engine(says_yes), max_body_bytes=1024) as router:
+        async with raw(router) as client:
+            await client.say(b"\x16\x03\x01 no http\r\n\r\n")
+            assert (await client.ended()).startswith(b"HTTP/1.1 400 ")
+        async with raw(router) as client:
+            await client.say(CHUNKED + chunk(bytes(2048)))
+            assert (await client.reader.readline()).startswith(b"HTTP/1.1 400 ")
+            await client.say(b"no chunk\r\n")
+            await client.ended()
+        assert await router.metric(CUT % "not_http") == 2
+        await is_served(router)
+
+
+async def test_requests_that_two_servers_could_read_differently_reach_no_engine() -> None:
+    """Two lengths, or a length and chunks: what the engine gets has one length, the body's."""
+    engine = Engine(says_yes)
+    body = json.dumps(BODY).encode()
+    inner = b"0\r\n\r\nPOST /v1/collective HTTP/1.1\r\n\r\n"
+    async with routed(engine) as router:
+        for lengths in (
+            b"content-length: 2\r\ncontent-length: 90\r\n",
+            b"transfer-encoding: xchunked\r\n",
+            b"transfer-encoding: chunked, identity\r\n",
+            b"content-length: +2\r\n",
+            b"content-length : 2\r\n",
+        ):
+            async with raw(router) as client:
+                await client.say(HEAD + lengths + b"\r\n" + inner)
+                status = (await client.ended()).split(b" ", 2)[1]
+            assert status in (b"400", b"501"), lengths
+        async with raw(router) as client:
+            both = b"content-length: 3\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+            await client.say(HEAD + both + chunk(body) + b"0\r\n\r\n")
+            assert (await client.ended()).startswith(b"HTTP/1.1 200 ")
+    ((_, headers, got),) = engine.requests
+    assert (int(headers["content-length"]), got) == (len(body), body)
+    assert "transfer-encoding" not in headers
+
+
+@pytest.mark.parametrize("host", ["x/collective_rpc?", "x#", "[::1", "a@b/..", "x\\y", "x:99999/z"])
+async def test_a_host_header_does_not_choose_the_path(host: str) -> None:
+    engine = Engine(says_yes)
+    async with routed(engine) as router:
+        answer = await router.post(headers={"host": host})
+        assert answer.status_code == 200
+    assert [path for path, _, _ in engine.requests] == ["/v1/completions"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/completions/../../sleep", "/v1//completions", "/v1/completions%2f..%2fsleep"),
+        *("//evil/v1/completions", "/V1/COMPLETIONS", "/v1/completions;x", "/sleep"),
+    ],
+)
+async def test_other_paths_reach_no_engine(path: str) -> None:
+    engine = Engine(says_yes)
+    async with routed(engine) as router, raw(router) as client:
+        start = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n".encode()
+        await client.say(start + b"content-length: 2\r\n\r\n{}")
+        assert (await client.ended()).startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 405 "))
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 4000,
+        b'{"prompt":' * 400,
+        b'{"prompt":[' + b"9" * 4000 + b"]}",
+        b'{"prompt":[1e999,-1,2147483648]}',
+        b'{"prompt":"\\ud800"}',
+        b"\xff\xfe",
+        b"null",
+    ],
+    ids=range(7),
+)
+async def test_json_that_is_deep_or_large_is_refused_or_passed_on(body: bytes) -> None:
+    async with routed(Engine(says_yes), max_body_bytes=8192) as router:
+        answer = await router.http.post("/v1/completions", content=body)
+        assert answer.status_code in (400, 404)
+        assert await router.metric('kvplane_router_requests_total{status="500"') == 0
+        await is_served(router)
+
+
+async def test_bodies_take_no_more_memory_than_is_set() -> None:
+    """Of requests that no engine has begun to answer; others wait, and are let in again."""
+    engine = Engine(says_nothing_until_told)
+    body = {"model": "m", "prompt": list(range(100, 13_000))}
+    num_bytes = len(json.dumps(body))
+    bounds = {"max_requests": 64, "max_body_bytes": 1 << 17, "max_received_bytes": 4 * num_bytes}
+    async with routed(engine, **bounds) as router:
+        tracemalloc.start()
+        try:
+            asked = [asyncio.create_task(router.post(body)) for _ in range(16)]
+            while sum(task.done() for task in asked) < 12:
+                await asyncio.sleep(0.01)
+            _, most_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert {task.result().status_code for task in asked if task.done()} == {429}
+        assert most_bytes < 100 * num_bytes
+        engine.go_on.set()
+        answers = await asyncio.gather(*asked)
+        assert sorted(answer.status_code for answer in answers) == [200] * 4 + [429] * 12
+        assert (await router.post(body)).status_code == 200
+
+
+async def says_nothing_until_told(
+    engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    await engine.go_on.wait()
+    await says_yes(engine, reader, writer)
+
+
+async def test_one_key_cannot_have_all_places() -> None:
+    engine = Engine(says_nothing_until_told)
+    async with routed(engine, max_requests=4, api_keys=("greedy", "honest")) as router:
+        greedy, honest = ({"authorization": f"Bearer {key}"} for key in ("greedy", "honest"))
+        asked = [asyncio.create_task(router.post(headers=greedy)) for _ in range(4)]
+        while sum(task.done() for task in asked) < 2:
+            await asyncio.sleep(0.01)
+        assert {task.result().status_code for task in asked if task.done()} == {429}
+        served = asyncio.create_task(router.post(headers=honest))
+        await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 3))
+        engine.go_on.set()
+        assert (await served).status_code == 200
+        await asyncio.gather(*asked)
+
+
+async def _is(measured: object, wanted: float) -> bool:
+    return await measured == wanted  # type: ignore[misc]
+
+
+async def test_long_texts_do_not_keep_others_from_the_tokenizer(tmp_path: Path) -> None:
+    """What would wait for long is sent to an engine unread."""
+    reader = PromptReader(save_byte_model(tmp_path))
+    text = "a" * (prompts.MAX_WAITING_CHARACTERS - 1000)
+    try:
+        flood = [asyncio.create_task(reader.read({"prompt": text})) for _ in range(16)]
+        flood += [asyncio.create_task(reader.read({"messages": [{}] * 10_000})) for _ in range(16)]
+        await asyncio.sleep(0)
+        honest = await reader.read({"prompt": "hello"})
+        assert honest.num_unread_tokens == 0
+        assert len(honest.token_ids[0]) > 0
+        told = await asyncio.gather(*flood)
+        assert sum(bool(each.token_ids) for each in told) == 1
+        assert sum(each.num_unread_tokens > 0 for each in told) == 15
+        many = await reader.read({"prompt": [[1, 2, 3]] * 100_000})
+        assert len(many.token_ids) == prompts.MAX_PROMPTS
+    finally:
+        reader.close()

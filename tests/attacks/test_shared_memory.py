@@ -1,0 +1,57 @@
+"""A client of the Unix socket that sends what it likes: the data plane's memory stays in bounds."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import grpc.aio
+from data_server import author_of, serving
+from local_peer import LocalPeer, plan_of_two_tokens
+
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+
+NUM_PACKETS = 400
+LONG_BYTES = 100_000
+MOST_GROWTH_BYTES = 4 << 20
+
+
+async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path: Path) -> None:
+    """Each packet differs, by a field that nobody knows, and asks for a layer that has run."""
+    async with (
+        serving(tmp_path, local_region_bytes=1 << 20) as (server, side),
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        author = author_of(server, side)
+        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        peer = await LocalPeer.joined(stub, author.grant(1))
+        assert (await peer.ask(plan=plan_of_two_tokens(author))).started.num_tokens == 2
+        packet = pb.ExecuteRequest(layer=peer.layer(0, 2)).SerializeToString()
+        assert (await peer.ask(packet)).output.layer == 0
+
+        async def ask_again(number: int) -> None:
+            unknown = number.to_bytes(4, "big") + bytes(LONG_BYTES)
+            field = b"\xfa\x3f" + _varint(len(unknown)) + unknown  # field 1023, of bytes
+            assert (await peer.ask(packet + field)).WhichOneof("message") == "output"
+
+        await ask_again(0)
+        tracemalloc.start()
+        try:
+            before_bytes, _ = tracemalloc.get_traced_memory()
+            for number in range(NUM_PACKETS):
+                await ask_again(number)
+            after_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert after_bytes - before_bytes < MOST_GROWTH_BYTES
+        peer.close()
+        peer.memory = None
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])

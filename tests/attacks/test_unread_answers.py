@@ -1,0 +1,87 @@
+"""A caller that reads none of its answers: those wait in the data plane, as far as they may."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from attacked_planes import HELPERS, PATIENCE_S, PlaneProcess, environment
+from data_server import write_layout
+from plan_author import BLOCK_SIZE, POOL_ID, PlanAuthor, set_blocks, span, tokens
+from register_side import RegisterSide
+
+from data_plane.server.tensor_codec import tensor_to_message
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+from kvplane.wire import protocol
+
+MIB = 1 << 20
+NUM_BLOCKS = 2048
+NUM_READS = 80
+HELD_BYTES = 32 * MIB
+# An answer is there several times while it is on its way.
+MOST_BYTES = 8 * HELD_BYTES
+
+
+async def written(stub: Any, author: PlanAuthor) -> pb.ReadBlocksRequest:
+    """A session has written all blocks; what reads them."""
+    grant, num_tokens = author.grant(1), NUM_BLOCKS * BLOCK_SIZE
+    changes = [set_blocks(1, [(block, 1) for block in range(NUM_BLOCKS)])]
+    plan = author.plan(1, 1, changes=changes, spans=[span(1, 0, num_tokens)])
+    part = tensor_to_message(tokens(num_tokens, seed=1))
+    for layer in (0, 1):
+        request = pb.ReshapeAndCacheRequest(
+            grant=grant, plan=plan, layer=layer, key=part, value=part
+        )
+        await stub.ReshapeAndCache(request)
+    return pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=NUM_BLOCKS)
+
+
+async def quiet(plane: PlaneProcess) -> None:
+    """Until its memory does not change any more."""
+    until_s, before = time.monotonic() + PATIENCE_S, -1
+    while before != (before := plane.peak_bytes()):
+        assert time.monotonic() < until_s
+        await asyncio.sleep(1.0)
+
+
+async def test_answers_that_are_not_read_are_bounded(tmp_path: Path) -> None:
+    side = await RegisterSide(heartbeat_s=1.0).start()
+    flags = ["--control-plane", side.address, "--pool-id", POOL_ID, "--num-host-blocks", "0"]
+    flags += ["--layout", str(write_layout(tmp_path)), "--num-threads", "1"]
+    flags += ["--num-device-blocks", str(NUM_BLOCKS)]
+    flags += ["--max-caller-received-bytes", str(HELD_BYTES)]
+    with PlaneProcess("data_plane", tmp_path, *flags) as plane:
+        async with asyncio.timeout(PATIENCE_S):
+            await side.accepted.wait()
+        author = PlanAuthor(side.hellos[-1].epoch, side.incarnation, side.key)
+        async with grpc.aio.insecure_channel(
+            plane.address, options=protocol.CHANNEL_OPTIONS
+        ) as channel:
+            stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+            request = await written(stub, author)
+            answer_bytes = (await stub.ReadBlocks(request)).ByteSize()
+            assert NUM_READS * answer_bytes > 2 * MOST_BYTES
+            file = tmp_path / "request"
+            file.write_bytes(request.SerializeToString())
+            begin_bytes = plane.begin_peak()
+            command = [sys.executable, str(HELPERS / "deaf_reader.py"), plane.address, str(file)]
+            with subprocess.Popen(
+                [*command, str(NUM_READS)], env=environment(), stdout=subprocess.PIPE
+            ) as deaf:
+                try:
+                    assert deaf.stdout is not None
+                    assert await asyncio.to_thread(deaf.stdout.readline) == b"sent\n"
+                    deaf.send_signal(signal.SIGSTOP)
+                    await quiet(plane)
+                    assert plane.peak_bytes() - begin_bytes < MOST_BYTES
+                    await stub.ReadBlocks(request, timeout=PATIENCE_S)  # of another connection
+                finally:
+                    deaf.kill()
+    await side.stop()

@@ -1,0 +1,148 @@
+"""A router before small servers that answer as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from kvplane.router.app import RouterApp
+from kvplane.router.config import RouterConfig
+from kvplane.router.engines import Engines
+from kvplane.router.metrics import RouterMetrics
+from kvplane.router.picker import Picker
+from kvplane.router.program import engine_client
+from kvplane.router.prompts import PromptReader
+from kvplane.router.proxy import Proxy
+from kvplane.serving.http_server import HttpServer
+
+Script = Callable[["Engine", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+PATIENCE_S = 60.0
+BODY = {"model": "m", "prompt": "x"}
+
+
+def whole(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode() + body
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+@dataclass
+class Engine:
+    """Answers posts by its script. ``gone`` is set when the other side has closed."""
+
+    script: Script
+    model: str = "m"
+    requests: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                first, *lines = head.decode().strip().split("\r\n")
+                headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if first.startswith("GET"):
+                    models = {"data": [{"id": self.model, "object": "model"}]}
+                    writer.write(whole(json.dumps(models).encode()))
+                else:
+                    self.requests.append((first.split()[1], headers, body))
+                    await self.script(self, reader, writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+async def says_yes(engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(whole(b'{"yes": 1}', headers="x-engine: kept\r\nkeep-alive: timeout=5\r\n"))
+
+
+async def is_full(engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(whole(b'{"full": 1}', "503 Service Unavailable"))
+
+
+@dataclass
+class Routed:
+    """A router, and a client of it."""
+
+    http: httpx2.AsyncClient
+    picker: Picker
+    engines: Engines
+    port: int
+
+    async def post(self, body: Any = BODY, **how: Any) -> httpx2.Response:
+        return await self.http.post("/v1/completions", json=body, **how)
+
+    async def metric(self, name: str) -> float:
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await holds():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def routed(
+    *engines: Engine, engine_key: str = "", max_connections: int = 0, **how: Any
+) -> AsyncIterator[Routed]:
+    """The first engine is picked first, then the next."""
+    servers = [await asyncio.start_server(engine.serve, "127.0.0.1", 0) for engine in engines]
+    for engine, server in zip(engines, servers, strict=True):
+        engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    picker = Picker({engine.url: f"pool-{i}" for i, engine in enumerate(engines)})
+    for i, engine in enumerate(engines):
+        picker.loads[engine.url].num_open = i  # of equal ones the one with the fewest is picked
+    first = f"{engines[0].url}=pool"
+    read_timeout_s = how.pop("read_timeout_s", PATIENCE_S)
+    client = engine_client(RouterConfig(engine=first, engine_timeout_s=read_timeout_s))
+    known = Engines(client, picker.loads, 3600.0, engine_key)
+    await known.start()
+    metrics, reader = RouterMetrics([]), PromptReader(None)
+    proxy = Proxy(client, known, picker, metrics, engine_key)
+    bounds = {"max_requests": 8, "max_body_bytes": 4096} | how
+    app = RouterApp(proxy, known, picker, reader, metrics, **bounds)
+    router = HttpServer(
+        app.asgi,
+        "127.0.0.1:0",
+        certificate=None,
+        key=None,
+        port_file=None,
+        logger=logging.getLogger("router"),
+        cut=lambda why: metrics.cut.labels(why).inc(),
+        max_connections=max_connections,
+    )
+    serving = asyncio.create_task(router._serve())  # without the handling of signals
+    async with asyncio.timeout(PATIENCE_S):
+        while not router.started:
+            await asyncio.sleep(0.01)
+    port = router.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with httpx2.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S
+        ) as http:
+            yield Routed(http, picker, known, port)
+    finally:
+        router.should_exit = True
+        await serving
+        await known.stop()
+        await client.aclose()
+        reader.close()
+        for each in servers:
+            each.close()

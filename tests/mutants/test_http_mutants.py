@@ -1,0 +1,154 @@
+"""Each planted fault of the HTTP servers' bounds is caught by the attack that says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http.cookiejar import DefaultCookiePolicy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patched_faults import NOTICES, load
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvplane.router import app, engines, program, prompts, proxy
+from kvplane.serving import http_connection, http_requests
+from kvplane.serving.http_connection import HttpConnection
+from kvplane.serving.limits import open_requests
+from kvplane.serving.limits.receive_budget import Received
+
+CLIENTS = load("attacks/test_http_clients.py")
+ENGINES = load("attacks/test_http_engines.py")
+TIMEOUT_S = 4.0  # of attacks that take a fraction of it; some faults show as waiting for ever
+Patch = pytest.MonkeyPatch
+
+
+def requests_are_waited_for(patch: Patch) -> None:
+    patch.setattr(http_connection, "HEAD_S", 3600.0)
+
+
+def bodies_are_waited_for(patch: Patch) -> None:
+    patch.setattr(http_requests, "BODY_S", 3600.0)
+
+
+def rests_are_read_for_ever(patch: Patch) -> None:
+    patch.setattr(HttpConnection, "on_response_complete", H11Protocol.on_response_complete)
+
+
+def who_lingers_is_cut_off_later(patch: Patch) -> None:
+    def handle_events(self: HttpConnection) -> None:
+        H11Protocol.handle_events(self)
+        self._stop()
+
+    patch.setattr(HttpConnection, "handle_events", handle_events)
+
+
+def deaf_clients_are_kept(patch: Patch) -> None:
+    patch.setattr(HttpConnection, "pause_writing", H11Protocol.pause_writing)
+
+
+def any_number_of_connections_is_open(patch: Patch) -> None:
+    patch.setattr(
+        HttpConnection,
+        "connection_made",
+        lambda self, made: H11Protocol.connection_made(self, made),
+    )
+
+
+def what_is_no_http_raises(patch: Patch) -> None:
+    patch.setattr(HttpConnection, "send_400_response", H11Protocol.send_400_response)
+
+
+def one_key_has_all(patch: Patch) -> None:
+    patch.setattr(open_requests, "share_of_one", lambda most, num_clients: most)
+
+
+def bodies_are_not_counted(patch: Patch) -> None:
+    patch.setattr(Received, "take", lambda self, num_bytes: None)
+
+
+def bodies_count_for_ever(patch: Patch) -> None:
+    patch.setattr(Received, "give_back", lambda self: None)
+
+
+def texts_wait_in_any_number(patch: Patch) -> None:
+    async def in_thread(self: Any, encode: Any, what: Any, num_characters: int) -> Any:
+        return await asyncio.wrap_future(self._thread.submit(encode, what)), 0
+
+    patch.setattr(prompts.PromptReader, "_in_thread", in_thread)
+
+
+def cookies_are_kept(patch: Patch) -> None:
+    patch.setattr(program, "DefaultCookiePolicy", lambda **_: DefaultCookiePolicy())
+
+
+def all_engines_are_tried(patch: Patch) -> None:
+    patch.setattr(proxy, "_MOST_BROKEN", 100)
+
+
+def lists_are_read_to_their_end(patch: Patch) -> None:
+    patch.setattr(engines, "_MAX_BYTES", 1 << 40)
+
+
+def lists_have_any_number(patch: Patch) -> None:
+    patch.setattr(engines, "_MAX_MODELS", 1 << 40)
+
+
+LARGE = ((b" " * (1 << 20),) * 64, 0.0, True)
+MANY = ((b'{"data":[' + b"{}," * 5000 + b"{}]}",), 0.0, True)
+CAUGHT_BY: dict[Callable[[Patch], None], tuple[Any, tuple[Any, ...]]] = {
+    requests_are_waited_for: (CLIENTS.test_a_connection_on_which_no_request_comes_is_closed, ()),
+    bodies_are_waited_for: (CLIENTS.test_a_body_that_does_not_come_gives_its_place_up, ()),
+    rests_are_read_for_ever: (
+        CLIENTS.test_a_body_without_end_is_read_no_further_than_it_may_be_long,
+        (),
+    ),
+    who_lingers_is_cut_off_later: (
+        CLIENTS.test_a_body_without_end_is_read_no_further_than_it_may_be_long,
+        (),
+    ),
+    deaf_clients_are_kept: (CLIENTS.test_a_client_that_does_not_read_its_answer_is_cut_off, ()),
+    any_number_of_connections_is_open: (CLIENTS.test_connections_are_bounded, ()),
+    what_is_no_http_raises: (
+        CLIENTS.test_what_is_no_http_is_refused_also_after_an_answer,
+        (),
+    ),
+    one_key_has_all: (CLIENTS.test_one_key_cannot_have_all_places, ()),
+    bodies_are_not_counted: (CLIENTS.test_bodies_take_no_more_memory_than_is_set, ()),
+    bodies_count_for_ever: (CLIENTS.test_bodies_take_no_more_memory_than_is_set, ()),
+    texts_wait_in_any_number: (
+        CLIENTS.test_long_texts_do_not_keep_others_from_the_tokenizer,
+        (Path,),
+    ),
+    cookies_are_kept: (ENGINES.test_a_cookie_of_one_client_is_not_shown_for_another, ()),
+    all_engines_are_tried: (
+        ENGINES.test_a_request_that_breaks_engines_comes_to_two_and_no_more,
+        (),
+    ),
+    lists_are_read_to_their_end: (
+        ENGINES.test_a_list_of_models_is_read_in_time_and_in_bounds,
+        (*LARGE, Patch),
+    ),
+    lists_have_any_number: (
+        ENGINES.test_a_list_of_models_is_read_in_time_and_in_bounds,
+        (*MANY, Patch),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", CAUGHT_BY, ids=lambda fault: fault.__name__)
+async def test_an_attack_catches(
+    fault: Callable[[Patch], None], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    for name in ("HEAD_S", "STALL_S", "LINGER_S"):
+        monkeypatch.setattr(http_connection, name, CLIENTS.SHORT_S)
+    monkeypatch.setattr(http_requests, "BODY_S", CLIENTS.SHORT_S)
+    fault(monkeypatch)
+    if fault is one_key_has_all:
+        monkeypatch.setattr(app, "share_of_one", open_requests.share_of_one)
+    test, arguments = CAUGHT_BY[fault]
+    fixtures: dict[Any, Any] = {Path: tmp_path, Patch: monkeypatch}
+    with pytest.raises((*NOTICES, ConnectionError)):
+        async with asyncio.timeout(TIMEOUT_S):
+            await test(*(fixtures.get(each, each) for each in arguments))
