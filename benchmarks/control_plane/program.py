@@ -23,6 +23,7 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.common.leftovers import drop_leftovers
 from benchmarks.control_plane.cases import CASES
 from benchmarks.control_plane.in_process import InProcess
 from benchmarks.control_plane.over_grpc import OverGrpc
@@ -75,7 +76,7 @@ async def measure(
                 skipped.append({"name": name, "reason": case.reason_to_skip})
                 continue
             print(name, flush=True)
-            gc.collect()
+            drop_leftovers()
             world.gc_s.clear()
             measured = await case.measure(world, sizes)
             rows += Outcome(world.name, measured, world.gc_s).as_json()

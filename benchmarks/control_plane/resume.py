@@ -5,10 +5,10 @@ broke, and how long others wait meanwhile.
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from typing import Any, Final
 
+from benchmarks.common.leftovers import drop_leftovers
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.in_process import CorePool
 from benchmarks.control_plane.messages import EPOCH, POOL
@@ -25,7 +25,7 @@ def in_process(pool: CorePool, num_blocks: int, num_entries: int) -> list[Row]:
     """The calls of a pool that is built, in processor time of the thread."""
     hello = _hello(num_blocks, pool.core.incarnation, pool.key)
     pool.core.disconnect(POOL, 0, EPOCH)
-    _collect_garbage()
+    drop_leftovers()
     began = time.thread_time()
     if not pool.core.register(hello).resumed:
         raise RuntimeError("the data plane was not resumed")
@@ -51,6 +51,7 @@ async def over_grpc(
 ) -> list[Row]:
     """Until the data plane has read everything. Another caller asks all the time."""
     hello = _hello(num_blocks, data_plane.welcome.incarnation, data_plane.key)
+    drop_leftovers()
     waits_s: list[float] = []
     probe = asyncio.create_task(ask_again_and_again(connection.stub, waits_s))
     began = time.perf_counter()
@@ -75,14 +76,6 @@ async def ask_again_and_again(stub: Any, waits_s: list[float]) -> None:
             await stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
         finally:
             waits_s.append(time.perf_counter() - began)
-
-
-def _collect_garbage() -> None:
-    """That of the benchmark, whose parts of a report are large. It is no pause that counts."""
-    counting = gc.callbacks[:]
-    gc.callbacks.clear()
-    gc.collect()
-    gc.callbacks.extend(counting)
 
 
 def _hello(num_blocks: int, incarnation: int, key: bytes) -> cpb.Hello:

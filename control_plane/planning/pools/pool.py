@@ -388,8 +388,9 @@ class Pool:
         megabyte at most, and the first of the rest; 0 when there are none left.
         """
         core = self.groups[group]
-        end = first_block + MAX_PUBLICATIONS
-        published, indices, generations = core.publications_in(first_block, end)
+        published, indices, generations, end = core.publications_in(
+            first_block, first_block + MAX_PUBLICATIONS
+        )
         messages = [publish_message(run, group) for run in published]
         if indices and core.counters()[_FORGOTTEN]:
             messages.append(withdraw_message(indices, generations, group))

@@ -147,10 +147,9 @@ py::tuple publication(const Pool& pool, EntryId root, const std::vector<EntryId>
                         py::bytes(tokens));
 }
 
-// Runs of one root of at most max_blocks; what is no longer there is left out.
+// Runs of one root of at most max_blocks.
 py::list publications(const Pool& pool, const std::vector<Pool::Announcement>& announcements,
                       size_t max_blocks) {
-  const PrefixIndex& index = pool.index();
   py::list runs;
   std::vector<EntryId> run;
   EntryId root = kNoEntry;
@@ -159,11 +158,6 @@ py::list publications(const Pool& pool, const std::vector<Pool::Announcement>& a
     run.clear();
   };
   for (const Pool::Announcement& item : announcements) {
-    if (!index.alive(item.entry, item.uid) || index[item.entry].block(kDevice) == kNoBlock ||
-        index.root_of(item.entry) != item.root || !index.is_named(item.root))
-      continue;
-    const EntryId parent = index[item.entry].parent;
-    if (!index.is_root(parent) && index[parent].block(kDevice) == kNoBlock) continue;
     if (item.root != root || run.size() == max_blocks) end_run();
     root = item.root;
     run.push_back(item.entry);
@@ -178,11 +172,11 @@ py::list take_publications(Pool& pool, size_t max_blocks) {
 }
 
 // What can be found in device blocks [begin, end), and the indices and generations of those that
-// were allocated and hold nothing that can be found.
+// were allocated and hold nothing that can be found; the first block that was not looked at.
 py::tuple publications_in(const Pool& pool, size_t begin, size_t end) {
   const BlockStore& device = pool.store(kDevice);
-  const Block last = static_cast<Block>(std::min<size_t>(end, device.num_blocks)),
-              first = static_cast<Block>(std::min<size_t>(begin, last));
+  Block last = static_cast<Block>(std::min<size_t>(end, device.num_blocks));
+  const auto first = static_cast<Block>(std::min<size_t>(begin, last));
   const std::vector<Pool::Announcement> found = pool.findable_in(first, last);
   std::vector<bool> holds(last - first);
   for (const Pool::Announcement& item : found)
@@ -194,7 +188,8 @@ py::tuple publications_in(const Pool& pool, size_t begin, size_t end) {
       indices.push_back(static_cast<int32_t>(b));
       generations.push_back(device.generation(b));
     }
-  return py::make_tuple(publications(pool, found, found.size()), pack(indices), pack(generations));
+  return py::make_tuple(publications(pool, found, found.size()), pack(indices), pack(generations),
+                        last);
 }
 
 template <typename P>

@@ -239,8 +239,8 @@ class Pool final : private Listener {
   bool is_ending(Slot slot) const { return !sessions_[slot].ending.empty(); }
   bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
 
-  // Publications of which the data planes are to be told, about as many as asked for; the rest
-  // waits for the next call.
+  // Publications of which the data planes are to be told, of as many as asked for at most; the rest
+  // waits for the next call. What is no longer there is left out.
   struct Announcement {
     EntryId root;
     EntryId entry;
@@ -250,7 +250,7 @@ class Pool final : private Listener {
   std::vector<Announcement> take_announcements(size_t max_entries);
   bool has_announcements() const { return !announcements_.empty(); }
   std::vector<Announcement> findable() const;
-  std::vector<Announcement> findable_in(Block begin, Block end) const;  // on the device, by root
+  std::vector<Announcement> findable_in(Block begin, Block& end) const;  // on the device, by root
 
   // Retention: see retention.h and _native.pyi.
   static std::variant<Retained, Failure> retain(Groups groups, Slot slot, Span<int32_t> tokens,

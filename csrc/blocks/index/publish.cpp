@@ -4,8 +4,23 @@
 #include <algorithm>
 
 #include "core/pool.h"
+#include "index/findable.h"
 
 namespace kvplane::blocks {
+
+namespace {
+
+// Whether the data planes may be told of the entry's block: they know that of its parent. Nothing
+// when that is for another call.
+std::optional<bool> may_announce(const PrefixIndex& index, EntryId e, Findable& findable) {
+  const EntryId parent = index[e].parent;
+  if (index[e].block(kDevice) == kNoBlock ||
+      (!index.is_root(parent) && index[parent].block(kDevice) == kNoBlock))
+    return false;
+  return findable(e);
+}
+
+}  // namespace
 
 bool Pool::receipted(Slot slot, int64_t plan, int64_t max_blocks) {
   Session& session = sessions_[slot];
@@ -158,12 +173,16 @@ void Pool::announce(EntryId root, EntryId e) {
 
 std::vector<Pool::Announcement> Pool::take_announcements(size_t max_entries) {
   std::vector<Announcement> taken;
-  while (taken.size() < max_entries && has_announcements()) {
+  Findable findable(index_, num_large_forgotten_ > 0);
+  for (size_t num = 0; num < max_entries && has_announcements(); ++num) {
     if (re_announced_.empty()) re_announced_.push_back(announcements_[num_announced_++]);
     const Announcement item = re_announced_.back();
+    const bool is_alive = index_.alive(item.entry, item.uid);
+    const std::optional<bool> may = is_alive ? may_announce(index_, item.entry, findable) : false;
+    if (!may) break;
     re_announced_.pop_back();
-    taken.push_back(item);
-    if (item.below && index_.alive(item.entry, item.uid))
+    if (*may) taken.push_back(item);
+    if (item.below && is_alive)
       for (EntryId c = index_[item.entry].child; c != kNoEntry; c = index_[c].next)
         if (index_[c].block(kDevice) != kNoBlock)
           re_announced_.push_back({item.root, c, index_[c].uid, true});
@@ -197,12 +216,16 @@ std::vector<Pool::Announcement> Pool::findable() const {
   return found;
 }
 
-std::vector<Pool::Announcement> Pool::findable_in(Block begin, Block end) const {
+// If that takes long, `end` becomes the first block that was not looked at.
+std::vector<Pool::Announcement> Pool::findable_in(Block begin, Block& end) const {
   std::vector<Announcement> found;
+  Findable findable(index_, num_large_forgotten_ > 0);
   for (Block b = begin; b < end; ++b) {
     if (!index_.is_published(kDevice, b)) continue;
-    const EntryId e = index_.entry_of(kDevice, b), root = index_.root_of(e);
-    if (index_.is_named(root)) found.push_back({root, e, index_[e].uid, false});
+    const EntryId e = index_.entry_of(kDevice, b);
+    const std::optional<bool> may = may_announce(index_, e, findable);
+    if (!may) end = b;
+    if (may.value_or(false)) found.push_back({index_.root_of(e), e, index_[e].uid, false});
   }
   std::stable_sort(found.begin(), found.end(),
                    [](const Announcement& a, const Announcement& b) { return a.root < b.root; });

@@ -42,6 +42,12 @@ FAULTS = {
     "found_where_another_session_computes_it": Mutant(
         "steps/admit.cpp", "|| leader.slot != session.slot ||", "||"
     ),
+    "announced_while_a_large_prefix_is_taken_apart": Mutant(
+        "index/findable.h", "if (!answers_.size()) return true;", "return true;"
+    ),
+    "all_that_can_be_found_is_walked_at_once": Mutant(
+        "index/findable.h", "if (way_.size() == most_) return std::nullopt;", ""
+    ),
     "roots_that_no_block_names_are_kept": Mutant(
         "recovery/rebuild.cpp", "  if (roots_.size() >= prune_at_) prune_roots();\n", ""
     ),

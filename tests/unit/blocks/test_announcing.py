@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from index_writer import Writer, blocks, checked_pool, hashes_of, i32
+from kvplane_blocks import Pool
 from native_pool import Caller, ints, new_pool
 
 MOST_AT_ONCE = 16384
+Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+
+
+def hashes_in(runs: Iterable[Run]) -> set[bytes]:
+    """The prefixes that data planes are told of."""
+    return {run[5][i : i + 16] for run in runs for i in range(0, len(run[5]), 16)}
+
+
+def hashes_in_blocks(pool: Pool, num_blocks: int) -> set[bytes]:
+    """Those that are sent again."""
+    runs, _, _, end = pool.publications_in(0, num_blocks)
+    assert end == num_blocks
+    return hashes_in(runs)
 
 
 def test_what_is_below_a_spare_that_takes_over_is_announced_again_in_pieces() -> None:
@@ -41,3 +58,47 @@ def test_what_is_below_a_spare_that_takes_over_is_announced_again_in_pieces() ->
     indices, parents = ([i for run in runs for i in ints(run[c], "i")] for c in (1, 3))
     assert indices == table
     assert parents == [-1, *table[:-1]]
+
+
+def test_what_is_below_a_large_prefix_that_was_forgotten_is_not_announced() -> None:
+    """Not while it is taken apart either."""
+    with checked_pool(32) as pool:
+        writer = Writer(pool)
+        for prompt in (blocks(1, 2, 3, 4), blocks(1, 5), blocks(6)):
+            writer.cache(prompt)
+        left = {*hashes_of(b"root", blocks(1, 5)), *hashes_of(b"root", blocks(6))}
+        assert len(hashes_in_blocks(pool, 32)) == 6
+        pool.forget(writer.slot, i32(blocks(1, 2)), False, 1)
+        assert hashes_in(pool.take_publications(100)) == left
+        assert hashes_in_blocks(pool, 32) == left
+        while pool.forget_some(1):
+            assert hashes_in_blocks(pool, 32) == left
+        assert hashes_in_blocks(pool, 32) == left
+
+
+def test_what_can_be_found_beside_it_is_announced_in_pieces() -> None:
+    """Each way from a block up to its root is walked meanwhile, and some of them are long."""
+    length = 5 * MOST_AT_ONCE // 2
+    num = 3 * length
+    pool = new_pool(num + 3, block_size=1)
+    caller = Caller(pool)
+    caller.begin()
+    prompts = ([8, 9, 9], [1] * length, [2] * length, [3] * length)
+    for sequence_id, prompt in enumerate(prompts, 1):
+        assert len(caller.admit(sequence_id, prompt)) == 3
+    caller.finish()
+    caller.receipted()
+    pool.forget(caller.slot, i32([8]), True, 1)
+    sizes, begin = [], 0
+    while begin < num + 3:
+        runs, _, _, begin = pool.publications_in(begin, num + 3)
+        sizes.append(len(hashes_in(runs)))
+    assert sum(sizes) == num
+    assert 1 < len(sizes) < 10
+    announced: set[bytes] = set()
+    while pool.has_publications:
+        taken = hashes_in(pool.take_publications(num))
+        assert taken
+        announced |= taken
+    assert len(announced) == num
+    pool.check_integrity()

@@ -113,6 +113,21 @@ def test_what_is_published_and_forgotten_meanwhile_is_told_in_order() -> None:
     world.pool.lead.check_integrity()
 
 
+def test_nothing_is_published_that_is_forgotten_in_pieces_meanwhile() -> None:
+    world = World()
+    plane = come_back(world, 2500)
+    writer, native = world.open_writer(), world.pool.native
+    prompt = ops.pack_tokens(list(range(BLOCK_TOKENS * 600)))
+    native.forget(writer.slot, prompt, False, 100)
+    published: Refs = set()
+    for piece in pieces(plane):
+        follow(published, piece)
+        assert published <= found(world)
+    assert published == found(world)
+    assert len(published) == 599 + 1200
+    world.pool.lead.check_integrity()
+
+
 def test_what_was_forgotten_while_it_was_away_is_withdrawn() -> None:
     world = World()
     plane = come_back(world, 2500)
