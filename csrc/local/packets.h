@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -75,11 +76,12 @@ class Spin {
  public:
   explicit Spin(double spin_s) : spin_s_(spin_s) {}
 
-  // Calls `find` until it returns true, or the time is over. Returns what it returned last.
+  // Calls `find` until it returns true, or the time is over, at `end_s` of the monotonic clock at
+  // the latest. Returns what it returned last.
   template <typename Find>
-  bool look(const Find& find) {
+  bool look(const Find& find, double end_s = std::numeric_limits<double>::infinity()) {
     double now = now_s();
-    const double end = now + spin_s_;
+    const double end = std::min(end_s, now + spin_s_);
     while (true) {
       const bool found = find();
       const double before = now;
