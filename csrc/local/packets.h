@@ -70,8 +70,9 @@ class PacketSocket {
 };
 
 // How one thread looks for what others send, for a while before it sleeps. Where other threads want
-// its core it does not look: the scheduler takes the core from who only looks for milliseconds at a
-// time. It tries again after a pause, which doubles as long as that goes on.
+// its core it pauses: the scheduler takes the core from who only looks for milliseconds at a time.
+// A pause is so many times as long as what that took: little time is lost that way, whether others
+// come often or not.
 class Spin {
  public:
   explicit Spin(double spin_s) : spin_s_(spin_s) {}
@@ -86,15 +87,16 @@ class Spin {
       const bool found = find();
       const double before = now;
       now = now_s();
-      if (now - before > kInterruptedS && was_preempted()) pause(now);
+      if (now - before > kInterruptedS && was_preempted()) {
+        not_before_ = now + kPauseOfLoss * (now - before);
+      }
       if (found || now >= end || now < not_before_) return found;
     }
   }
 
  private:
   static constexpr double kInterruptedS = 0.0003;
-  static constexpr double kFirstPauseS = 0.01;
-  static constexpr double kLongestPauseS = 1.0;
+  static constexpr double kPauseOfLoss = 16;
 
   // Whether another thread took the core since the last call. A hypervisor that did so leaves it to
   // nobody here.
@@ -104,15 +106,8 @@ class Spin {
     return std::exchange(num_preemptions_, used.ru_nivcsw) != used.ru_nivcsw;
   }
 
-  void pause(double now) {
-    const bool goes_on = now < not_before_ + kLongestPauseS;
-    pause_s_ = goes_on ? std::min(2 * pause_s_, kLongestPauseS) : kFirstPauseS;
-    not_before_ = now + pause_s_;
-  }
-
   const double spin_s_;
-  double not_before_ = -kLongestPauseS;
-  double pause_s_ = kFirstPauseS;
+  double not_before_ = 0;
   long num_preemptions_ = 0;
 };
 
