@@ -2,9 +2,9 @@
 each plan.
 
 What stays the same from plan to plan is checked and bound once for each layer: its pages and
-scales, the options, and the types, shapes and strides of the caller's tensors. What the layers of a
-plan share is bound once for each plan. Native objects have addresses only, so what is at them is
-kept beside them.
+scales, the options, and the types, heads and strides of the caller's tensors, however many tokens
+they have. What the layers of a plan share is bound once for each plan. Native objects have
+addresses only, so what is at them is kept beside them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer, and tensors of one signature. ``token_bytes``: as ``bytes_of_token``. ``held``: what
-    ``native`` uses the addresses of. The tensors of a call are the caller's to keep or free.
+    """A layer, and tensors of one signature. ``output_heads``: heads of the output, and their size.
+    ``token_bytes``: as ``bytes_of_token``. ``held``: what ``native`` uses the addresses of. The
+    tensors of a call are the caller's to keep or free.
     """
 
     native: Any
     signature: Signature
-    output_shape: tuple[int, int, int]
+    output_heads: tuple[int, int]
     window_tokens: int
     token_bytes: int
     held: tuple[torch.Tensor | None, ...]
@@ -70,7 +71,9 @@ class BoundLayers:
         self._module = module
         self._bind = bind
         self._num_threads = num_threads
-        self._layers: dict[int, BoundLayer] = {}  # as each was called last
+        # As each was called last with a single token, whose stride may be any number, and as it was
+        # called last with several.
+        self._layers: dict[tuple[int, bool], BoundLayer] = {}
         self._batches: dict[int, tuple[Batch, Any]] = {}  # the latest of each layer group
 
     def find(
@@ -84,7 +87,7 @@ class BoundLayers:
         """The layer as it is bound; None where it was not, and where these arguments differ from
         those that were checked then.
         """
-        bound = self._layers.get(layer)
+        bound = self._layers.get((layer, query.shape[0] == 1))
         if bound is None or bound.signature != _signature(query, key, value, options):
             return None
         return bound
@@ -97,10 +100,11 @@ class BoundLayers:
         attention: AttentionArguments,
     ) -> None:
         """Bind a layer for calls like the one with these arguments. ``options``: the caller's."""
-        self._layers[layer] = BoundLayer(
+        num_tokens, *output_heads = attention.output_shape
+        self._layers[layer, num_tokens == 1] = BoundLayer(
             self._bind(write, attention),
             _signature(attention.query, write.key, write.value, options),
-            attention.output_shape,
+            (output_heads[0], output_heads[1]),
             attention.options.sliding_window_tokens,
             bytes_of_token(write.keys, write.values),
             (
@@ -123,7 +127,7 @@ class BoundLayers:
         length.
         """
         native = self.batch(batch)
-        output = torch.empty(bound.output_shape, dtype=query.dtype)
+        output = torch.empty((batch.num_tokens, *bound.output_heads), dtype=query.dtype)
         tensors = (query, key, value, output)
         began_s = time.perf_counter()
         try:
@@ -164,13 +168,19 @@ class BoundLayers:
 def _signature(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, options: AttentionOptions
 ) -> Signature:
-    """All that the checks of arguments look at, but for the batch: tensors of equal signatures are
-    both accepted, or both refused.
+    """All that the checks of arguments look at, but for the batch and for how many tokens they all
+    have: tensors of equal signatures are both accepted, or both refused.
     """
+    shape, of_key = query.shape, key.shape
     of_keys = (
-        *(options, query.shape, query.stride(), query.dtype, query.device, query.layout),
-        *(key.shape, key.stride(), key.dtype, key.device, key.layout),
+        *(options, shape[1:], query.stride(), query.dtype, query.device, query.layout),
+        *(of_key[:1] == shape[:1], of_key[1:]),
+        *(key.stride(), key.dtype, key.device, key.layout),
     )
     if value is None:
         return of_keys
-    return (*of_keys, value.shape, value.stride(), value.dtype, value.device, value.layout)
+    of_value = value.shape
+    return (
+        *(*of_keys, of_value[:1] == shape[:1], of_value[1:]),
+        *(value.stride(), value.dtype, value.device, value.layout),
+    )
