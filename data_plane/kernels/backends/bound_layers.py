@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from data_plane.kernels.arguments import AttentionArguments, WriteArguments, byt
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
-Signature = tuple[object, ...]
+Signature = tuple[Any, ...]
 
 
 class Batch(Protocol):
@@ -71,9 +71,9 @@ class BoundLayers:
         self._module = module
         self._bind = bind
         self._num_threads = num_threads
-        # As each was called last with a single token, whose stride may be any number, and as it was
-        # called last with several.
+        # As bound last: for a single token, whose stride may be any number, or for several.
         self._layers: dict[tuple[int, bool], BoundLayer] = {}
+        self._last: dict[int, BoundLayer] = {}  # as each was called last
         self._batches: dict[int, tuple[Batch, Any]] = {}  # the latest of each layer group
 
     def find(
@@ -87,10 +87,14 @@ class BoundLayers:
         """The layer as it is bound; None where it was not, and where these arguments differ from
         those that were checked then.
         """
+        signature, last = _signature(query, key, value, options), self._last.get(layer)
+        if last is not None and last.signature == signature:
+            return last
         bound = self._layers.get((layer, query.shape[0] == 1))
-        if bound is None or bound.signature != _signature(query, key, value, options):
+        if bound is None or _of_any_number(bound.signature) != _of_any_number(signature):
             return None
-        return bound
+        last = self._last[layer] = replace(bound, signature=signature)
+        return last
 
     def bind(
         self,
@@ -101,7 +105,7 @@ class BoundLayers:
     ) -> None:
         """Bind a layer for calls like the one with these arguments. ``options``: the caller's."""
         num_tokens, *output_heads = attention.output_shape
-        self._layers[layer, num_tokens == 1] = BoundLayer(
+        bound = BoundLayer(
             self._bind(write, attention),
             _signature(attention.query, write.key, write.value, options),
             (output_heads[0], output_heads[1]),
@@ -112,6 +116,7 @@ class BoundLayers:
                 *(attention.slopes, attention.sinks),
             ),
         )
+        self._layers[layer, num_tokens == 1] = self._last[layer] = bound
 
     def run(
         self,
@@ -168,19 +173,22 @@ class BoundLayers:
 def _signature(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, options: AttentionOptions
 ) -> Signature:
-    """All that the checks of arguments look at, but for the batch and for how many tokens they all
-    have: tensors of equal signatures are both accepted, or both refused.
+    """All that the checks of arguments look at, but for the batch: tensors of equal signatures are
+    both accepted, or both refused.
     """
-    shape, of_key = query.shape, key.shape
-    of_keys = (
-        *(options, shape[1:], query.stride(), query.dtype, query.device, query.layout),
-        *(of_key[:1] == shape[:1], of_key[1:]),
-        *(key.stride(), key.dtype, key.device, key.layout),
-    )
-    if value is None:
-        return of_keys
-    of_value = value.shape
     return (
-        *(*of_keys, of_value[:1] == shape[:1], of_value[1:]),
-        *(value.stride(), value.dtype, value.device, value.layout),
+        options,
+        (query.shape, query.stride(), query.dtype, query.device, query.layout),
+        (key.shape, key.stride(), key.dtype, key.device, key.layout),
+        None
+        if value is None
+        else (value.shape, value.stride(), value.dtype, value.device, value.layout),
     )
+
+
+def _of_any_number(signature: Signature) -> Signature:
+    """Without how many tokens the tensors have, but for whether all have as many."""
+    options, *tensors = signature
+    num_tokens = tensors[0][0][:1]
+    of_one = [t and (t[0][:1] == num_tokens, t[0][1:], *t[1:]) for t in tensors]
+    return (options, *of_one)
