@@ -14,6 +14,7 @@
 #include "kvplane/isa.h"
 #include "kvplane/params.h"
 #include "local/ends.h"
+#include "span_rows.h"
 #include "tensor_view.h"
 
 namespace py = pybind11;
@@ -102,6 +103,7 @@ PYBIND11_MODULE(_native, m) {
   bind_bound_layers(m);
   bind_served_layers(m);
   bind_layer_calls(m);
+  bind_span_rows(m);
 
   m.def("cpu_isa", &cpu_isa);
   m.def("cpu_isas", &cpu_isas);

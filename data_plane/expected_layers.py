@@ -95,7 +95,9 @@ class Expectations:
                 bound = self._compute.bound_layer(
                     batch, index, call.query, call.key, call.value, call.options
                 )
-                if bound is None or call.output.shape != bound.output_shape:
+                if bound is None:
+                    return None
+                if call.output.shape != (batch.num_tokens, *bound.output_heads):
                     return None
                 bound_calls.append(BoundCall(index, group, batch.num_tokens, bound))
             return bound_calls

@@ -258,33 +258,6 @@ class PlanRunner:
         )
         return (yield from self.attend(session, run, arguments, piece_s))
 
-    def bound_layer(
-        self,
-        session_id: int,
-        layer: int,
-        tensors: LayerTensors,
-        options: AttentionOptions,
-        plan_number: int | None,
-        field: str,
-        piece_s: float | None = None,
-    ) -> torch.Tensor | None:
-        """``layer`` by one native call, where it was called with tensors like these before; None
-        where it was not, or is to be done in pieces.
-        """
-        session, run, index, batch = self._find(session_id, layer, plan_number, field)
-        query, key, value = tensors
-        compute = self._compute
-        if query is None or run.is_complete or compute.pieces(batch.lengths, piece_s):
-            return None
-        bound = compute.bound_layer(batch, index, query, key, value, options)
-        if bound is None:
-            return None
-        self.check_may_write(session, run)
-        num_context = run.num_context_tokens(bound.window_tokens)
-        attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
-        run.progress.finish_layer(index)
-        return attended
-
     def layer(
         self,
         session_id: int,
@@ -299,14 +272,17 @@ class PlanRunner:
         is a query. Raises as ``latest``, ``write`` and ``attend`` do, and InvalidRequestError
         naming a field after the prefix ``field``.
         """
-        attended = self.bound_layer(
-            session_id, layer, tensors, options, plan_number, field, piece_s
-        )
-        if attended is not None:
-            return attended
         session, run, index, batch = self._find(session_id, layer, plan_number, field)
         query, key, value = tensors
         compute, is_new = self._compute, not run.is_complete
+        if query is not None and is_new and not compute.pieces(batch.lengths, piece_s):
+            bound = compute.bound_layer(batch, index, query, key, value, options)
+            if bound is not None:  # called with tensors like these before: one native call
+                self.check_may_write(session, run)
+                num_context = run.num_context_tokens(bound.window_tokens)
+                attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
+                run.progress.finish_layer(index)
+                return attended
         to_write = compute.write_arguments(batch, index, key, value, field)
         to_attend = None
         if query is not None:

@@ -135,17 +135,17 @@ def as_json(rows: Sequence[Row], threads: int, linears: str) -> dict[str, Any]:
     """The figures, for programs."""
     return {
         "machine": {
-            "cpu_count": os.cpu_count(),
+            "cpu_count": len(os.sched_getaffinity(0)),
             "machine": platform.machine(),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "threads": threads,
-            "waiting": waiting(),
             "linears": linears,
         },
         "rows": [
             {
                 "model": row.model,
+                "threads": threads,
+                "waiting": waiting(),
                 "workload": asdict(row.workload),
                 "tokens_per_s": {side: round(row.tokens_per_s(side), 2) for side in row.seconds},
                 "seconds": row.seconds,

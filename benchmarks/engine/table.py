@@ -27,13 +27,18 @@ def tables(figures: dict[str, Any]) -> str:
         if row["service_share_goal"] is not None:
             share += f" (≤ {row['service_share_goal']:.0%})"
         cells = [*rates, *(goals.get(what, "") for what in whats), share]
-        lines.append(f"| {row['model']}, {row['workload']['name']} | {' | '.join(cells)} |")
+        lines.append(f"| {name_of(row)} | {' | '.join(cells)} |")
     parts = list(rows[0]["step_ms"])
     lines += ["", f"| ms of a decode step | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
     for row in rows:
         cells = [f"{row['step_ms'][part]:.2f}" for part in parts]
-        lines.append(f"| {row['model']}, {row['workload']['name']} | {' | '.join(cells)} |")
+        lines.append(f"| {name_of(row)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """The first cell of a line."""
+    return f"{row['model']}, {row['threads']} threads, {row['workload']['name']}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ anything is written, when an id or a length is out of range.
 from collections.abc import Sequence
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 class Dtype(Enum):
     FLOAT32 = 0
     FLOAT16 = 1
@@ -68,6 +71,31 @@ class BoundLayer:
     def write_and_attend(
         self, batch: BoundBatch, query: int, key: int, value: int, out: int, num_threads: int
     ) -> float: ...
+
+Int64s = NDArray[np.int64]
+SpanRows = tuple[Int64s, Int64s, NDArray[np.int32], Int64s, Int64s, Int64s, Int64s, int, int | None]
+
+def span_rows(
+    first_positions: Int64s,
+    num_tokens: Int64s,
+    num_trimmed: Int64s,
+    tables: Sequence[NDArray[np.int32]],
+    block_size: int,
+    most_tokens: int,
+    most_entries: int,
+) -> SpanRows | None:
+    """A plan's spans as the kernels take them, or None for spans that their tables have no slots
+    for: csrc/span_rows.h.
+    """
+
+def note_written(
+    num_written: NDArray[np.int32],
+    generations: Int64s,
+    blocks: Int64s,
+    num_slots: Int64s,
+    planned: Int64s,
+) -> None:
+    """Raise the counts of blocks that a plan has written: csrc/span_rows.h."""
 
 class ServedLayers:
     """Answers packets on ``fd`` that ask for the expected layers: csrc/local/served_layers.h."""

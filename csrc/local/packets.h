@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,30 +70,33 @@ class PacketSocket {
 };
 
 // How one thread looks for what others send, for a while before it sleeps. Where other threads want
-// its core it does not look: the scheduler takes the core from who only looks for milliseconds at a
-// time. It tries again after a pause, which doubles as long as that goes on.
+// its core it pauses: the scheduler takes the core from who only looks for milliseconds at a time.
+// A pause is so many times as long as what that took: little time is lost that way, whether others
+// come often or not.
 class Spin {
  public:
   explicit Spin(double spin_s) : spin_s_(spin_s) {}
 
-  // Calls `find` until it returns true, or the time is over. Returns what it returned last.
+  // Calls `find` until it returns true, or the time is over, at `end_s` of the monotonic clock at
+  // the latest. Returns what it returned last.
   template <typename Find>
-  bool look(const Find& find) {
+  bool look(const Find& find, double end_s = std::numeric_limits<double>::infinity()) {
     double now = now_s();
-    const double end = now + spin_s_;
+    const double end = std::min(end_s, now + spin_s_);
     while (true) {
       const bool found = find();
       const double before = now;
       now = now_s();
-      if (now - before > kInterruptedS && was_preempted()) pause(now);
+      if (now - before > kInterruptedS && was_preempted()) {
+        not_before_ = now + kPauseOfLoss * (now - before);
+      }
       if (found || now >= end || now < not_before_) return found;
     }
   }
 
  private:
   static constexpr double kInterruptedS = 0.0003;
-  static constexpr double kFirstPauseS = 0.01;
-  static constexpr double kLongestPauseS = 1.0;
+  static constexpr double kPauseOfLoss = 16;
 
   // Whether another thread took the core since the last call. A hypervisor that did so leaves it to
   // nobody here.
@@ -102,15 +106,8 @@ class Spin {
     return std::exchange(num_preemptions_, used.ru_nivcsw) != used.ru_nivcsw;
   }
 
-  void pause(double now) {
-    const bool goes_on = now < not_before_ + kLongestPauseS;
-    pause_s_ = goes_on ? std::min(2 * pause_s_, kLongestPauseS) : kFirstPauseS;
-    not_before_ = now + pause_s_;
-  }
-
   const double spin_s_;
-  double not_before_ = -kLongestPauseS;
-  double pause_s_ = kFirstPauseS;
+  double not_before_ = 0;
   long num_preemptions_ = 0;
 };
 

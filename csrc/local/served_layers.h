@@ -8,10 +8,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/epoll.h>
-#include <time.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <limits>
@@ -53,7 +51,7 @@ class ServedLayers {
   bool look(int epoll, bool waits) {
     if (has_packet_) return true;
     if (waits) {
-      find(epoll, std::numeric_limits<double>::infinity());
+      find(epoll);
     } else {
       receive();
     }
@@ -61,13 +59,15 @@ class ServedLayers {
   }
 
   // Run and answer the layer whose packet was found, and, if it `waits`, those whose packets come
-  // before something else waits at `epoll`, or `most_s` are over. A packet that is not the next
-  // layer's is left for `take`.
+  // soon: before something else waits at `epoll`, and before `most_s` are over. A packet that is
+  // not the next layer's is left for `take`. The caller holds a lock that others wait for, so this
+  // never sleeps, and does not look for the packets of a client that takes its time.
   void serve(int epoll, bool waits) {
     const double end_s = now_s() + most_s_;
     while (has_packet_ && run_next()) {
-      if (!waits || socket_.error() != 0 || now_s() >= end_s || others_wait(epoll)) return;
-      find(epoll, end_s);
+      if (!waits || socket_.error() != 0 || others_wait(epoll)) return;
+      const double soon_s = gap_s_ <= kLongestGapS ? kGapsToLook * gap_s_ : 0;
+      find_soon(epoll, std::min(end_s, now_s() + soon_s));
     }
   }
 
@@ -84,7 +84,8 @@ class ServedLayers {
 
  private:
   static constexpr int kLooksBetweenOthers = 8;
-  static constexpr double kLongestSleepS = 3600;
+  static constexpr double kGapsToLook = 2;
+  static constexpr double kLongestGapS = 0.0001;
 
   struct Layer {
     std::string packet;
@@ -96,35 +97,30 @@ class ServedLayers {
     uintptr_t out;
   };
 
-  // Waits for a packet, until `end_s` of the monotonic clock at most: looks for a while, then
-  // sleeps. The interpreter has no part in it: it would take longer than to wake this thread up.
-  void find(int epoll, double end_s) {
-    int num_looks = 0;
-    const auto is_over = [&] {
-      return receive() || now_s() >= end_s ||
-             (++num_looks % kLooksBetweenOthers == 0 && others_wait(epoll));
-    };
-    if (spin_.look(is_over)) return;
+  // Waits for a packet: looks for a while, then sleeps. The interpreter has no part in it: it would
+  // take longer than to wake this thread up.
+  void find(int epoll) {
+    if (find_soon(epoll, std::numeric_limits<double>::infinity())) return;
     while (!receive() && !others_wait(epoll)) {
-      const double left_s = end_s - now_s();
-      if (left_s <= 0) return;
-      sleep(epoll, left_s);
+      pollfd ready = {epoll, POLLIN, 0};  // which a packet makes ready too
+      poll(&ready, 1, -1);
     }
   }
 
-  // Until something, a packet too, is ready at `epoll`, or the time is over.
-  static void sleep(int epoll, double left_s) {
-    pollfd ready = {epoll, POLLIN, 0};
-    const double whole_s = std::floor(std::min(left_s, kLongestSleepS));
-    const double rest_s = std::min(left_s, kLongestSleepS) - whole_s;
-    const timespec left = {static_cast<time_t>(whole_s), static_cast<long>(1e9 * rest_s)};
-    ppoll(&ready, 1, &left, nullptr);
+  // Looks for a packet for a while, until `end_s` of the monotonic clock at most. Whether there is
+  // something for the caller.
+  bool find_soon(int epoll, double end_s) {
+    int num_looks = 0;
+    return spin_.look(
+        [&] { return receive() || (++num_looks % kLooksBetweenOthers == 0 && others_wait(epoll)); },
+        end_s);
   }
 
   // Whether there is a packet, or an error.
   bool receive() {
     const bool found = socket_.receive();
     has_packet_ = found && socket_.error() == 0;
+    if (found && answered_s_ > 0) gap_s_ = now_s() - std::exchange(answered_s_, 0);
     return found;
   }
 
@@ -144,6 +140,7 @@ class ServedLayers {
     ++next_;
     has_packet_ = false;
     socket_.send_now(layer.answer);
+    answered_s_ = now_s();
     return true;
   }
 
@@ -164,6 +161,8 @@ class ServedLayers {
   std::vector<const BoundBatch*> batches_;  // of the first layers
   size_t next_ = 0;
   int num_threads_ = 1;
+  double answered_s_ = 0;  // when the last layer was; 0 once its client sent another packet
+  double gap_s_ = 2 * kLongestGapS;  // from the last answer to the packet that came after it
   std::vector<std::pair<double, double>> times_;
 };
 

@@ -126,7 +126,7 @@ def _attention(
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
     if index == running.last_layer:
         raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
-    is_latent = keeps_latents(module)
+    is_latent = bool(running.step.latent_layers) and keeps_latents(module)
     if is_latent:
         query = absorbed.over_latents(module, query)
     num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]
@@ -147,7 +147,8 @@ def _attention(
     if running.tokens is not None:
         every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
         out = every.index_copy_(0, running.tokens, out)
-    return out.view(num_rows, num_columns, *out.shape[1:])[:, -num_queries:], None
+    out = out.view(num_rows, num_columns, *out.shape[1:])
+    return out if num_queries == num_columns else out[:, -num_queries:], None
 
 
 def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:

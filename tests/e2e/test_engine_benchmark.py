@@ -6,17 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from engine_planes import ROOT
 
 from benchmarks.engine.table import tables
 
 
-def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    flags = ["--models", "tiny", "--batches", "2", "--threads", "1", "--runs", "1", "--quick"]
-    names = ["generate", "generate_batch", "plane_cache", "embedded", "remote"]
-    flags += ["--sides", ",".join(names)]
+def measured(folder: Path, *flags: str) -> tuple[Any, str]:
+    """The JSON and what is printed for a tiny model, batches of two."""
+    out = folder / "out.json"
+    flags = ("--models", "tiny", "--batches", "2", "--runs", "1", "--quick", *flags)
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.engine", *flags, "--json", str(out)],
         cwd=ROOT,
@@ -25,7 +25,13 @@ def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Pa
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    return json.loads(out.read_text()), done.stdout
+
+
+def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
+    names = ["generate", "generate_batch", "plane_cache", "embedded", "remote"]
+    figures, printed = measured(tmp_path, "--threads", "1", "--sides", ",".join(names))
+    rows = figures["rows"]
     assert [row["workload"]["name"] for row in rows] == [
         "decode, batch 2",
         "shared prefix, batch 8",
@@ -36,7 +42,12 @@ def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Pa
         assert all(milliseconds > 0 for milliseconds in row["step_ms"].values())
         assert set(row["num_equal"].values()) == {1}
         assert all(rate > 0 for rate in row["tokens_per_s"].values())
-    assert "embedded / generate:" in done.stdout
-    lines = tables(json.loads(out.read_text())).splitlines()
+    assert "embedded / generate:" in printed
+    lines = tables(figures).splitlines()
     assert len({line.count("|") for line in lines[:4]}) == 1
     assert sum("decode, batch 2" in line for line in lines) == 2
+
+
+def test_each_number_of_threads_is_measured_in_its_turn(tmp_path: Path) -> None:
+    figures, _ = measured(tmp_path, "--threads", "1,2", "--sides", "generate")
+    assert [row["threads"] for row in figures["rows"]] == [1, 1, 2, 2]

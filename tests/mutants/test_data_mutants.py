@@ -30,6 +30,7 @@ LATENTS = "executor/test_latent_pools.py"
 KEPT = "executor/test_kept_blocks.py"
 BOUND = "data_kernels/test_bound_layers.py"
 WRITTEN = "executor/test_written_slots.py"
+BATCH = "plans/test_attention_batch.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -53,6 +54,8 @@ BASIC = {
     "batches_kept": BOUND,
 }
 MORE = {
+    "tokens_of_bound_keys_uncounted": BOUND,
+    "spans_past_their_tables": BATCH,
     "zero-attention": EXECUTOR,
     "swap-two-blocks": EXECUTOR,
     "shift-table": EXECUTOR,

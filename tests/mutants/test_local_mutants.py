@@ -152,6 +152,13 @@ MORE = {
         KNOWN,
         "executor_is_free",
     ),
+    "the_executor_is_held_until_the_next_packet": Fault(
+        KNOWN_LAYERS,
+        "serve = partial(native.serve, epoll, waits)",
+        "serve = lambda: native.serve(epoll, waits) or native.look(epoll, waits)",
+        KNOWN,
+        "executor_is_free",
+    ),
     "plans_presented_again_are_free": Fault(
         KNOWN_LAYERS,
         "if (stream.plan, stream.num_starts) != (self._plan, self._num_starts):",

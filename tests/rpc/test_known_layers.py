@@ -19,6 +19,7 @@ from data_server import author_of, serving
 from local_peer import LocalPeer, plan_of_two_tokens
 from plan_author import PlanAuthor, dense_attention, publications, tokens
 
+from data_plane.server.local import endpoint, known_layers
 from data_plane.server.local.connection import LocalConnection
 from data_plane.server.server import DataPlaneServer
 from kvplane import DataClient
@@ -209,16 +210,33 @@ async def test_a_caller_that_is_removed_while_its_packet_is_looked_for_is_refuse
     assert torch.equal(rig.tier, before)
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that follow each other closely may be run under the lock for an hour, and nothing
+    calls the thread away meanwhile.
+    """
+    monkeypatch.setattr(known_layers, "_MOST_S", 3600.0)
+    monkeypatch.setattr(endpoint, "_SWEEP_INTERVAL_S", 3600.0)
+
+
+@pytest.mark.usefixtures("unhurried")
 async def test_while_packets_are_looked_for_the_executor_is_free(rig: Rig) -> None:
     """For callers in the same process, which do not ring for the thread."""
-    for _ in range(2):
+    for _ in range(3):
         await rig.run()
+    lock: Any = rig.server.executor.expectations._lock
+
+    def is_free() -> bool:
+        if not lock.acquire(timeout=10.0):
+            return False
+        lock.release()
+        return True
+
+    num_known = await rig.num_known()
     for ask in (rig.start, partial(rig.layer, 0)):  # the first layer is run by native code
         await ask()
-        await asyncio.sleep(0.02)
-        began_s = time.monotonic()
-        rig.server.executor.check_integrity()
-        assert time.monotonic() - began_s < 0.5
+        assert await asyncio.to_thread(is_free)
+    assert await rig.num_known() == num_known + 1
 
 
 @pytest.mark.parametrize("raises", [False, True])

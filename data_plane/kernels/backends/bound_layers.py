@@ -2,16 +2,16 @@
 each plan.
 
 What stays the same from plan to plan is checked and bound once for each layer: its pages and
-scales, the options, and the types, shapes and strides of the caller's tensors. What the layers of a
-plan share is bound once for each plan. Native objects have addresses only, so what is at them is
-kept beside them.
+scales, the options, and the types, heads and strides of the caller's tensors, however many tokens
+they have. What the layers of a plan share is bound once for each plan. Native objects have
+addresses only, so what is at them is kept beside them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from data_plane.kernels.arguments import AttentionArguments, WriteArguments, byt
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
-Signature = tuple[object, ...]
+Signature = tuple[Any, ...]
 
 
 class Batch(Protocol):
@@ -45,13 +45,14 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer, and tensors of one signature. ``token_bytes``: as ``bytes_of_token``. ``held``: what
-    ``native`` uses the addresses of. The tensors of a call are the caller's to keep or free.
+    """A layer, and tensors of one signature. ``output_heads``: heads of the output, and their size.
+    ``token_bytes``: as ``bytes_of_token``. ``held``: what ``native`` uses the addresses of. The
+    tensors of a call are the caller's to keep or free.
     """
 
     native: Any
     signature: Signature
-    output_shape: tuple[int, int, int]
+    output_heads: tuple[int, int]
     window_tokens: int
     token_bytes: int
     held: tuple[torch.Tensor | None, ...]
@@ -70,7 +71,9 @@ class BoundLayers:
         self._module = module
         self._bind = bind
         self._num_threads = num_threads
-        self._layers: dict[int, BoundLayer] = {}  # as each was called last
+        # As bound last: for a single token, whose stride may be any number, or for several.
+        self._layers: dict[tuple[int, bool], BoundLayer] = {}
+        self._last: dict[int, BoundLayer] = {}  # as each was called last
         self._batches: dict[int, tuple[Batch, Any]] = {}  # the latest of each layer group
 
     def find(
@@ -84,10 +87,14 @@ class BoundLayers:
         """The layer as it is bound; None where it was not, and where these arguments differ from
         those that were checked then.
         """
-        bound = self._layers.get(layer)
-        if bound is None or bound.signature != _signature(query, key, value, options):
+        signature, last = _signature(query, key, value, options), self._last.get(layer)
+        if last is not None and last.signature == signature:
+            return last
+        bound = self._layers.get((layer, query.shape[0] == 1))
+        if bound is None or _of_any_number(bound.signature) != _of_any_number(signature):
             return None
-        return bound
+        last = self._last[layer] = replace(bound, signature=signature)
+        return last
 
     def bind(
         self,
@@ -97,10 +104,11 @@ class BoundLayers:
         attention: AttentionArguments,
     ) -> None:
         """Bind a layer for calls like the one with these arguments. ``options``: the caller's."""
-        self._layers[layer] = BoundLayer(
+        num_tokens, *output_heads = attention.output_shape
+        bound = BoundLayer(
             self._bind(write, attention),
             _signature(attention.query, write.key, write.value, options),
-            attention.output_shape,
+            (output_heads[0], output_heads[1]),
             attention.options.sliding_window_tokens,
             bytes_of_token(write.keys, write.values),
             (
@@ -108,6 +116,7 @@ class BoundLayers:
                 *(attention.slopes, attention.sinks),
             ),
         )
+        self._layers[layer, num_tokens == 1] = self._last[layer] = bound
 
     def run(
         self,
@@ -123,7 +132,7 @@ class BoundLayers:
         length.
         """
         native = self.batch(batch)
-        output = torch.empty(bound.output_shape, dtype=query.dtype)
+        output = torch.empty((batch.num_tokens, *bound.output_heads), dtype=query.dtype)
         tensors = (query, key, value, output)
         began_s = time.perf_counter()
         try:
@@ -167,10 +176,19 @@ def _signature(
     """All that the checks of arguments look at, but for the batch: tensors of equal signatures are
     both accepted, or both refused.
     """
-    of_keys = (
-        *(options, query.shape, query.stride(), query.dtype, query.device, query.layout),
-        *(key.shape, key.stride(), key.dtype, key.device, key.layout),
+    return (
+        options,
+        (query.shape, query.stride(), query.dtype, query.device, query.layout),
+        (key.shape, key.stride(), key.dtype, key.device, key.layout),
+        None
+        if value is None
+        else (value.shape, value.stride(), value.dtype, value.device, value.layout),
     )
-    if value is None:
-        return of_keys
-    return (*of_keys, value.shape, value.stride(), value.dtype, value.device, value.layout)
+
+
+def _of_any_number(signature: Signature) -> Signature:
+    """Without how many tokens the tensors have, but for whether all have as many."""
+    options, *tensors = signature
+    num_tokens = tensors[0][0][:1]
+    of_one = [t and (t[0][:1] == num_tokens, t[0][1:], *t[1:]) for t in tensors]
+    return (options, *of_one)

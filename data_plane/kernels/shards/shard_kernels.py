@@ -62,8 +62,8 @@ class ShardKernels:
         device: torch.device,
         kernels: Kernels,
     ) -> None:
-        groups = [layout.groups[pools.group_of_layer(i)] for i in range(len(shard.layers(layout)))]
-        self._windows = [group.sliding_window_tokens for group in groups]
+        self._groups = [pools.group_of_layer(i) for i in range(len(shard.layers(layout)))]
+        self._windows = [layout.groups[group].sliding_window_tokens for group in self._groups]
         self._dtype = TORCH_DTYPES[layout.dtype]
         self._block_size_tokens = layout.block_size_tokens
         self._pools = pools
@@ -79,7 +79,7 @@ class ShardKernels:
 
     def group_of_layer(self, layer: int) -> int:
         """The layer group that it is in."""
-        return self._pools.group_of_layer(layer)
+        return self._groups[layer]
 
     def write_arguments(
         self,

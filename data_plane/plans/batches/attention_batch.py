@@ -5,7 +5,8 @@ Token i of a span is at position p = first_position + i of its sequence and is w
 ``table[p // block_size] * block_size + p % block_size``. A table that was trimmed has 0 for the
 entries behind the attention window; ``max_window_tokens`` says how far back queries may look.
 
-Computed with numpy: torch would wake its threads, even for tensors as small as a decode step's.
+Computed by native code and numpy: torch would wake its threads, even for tensors as small as a
+decode step's.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from kvplane_kernels import span_rows
 from numpy.typing import NDArray
 
 from data_plane.kernels.arguments import HostLengths, SharedPlans
@@ -33,6 +36,9 @@ from kvplane.errors import (
 )
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+
+if TYPE_CHECKING:
+    from kvplane_kernels._native import SpanRows
 
 _AT = "plan.spans"
 # Entries of the block tables that kernels get, padded to the longest: 1 GiB.
@@ -118,14 +124,16 @@ def prepare_batch(
     counts = ints(columns.INT32, spans.num_tokens, f"{_AT}.num_tokens", num_spans)
     found = _tables_of(tables.of_session(session_id, group), sequence_ids, group)
     _check_current(tables, found, sequence_ids)
-    block_size = tables.block_size_tokens
     blocks = [table.blocks for table in found]
-    lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
     trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
-    _check_positions(first, counts, trimmed * block_size, lengths * block_size)
-    _check_size(tables, group, first, counts)
-    num_gone = trimmed * block_size
-    batch = _batch(group, sequence_ids, first, counts, blocks, lengths, num_gone, block_size)
+    size = tables.block_size_tokens
+    most_tokens = tables.num_blocks[place_of(group, pb.TIER_DEVICE)] * size
+    rows = span_rows(first, counts, trimmed, blocks, size, most_tokens, MAX_PADDED_ENTRIES)
+    if rows is None:
+        lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
+        _check_positions(first, counts, trimmed * size, lengths * size)
+        raise _too_large(first, counts, size, most_tokens)
+    batch = _batch(group, sequence_ids, first, rows)
     check_writable(tables, session_id, batch, np.frombuffer(changed_ids, "<i8"))
     return batch
 
@@ -197,13 +205,13 @@ def _tables_of(
             lambda i: f"sequence {ids[i]} is in two spans: a plan computes it in one",
             f"{_AT}.sequence_ids",
         )
-    in_places = np.fromiter(map(attrgetter("place"), found), np.int64, len(found))
-    refuse(
-        in_places != place_of(group, pb.TIER_DEVICE),
-        SequenceSwappedError,
-        lambda i: f"sequence {ids[i]} is in the host tier: it has to be swapped in first",
-        f"{_AT}.sequence_ids",
-    )
+    place = place_of(group, pb.TIER_DEVICE)
+    for i, table in enumerate(found):
+        if table.place != place:  # type: ignore[union-attr]
+            raise SequenceSwappedError(
+                f"sequence {ids[i]} is in the host tier: it has to be swapped in first",
+                field=f"{_AT}.sequence_ids[{i}]",
+            )
     return found  # type: ignore[return-value]
 
 
@@ -243,96 +251,52 @@ def _check_positions(
     )
 
 
-def _check_size(
-    tables: BlockTables, group: int, first: NDArray[np.int64], counts: NDArray[np.int64]
-) -> None:
-    """Refuse spans that cannot all be written, before arrays of their size are made: each token has
-    a slot of its own, but tables may share blocks and so claim far more.
+def _too_large(
+    first: NDArray[np.int64], counts: NDArray[np.int64], block_size: int, num_slots: int
+) -> InvalidRequestError:
+    """The error for spans that cannot all be written: each token has a slot of its own, but tables
+    may share blocks and so claim far more than the pool's ``num_slots``.
     """
-    num_slots = tables.num_blocks[place_of(group, pb.TIER_DEVICE)] * tables.block_size_tokens
     if (num_tokens := int(counts.sum())) > num_slots:
-        raise InvalidRequestError(
+        return InvalidRequestError(
             f"the spans have {num_tokens} tokens, and the pool has {num_slots} slots to write them",
             field=f"{_AT}.num_tokens",
         )
-    longest = -(-int((first + counts).max(initial=0)) // tables.block_size_tokens)
-    if (num_entries := len(first) * longest) > MAX_PADDED_ENTRIES:
-        raise InvalidRequestError(
-            f"{len(first)} tables of up to {longest} entries make {num_entries}, and may make "
-            f"{MAX_PADDED_ENTRIES}: compute the longest sequences in a plan of their own",
-            field=f"{_AT}.sequence_ids",
-        )
+    longest = -(-int((first + counts).max(initial=0)) // block_size)
+    return InvalidRequestError(
+        f"{len(first)} tables of up to {longest} entries make {len(first) * longest}, and may make "
+        f"{MAX_PADDED_ENTRIES}: compute the longest sequences in a plan of their own",
+        field=f"{_AT}.sequence_ids",
+    )
 
 
 def _batch(
-    group: int,
-    sequence_ids: NDArray[np.int64],
-    first: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    blocks: list[NDArray[np.int32]],
-    lengths: NDArray[np.int64],
-    trimmed: NDArray[np.int64],
-    block_size: int,
+    group: int, sequence_ids: NDArray[np.int64], first: NDArray[np.int64], rows: SpanRows
 ) -> AttentionBatch:
-    """``lengths``: of ``blocks``. ``trimmed``: positions dropped from the front of each table."""
-    num_spans = len(sequence_ids)
-    context_lens = first + counts
-    begins, ends = first // block_size, (context_lens + block_size - 1) // block_size
-    block_tables = _pad(blocks, lengths, ends)
-    starts = np.zeros(num_spans + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    # The entries that are written, span after span, and their slots.
-    written_by, entries = np.arange(num_spans), begins
-    is_decode = starts[-1] == num_spans  # each has one token
-    if not is_decode:
-        num_entries = ends - begins
-        before = np.cumsum(num_entries) - num_entries
-        written_by = np.repeat(written_by, num_entries)
-        entries = np.arange(len(written_by)) - (before - begins)[written_by]
-    written = block_tables[written_by, entries].astype(np.int64)
-    if is_decode:
-        slots = written * block_size + first % block_size
-        num_written = first % block_size + 1
-    else:
-        all_slots = (written[:, None] * block_size + np.arange(block_size)).reshape(-1)
-        num_written = np.minimum(block_size, context_lens[written_by] - entries * block_size)
-        skipped = before * block_size + first % block_size - starts[:-1]
-        slots = all_slots[np.arange(starts[-1]) + np.repeat(skipped, counts)]
-    reach = (first + 1 - trimmed)[trimmed > 0]
+    """``rows``: of the spans, as native code returns them."""
+    starts, lens, block_tables, slots, written, num_written, written_by, most, window = rows
     return AttentionBatch(
         group=group,
         sequence_ids=sequence_ids,
         first_positions=first,
-        num_tokens=int(starts[-1]),
+        num_tokens=len(slots),
         starts=starts,
-        max_tokens=int(counts.max(initial=0)),
+        max_tokens=most,
         slots=torch.from_numpy(slots),
         block_tables=torch.from_numpy(block_tables),
         query_starts=torch.from_numpy(starts),
-        context_lens=torch.from_numpy(context_lens),
-        lengths=HostLengths(starts, context_lens, _may_share(block_tables)),
+        context_lens=torch.from_numpy(lens),
+        lengths=HostLengths(starts, lens, _may_share(block_tables)),
         written_blocks=written,
         num_written=num_written,
         written_by=written_by,
-        max_window_tokens=int(reach.min()) if len(reach) else None,
+        max_window_tokens=window,
     )
 
 
 def _may_share(block_tables: NDArray[np.int32]) -> bool:
     """Whether two tables begin with the same block."""
-    if not block_tables.size:
+    if len(block_tables) < 2:
         return False
     first = np.sort(block_tables[:, 0])
     return bool((first[1:] == first[:-1]).any())
-
-
-def _pad(
-    blocks: list[NDArray[np.int32]], lengths: NDArray[np.int64], wanted: NDArray[np.int64]
-) -> NDArray[np.int32]:
-    """[S, max(wanted)]: the first ``wanted`` entries of each of ``blocks``, padded with 0."""
-    padded = np.zeros((len(blocks), int(wanted.max(initial=0))), np.int32)
-    for i in np.flatnonzero(lengths > wanted).tolist():
-        blocks[i] = blocks[i][: wanted[i]]
-    if blocks:
-        padded[np.arange(padded.shape[1]) < wanted[:, None]] = np.concatenate(blocks)
-    return padded

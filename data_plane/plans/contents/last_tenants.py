@@ -35,9 +35,11 @@ class LastTenants:
 
         A block that transfers read as it was before the plan is cleared after them.
         """
-        own = self._digest(tenant)
         before: BlocksByPlace = {}
         after: BlocksByPlace = {}
+        if not allocated:
+            return before, after
+        own = self._digest(tenant)
         is_former = transfers.reads_former(allocated)
         for place, new in allocated.items():
             last = self._last[place][new.blocks]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from kvplane_kernels import note_written
 from numpy.typing import NDArray
 
 from data_plane.places import Place, place_of
@@ -84,16 +85,13 @@ class WrittenSlots:
 
     def add(self, written: Sequence[SlotsToWrite]) -> None:
         """A plan has run. Blocks that were allocated again since are left as they are."""
+        tables = self._tables
         for each in written:
-            counts, blocks, num_slots = (
-                self._tables.num_written[each.place],
-                each.blocks,
-                each.num_slots,
+            place = each.place
+            note_written(
+                *(tables.num_written[place], tables.generations[place]),
+                *(each.blocks, each.num_slots, each.generations),
             )
-            current = self._tables.generations[each.place][blocks] == each.generations
-            if not current.all():
-                blocks, num_slots = blocks[current], num_slots[current]
-            counts[blocks] = np.maximum(counts[blocks], num_slots)
 
     def of_table(self, part: Table, first_block: int, num_tokens: int) -> NDArray[np.int64]:
         """[num_blocks]: leading slots that may be read of each entry of ``part``, which begins with

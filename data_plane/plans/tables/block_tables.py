@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +36,7 @@ from kvplane.v1 import types_pb2 as pb
 from kvplane.wire.block_digests import RANGE_BLOCKS, num_ranges
 
 Array: TypeAlias = NDArray[Any]
+_VERSION = attrgetter("version")  # of publications; each layer of each step asks for it
 
 
 @dataclass(eq=False, slots=True)
@@ -128,7 +130,7 @@ class BlockTables:
     @property
     def num_messages_published(self) -> int:
         """Counts the messages that published a block, which make earlier checks outdated."""
-        return sum(publications.version for publications in self.publications)
+        return sum(map(_VERSION, self.publications))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

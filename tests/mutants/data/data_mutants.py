@@ -87,6 +87,17 @@ def signatures_ignored() -> None:
     bound_layers._signature = _nothing  # type: ignore[assignment]
 
 
+def tokens_of_bound_keys_uncounted() -> None:
+    """A layer that was bound takes keys and values of more tokens than the query has."""
+    sign = bound_layers._signature
+
+    def of_first(query: Any, key: Any, value: Any, options: Any) -> Any:
+        num = len(query)
+        return sign(query, key[:num], None if value is None else value[:num], options)
+
+    bound_layers._signature = of_first
+
+
 def batches_kept() -> None:
     """A layer group goes on with the batch that was bound first."""
     run = bound_layers.BoundLayers.run
@@ -409,6 +420,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         publication_forgotten_at_the_kernel,
         signatures_ignored,
         batches_kept,
+        tokens_of_bound_keys_uncounted,
         stale_publications_kept,
         withdrawals_ignored,
         withdrawals_of_any_generation,

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_plane import executor, plan_runner
 from data_plane.kernels.shards import shard_kernels
-from data_plane.plans.batches import transfers
+from data_plane.plans.batches import attention_batch, transfers
 from data_plane.plans.contents import last_tenants, written_slots
 from data_plane.plans.tables import allocations, block_tables, table_changes
 from kvplane.v1 import types_pb2 as pb
@@ -215,6 +215,17 @@ def a_receipt_counts_what_was_taken_as_written() -> None:
     written_slots.WrittenSlots.add = add  # type: ignore[method-assign]
 
 
+def spans_past_their_tables() -> None:
+    """A span that ends after its table is computed as far as the table goes."""
+    rows = attention_batch.span_rows
+
+    def cut(first: Any, counts: Any, trimmed: Any, tables: Any, size: int, *most: int) -> Any:
+        num_slots = np.array([len(table) * size for table in tables], np.int64)
+        return rows(first, np.minimum(counts, num_slots - first), trimmed, tables, size, *most)
+
+    attention_batch.span_rows = cut
+
+
 def refused_plans_not_undone() -> None:
     block_tables.BlockTables._undo = _nothing  # type: ignore[method-assign]
 
@@ -223,6 +234,7 @@ TABLE_MUTANTS: dict[str, Callable[[], None]] = {
     mutant.__name__: mutant
     for mutant in (
         generation_unchecked,
+        spans_past_their_tables,
         stale_references_unchecked,
         stale_entries_readable,
         finished_plans_attend_for_ever,

@@ -100,9 +100,33 @@ def test_one_call_gives_the_bits_of_two(layout: str, options: list[AttentionOpti
     for name in ("num_written_tokens", "num_attention_tokens", "kernel_bytes"):
         assert getattr(rig.executor.counters, name) == getattr(other.executor.counters, name)
     assert rig.executor.counters.kernel_s.keys() == {"write", "attention"}
-    # The prompt and the first decoded tokens are checked, and what differs from the call before.
-    num_checked = 2 if len(options) == 1 else NUM_DECODED + 1
+    # The prompt is checked, and what differs from the call before in more than its tokens' number.
+    num_checked = 1 if len(options) == 1 else NUM_DECODED + 1
     assert counting.num_calls == num_checked * len(LAYERS)
+
+
+def test_a_layer_is_bound_for_one_token_and_for_several() -> None:
+    """The stride of a single token may be any number, and is of no use for several."""
+    counting = Counting()
+    rig = Rig(kernels=counting.kernels)
+    blocks = [set_blocks(i, [(4 * i - 4, 1)]) for i in PROMPTS]
+    for number in range(1, 7):
+        spans = [span(i, number - 1, 1) for i in PROMPTS]
+        is_single = number % 2 == 0
+        changes = blocks if number == 1 else []
+        if is_single:
+            spans = spans[:1]
+        elif number > 1:
+            spans = [span(1, number - 1, 1), span(2, (number - 1) // 2, 1)]
+        rig.start(number, changes=changes, spans=spans)
+        for layer in LAYERS:
+            query, key, value = (tokens(len(spans), n, seed=number) for n in (4, 2, 2))
+            if is_single:
+                query = query.as_strided(query.shape, (7, *query.stride()[1:]))
+            assert rig.executor.layer(1, layer, query, key, value) is not None
+        assert rig.executor.receipt(1) is not None
+    assert counting.num_calls == 2 * len(LAYERS)
+    rig.executor.check_integrity()
 
 
 @pytest.fixture
@@ -124,6 +148,7 @@ def decoding() -> Rig:
         ({"key": tokens(1).double()}, "key"),
         ({"key": tokens(1)[..., ::2]}, "key"),
         ({"value": tokens(2)}, "value"),
+        ({"key": tokens(2), "value": tokens(2)}, "key"),
         ({"value": torch.empty(1, 2, 16, device="meta")}, "value"),
         ({"key": tokens(1).to_sparse()}, "key"),
         ({"options": AttentionOptions(sinks=(1.0,))}, "options.sinks"),
