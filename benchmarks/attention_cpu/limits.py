@@ -1,17 +1,29 @@
 """What bare loops reach, beside what the kernels reach that do more: the limits of this machine.
 
+    python -m benchmarks.attention_cpu.limits JSON
+
 ``read_pages`` reads the pages of decode, in its order, and does nothing else. ``fused_products``
-multiplies and adds in registers, and loads nothing.
+multiplies and adds in registers, and loads nothing. The table is the last one that
+``benchmarks.attention_cpu`` prints, here of a run whose JSON was saved.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import kvplane_kernels
 
-from benchmarks.attention_cpu.rows import DTYPES, HEAD_SIZE, NUM_KV_HEADS, PREFILL_GROUP
-from benchmarks.common.calls import BILLIONS_OF_PRODUCTS, Calls, Spread
+from benchmarks.attention_cpu.rows import (
+    DTYPES,
+    HEAD_SIZE,
+    NUM_KV_HEADS,
+    PREFILL_GROUP,
+    Sizes,
+)
+from benchmarks.common.calls import BILLIONS_OF_PRODUCTS, Calls, Pass, Spread
 
 BARE_ROUNDS = 100_000
 FUSED_TYPES = ("bf16", "e4m3")  # pages over which products and sums are fused
@@ -60,3 +72,25 @@ def _line(name: str, reached: float, pages: Spread | None, by_products: float) -
     read = " | " if pages is None else f"{pages.middle:.1f} | {reached / pages.middle:.0%}"
     figures = f"{reached:,.1f} | {read} | {by_products:,.1f} | {reached / by_products:.0%}"
     return " ".join(f"| {name} | {figures} |".split())
+
+
+def saved_rows(saved: Path) -> list[Calls]:
+    """The rows of a saved run, with the medians of their passes' medians."""
+    rows = []
+    for row in json.loads(saved.read_text())["rows"]:
+        name, unit, rate = row["name"], row["unit"], row["p50"]
+        amount = Sizes().prefill_tokens if unit == "tokens/s" else rate * 1e9
+        seconds = amount / rate / (1 if unit == "tokens/s" else 1e9)
+        rows.append(Calls(name, unit, amount, lambda: None, passes=[Pass([seconds], [seconds])]))
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print the table of a saved run, which must not have been a quick one."""
+    parser = argparse.ArgumentParser(description="Compare a run with its bare loops.")
+    parser.add_argument("json", type=Path, help="as benchmarks.attention_cpu saved it")
+    print(*limits(saved_rows(parser.parse_args(words).json)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

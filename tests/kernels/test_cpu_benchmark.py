@@ -15,6 +15,8 @@ from benchmarks import attention_idle, attention_prefill, attention_profile, att
 from benchmarks.attention_cpu import __main__ as attention_cpu
 from benchmarks.attention_cpu import rows as attention_rows
 from benchmarks.attention_cpu.limits import limits, products_of_prefill
+from benchmarks.attention_cpu.limits import main as print_limits
+from benchmarks.attention_cpu.report import as_json
 from benchmarks.attention_cpu.rows import Sizes
 from benchmarks.attention_cpu.tables import tables
 from benchmarks.common import memory
@@ -151,6 +153,20 @@ def test_what_is_reached_stands_beside_what_bare_loops_reach() -> None:
         "| decode/e4m3/g4 | 5.0 | | | 12.0 | 42% |",
         "| prefill, tokens/s | 3.0 | | | 2,929,687.5 | 0% |",
     ]
+
+
+def test_a_saved_run_is_compared_with_its_bare_loops_as_it_was_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_tokens = Sizes().prefill_tokens
+    prefill = Calls("prefill", "tokens/s", num_tokens, lambda: None, passes=[Pass([0.5], [0.5])])
+    bare = rated("fused_products", 48, BILLIONS_OF_PRODUCTS)
+    bare.amount = 48e9
+    rows = [rated("read_pages/bf16", 20), rated("decode/bf16/g1", 8), prefill, bare]
+    saved = tmp_path / "run.json"
+    saved.write_text(json.dumps(as_json(rows, {})))
+    print_limits([str(saved)])
+    assert capsys.readouterr().out == "\n".join(limits(rows)) + "\n"
 
 
 def test_torch_is_held_to_the_instruction_set_of_the_kernels(
