@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from byte_model import VOCABULARY as VOCABULARY
-from byte_model import save_byte_model as save_byte_model
+from tests.helpers.byte_model import VOCABULARY as VOCABULARY
+from tests.helpers.byte_model import save_byte_model as save_byte_model
 
 ROOT = Path(__file__).resolve().parents[2]
 POOL = "e2e"
