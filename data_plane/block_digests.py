@@ -6,12 +6,12 @@ A range's digest is kept until a plan allocates one of its blocks, or one is pub
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_plane.commands import Commands
 from data_plane.places import Place, group_of, tier_of
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.v1 import control_pb2
@@ -20,15 +20,9 @@ from kvplane.wire import block_digests as wire
 
 
 class BlockDigests:
-    """Of the blocks of one data plane. ``command``: what a call of this name is made inside of, for
-    the executor's lock.
-    """
+    """Of the blocks of one data plane. ``command``: within which a call is made."""
 
-    def __init__(
-        self,
-        tables: BlockTables,
-        command: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
+    def __init__(self, tables: BlockTables, command: Commands) -> None:
         self._tables = tables
         self._command = command
         self._salt = os.urandom(wire.SALT_BYTES)
@@ -42,7 +36,7 @@ class BlockDigests:
 
     def refresh(self, max_ranges: int) -> bool:
         """Compute digests that are out of date, at most so many. Returns whether some are left."""
-        with self._command("digests"):
+        with self._command.lock, self._command("digests"):
             return self._refresh(max_ranges)
 
     def _refresh(self, max_ranges: int) -> bool:
@@ -59,7 +53,7 @@ class BlockDigests:
         """The digests of which some were computed after ``since``, 0 for all, the last message
         marked; and what to give next time.
         """
-        with self._command("digests"):
+        with self._command.lock, self._command("digests"):
             found = [message for place in self._digests for message in self._of_place(place, since)]
             if not found:
                 found.append(control_pb2.BlockDigests(salt=self._salt, tier=pb.TIER_DEVICE))

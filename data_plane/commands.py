@@ -16,13 +16,15 @@ Observer = Callable[[str, float], None]
 
 
 class Commands:
-    """``commands(name)`` is the context of a command, which others may be inside of."""
+    """``with commands.lock, commands(name):`` is a command, which others may be inside of. The lock
+    is apart: wherever Ctrl-C comes, Python itself releases it.
+    """
 
     def __init__(
         self, counters: ExecutorCounters, device_watch: DeviceWatch, observe: Observer | None
     ) -> None:
         self.lock = threading.RLock()
-        """Held by the command that runs."""
+        """Held while a command runs."""
         self.depth = 0
         self.counters = counters
         self.device_watch = device_watch
@@ -35,15 +37,15 @@ class Commands:
 class Command:
     """A context, used once. Not a generator: each layer of a step is a command."""
 
-    __slots__ = ("_began_s", "_commands", "_name")
+    __slots__ = ("_began_s", "_commands", "_depth", "_name")
 
     def __init__(self, commands: Commands, name: str) -> None:
         self._commands = commands
         self._name = name
 
     def __enter__(self) -> None:
-        self._commands.lock.acquire()
         self._began_s = time.perf_counter()
+        self._depth = self._commands.depth
         self._commands.depth += 1
 
     def __exit__(
@@ -53,15 +55,12 @@ class Command:
         traceback: TracebackType | None,
     ) -> None:
         commands = self._commands
+        commands.depth = self._depth  # also where the end of one inside was cut off
         try:
-            if isinstance(error, KvplaneError) and commands.depth == 1:
+            if isinstance(error, KvplaneError) and not self._depth:
                 commands.counters.num_rejections[error.reason] += 1
                 if isinstance(error, InternalError):
                     commands.device_watch.check()
         finally:
-            commands.depth -= 1
-            try:
-                if commands.observe is not None:
-                    commands.observe(self._name, time.perf_counter() - self._began_s)
-            finally:
-                commands.lock.release()
+            if commands.observe is not None:
+                commands.observe(self._name, time.perf_counter() - self._began_s)

@@ -159,7 +159,7 @@ class Executor:
 
     def finish(self) -> None:
         """Wait until the device has finished all work queued on it."""
-        with self._command("finish"):
+        with self._command.lock, self._command("finish"):
             self._plans.quiesce()
 
     def block_source(self) -> data_pb2.BlockSource:
@@ -177,7 +177,7 @@ class Executor:
         Generations and publications stay, because the data does. Raises StaleIncarnationError when
         a higher incarnation was seen, and InvalidRequestError for a key of the wrong length.
         """
-        with self._command("install"):
+        with self._command.lock, self._command("install"):
             self._verifier.install(incarnation, key)
             self._plans.quiesce()
             self._sessions.end_all(self.keys.id)
@@ -185,7 +185,7 @@ class Executor:
 
     def report(self, blocks_per_part: int = 2048, among: Ranges | None = None) -> Parts:
         """All blocks that were ever allocated, or those in ranges, by ``block_report``."""
-        with self._command("report"):
+        with self._command.lock, self._command("report"):
             return block_report(self._tables, blocks_per_part, among)
 
     def publish(self, publications: pb.Publications) -> int:
@@ -194,14 +194,14 @@ class Executor:
 
         Raises InvalidRequestError for a malformed column; nothing is kept then.
         """
-        with self._command("publish"):
+        with self._command.lock, self._command("publish"):
             group = check_group(publications.group, self.layout, "publications.group")
             present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
             return self._tables.publications[group].keep(publications, present, "publications")
 
     def withdraw(self, blocks: control_pb2.WithdrawBlocks) -> int:
         """Drop publications in the same way. Returns the number dropped."""
-        with self._command("withdraw"):
+        with self._command.lock, self._command("withdraw"):
             group = check_group(blocks.group, self.layout, "withdraw.group")
             present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
             return self._tables.publications[group].withdraw(blocks, present, "withdraw")
@@ -212,7 +212,7 @@ class Executor:
 
         Raises StaleIncarnationError and InvalidRequestError.
         """
-        with self._command("fence"):
+        with self._command.lock, self._command("fence"):
             self._verifier.check_incarnation(session.incarnation, "session.incarnation")
             check_ordinal(ordinal, "ordinal")
             self._plans.quiesce()
@@ -226,7 +226,7 @@ class Executor:
         Raises NotPermittedError for another tenant's grant, BadSignatureError, StaleEpochError,
         StaleIncarnationError, SessionExpiredError, LayoutMismatchError and InvalidRequestError.
         """
-        with self._command("open"):
+        with self._command.lock, self._command("open"):
             verified = self._verifier.grant(grant)
             if verified.layout_fingerprint != self.layout.fingerprint:
                 raise LayoutMismatchError(
@@ -249,7 +249,7 @@ class Executor:
         the tables. A plan without spans has run when this returns. Raises what the comment of
         ``DataPlaneService`` in ``data.proto`` lists.
         """
-        with self._command("start"):
+        with self._command.lock, self._command("start"):
             return self._begin(session, *self._verifier.plan(plan))
 
     def write_layer(
@@ -269,7 +269,7 @@ class Executor:
         PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError, StaleGenerationError when a
         block has been allocated again, and InternalError when the device failed.
         """
-        with self._command("write_layer"):
+        with self._command.lock, self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
             index = layer_index(self.layers, layer)
             batch = self._plans.batch(run, self.pools.group_of_layer(index))
@@ -296,7 +296,7 @@ class Executor:
         piece is to take on a CPU; None for one piece. Raises as ``write_layer`` does.
         """
         pieces = self._plans.attend_to(session_id, layer, query, options, plan_number, piece_s)
-        return guarded(pieces, lambda: self._command("attend"))
+        return guarded(pieces, self._command.lock, lambda: self._command("attend"))
 
     def layer(
         self,
@@ -318,7 +318,7 @@ class Executor:
         ``field`` prefixes the field names in errors. Raises as ``write_layer`` does.
         """
         tensors = query, key, value
-        with self._command("layer"):
+        with self._command.lock, self._command("layer"):
             run = self._plans.layer(session_id, layer, tensors, options, plan_number, field, None)
             return finish(run)
 
@@ -334,7 +334,7 @@ class Executor:
     ) -> Pieces[torch.Tensor | None]:
         """``layer`` by pieces, as ``attend``. ``tensors``: query, key, value."""
         pieces = self._plans.layer(session_id, layer, tensors, options, plan_number, field, piece_s)
-        return guarded(pieces, lambda: self._command("layer"))
+        return guarded(pieces, self._command.lock, lambda: self._command("layer"))
 
     def fixed_step(self, session_id: int, bounds: StepBounds) -> FixedStep:
         """For a session whose steps have the same bounds: its layers can be captured in a CUDA
@@ -362,7 +362,7 @@ class Executor:
         """The latest plan's receipt; None while layers are missing. On a GPU, waits until the plan
         has run. Raises InternalError when the device failed: such a plan gets no receipt.
         """
-        with self._command("receipt"):
+        with self._command.lock, self._command("receipt"):
             return self._plans.receipt(*self._plans.latest(session_id, None))
 
     def start_transfers(
@@ -373,7 +373,7 @@ class Executor:
         Returns the number of its transfers and, when it has run, its receipt. Raises
         InvalidRequestError naming the transfer that is of the other kind.
         """
-        with self._command("swap_blocks" if swaps else "copy_blocks"):
+        with self._command.lock, self._command("swap_blocks" if swaps else "copy_blocks"):
             verified, digest = self._verifier.plan(plan)
             transfers = Transfers.read(self.pools.num_blocks, verified.transfers)
             is_swap = transfers.sources.tiers != transfers.destinations.tiers
@@ -412,7 +412,7 @@ class Executor:
         the latest plan's transfers have not all run.
         """
         blocks = BlockRange(sequence_id, first_block, num_blocks, group, first_layer, num_layers)
-        with self._command("read_blocks"):
+        with self._command.lock, self._command("read_blocks"):
             return self._blocks.read(session_id, blocks, only_written=only_written)
 
     def write_blocks(
@@ -435,7 +435,7 @@ class Executor:
         receipt once nothing is missing. Raises as ``write_layer`` does.
         """
         place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
-        with self._command("write_blocks"):
+        with self._command.lock, self._command("write_blocks"):
             return self._blocks.write(session_id, place, blocks, plan_number)
 
     def span_blocks(self, session_id: int, sequence_id: int, plan_number: int) -> range:
@@ -443,7 +443,7 @@ class Executor:
         group. Raises SessionExpiredError, PlanOutOfOrderError, and InvalidRequestError when the
         plan computes nothing for it.
         """
-        with self._command("span_blocks"):
+        with self._command.lock, self._command("span_blocks"):
             return self._blocks.of_span(session_id, sequence_id, plan_number)
 
     def check_integrity(self) -> None:

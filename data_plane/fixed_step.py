@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 
+from data_plane.commands import Commands
 from data_plane.kernels.arguments import NumbersOfHeads, numbers_of_heads, require
 from data_plane.kernels.shards.shard_kernels import ShardKernels, check_window
 from data_plane.kernels.step_memory import is_capturing
@@ -46,7 +46,7 @@ class FixedStep:
         plans: PlanRunner,
         compute: ShardKernels,
         device: torch.device,
-        command: Callable[[str], AbstractContextManager[None]],
+        command: Commands,
     ) -> None:
         memories = [compute.step_memory() for _ in layout.groups]
         self._memories = [memory for memory in memories if memory is not None]
@@ -124,7 +124,7 @@ class FixedStep:
         run by ``Executor.layer``, and for a step whose layers were never all called;
         PlanOutOfOrderError if the plan has run; and as ``Executor.layer`` does.
         """
-        with self._command("step"):
+        with self._command.lock, self._command("step"):
             session, run = self._plans.latest(self.session_id, plan_number)
             if run.is_complete:
                 raise PlanOutOfOrderError(

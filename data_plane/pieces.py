@@ -23,10 +23,14 @@ def finish(pieces: Pieces[T]) -> T:
             return result
 
 
-def guarded(pieces: Pieces[T], guard: Callable[[], AbstractContextManager[None]]) -> Pieces[T]:
-    """The same, each piece inside of ``guard()``."""
+def guarded(
+    pieces: Pieces[T],
+    lock: AbstractContextManager[object],
+    guard: Callable[[], AbstractContextManager[None]],
+) -> Pieces[T]:
+    """The same, each piece inside of ``lock`` and ``guard()``."""
     while True:
-        with guard():
+        with lock, guard():
             try:
                 next(pieces)
             except StopIteration as end:

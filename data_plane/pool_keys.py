@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
+from data_plane.commands import Commands
 from data_plane.plans.sessions import Sessions
 from data_plane.plans.verifier import Verifier
 from kvplane.v1 import control_pb2
@@ -18,7 +16,7 @@ class HeldKeys:
         self,
         verifier: Verifier,
         sessions: Sessions,
-        command: Callable[[str], AbstractContextManager[None]],
+        command: Commands,
     ) -> None:
         """``command``: within which one runs, by its name."""
         self._verifier = verifier
@@ -39,7 +37,7 @@ class HeldKeys:
         """Accept what another key signs too, and sign receipts with it. Safe to repeat. Raises
         InvalidRequestError for one of the wrong length, or a third.
         """
-        with self._command("add_key"):
+        with self._command.lock, self._command("add_key"):
             self._verifier.add_key(key)
             self._sessions.key_changes(b"", signing.key_id(key))
 
@@ -48,7 +46,7 @@ class HeldKeys:
         listed are accepted from now on, and plans remembered here. Safe to repeat. Raises
         InvalidRequestError for a key that is not held.
         """
-        with self._command("retire_keys"):
+        with self._command.lock, self._command("retire_keys"):
             former = self._verifier.key_id
             self._verifier.retire_keys(retirement, self._sessions.remembered_plans())
             if former != self._verifier.key_id:

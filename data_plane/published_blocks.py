@@ -5,11 +5,11 @@ hold.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
+from data_plane.commands import Commands
 from data_plane.kernels.arguments import require
 from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.places import place_of
@@ -32,7 +32,7 @@ class PublishedBlocks:
         sessions: Sessions,
         plans: PlanRunner,
         compute: ShardKernels,
-        command: Callable[[str], AbstractContextManager[None]],
+        command: Commands,
     ) -> None:
         """``layers``: of the shard, in the first group. ``command``: in which a method runs, by its
         name.
@@ -58,18 +58,18 @@ class PublishedBlocks:
         """Note from now on which prefixes new sequences find. ``on_reuse`` is called, inside a
         command, when ``take_reused`` may have more.
         """
-        with self._command("watch_reuse"):
+        with self._command.lock, self._command("watch_reuse"):
             reused = self._plans.reused = ReusedBlocks(self._tables, on_reuse)
             self._tables.publications[0].on_keep = reused.published
 
     def take_reused(self) -> list[ReusedPrefix]:
         """The prefixes that were noted, each once."""
-        with self._command("take_reused"):
+        with self._command.lock, self._command("take_reused"):
             return [] if self._plans.reused is None else self._plans.reused.take()
 
     def drop_reused(self, tenant: str | None) -> None:
         """Drop the prefixes that were noted of a tenant, or with None of all."""
-        with self._command("drop_reused"):
+        with self._command.lock, self._command("drop_reused"):
             if self._plans.reused is not None:
                 self._plans.reused.drop(tenant)
 
@@ -77,7 +77,7 @@ class PublishedBlocks:
         """All layers of a published device block, [num_layers, 1, ...] as of
         ``Executor.read_blocks``; None when it is not published any more, or of another generation.
         """
-        with self._command("read_published"):
+        with self._command.lock, self._command("read_published"):
             is_present = self._tables.generations[_DEVICE][block] == generation
             if not is_present or not self._tables.publications[0].published[block]:
                 return None
@@ -86,7 +86,7 @@ class PublishedBlocks:
 
     def scope_of(self, session_id: int) -> tuple[str, str]:
         """Tenant and namespace of a session. Raises SessionExpiredError, InvalidRequestError."""
-        with self._command("scope_of"):
+        with self._command.lock, self._command("scope_of"):
             session = self._sessions.get(session_id)
             require(session.namespace is not None, "must say the namespace", "grant.namespace")
             return session.tenant, session.namespace or ""

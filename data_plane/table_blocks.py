@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from data_plane.commands import Commands
 from data_plane.kernels.arguments import require
 from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.layers import layer_range
@@ -56,7 +55,7 @@ class TableBlocks:
         self._plans = plans
         self._compute = compute
 
-    def published(self, command: Callable[[str], AbstractContextManager[None]]) -> PublishedBlocks:
+    def published(self, command: Commands) -> PublishedBlocks:
         """Those that are published. ``command``: see there."""
         layers = range(len(self._shard.group_layers(self._layout, 0)))
         return PublishedBlocks(

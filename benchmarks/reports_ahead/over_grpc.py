@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control_plane import rebuild
+from benchmarks.control_plane import resume
 from benchmarks.control_plane.over_grpc import OverGrpc, Server
 from benchmarks.reports_ahead.plane import Figures, Plane
 from data_plane.server.registration_stream import (
@@ -64,7 +64,7 @@ async def over_grpc(plane: Plane, change: Callable[[Plane], None] | None) -> Fig
                 while not await _answers(stub):
                     await asyncio.sleep(0.01)
                 waits_s: list[float] = []
-                probe = asyncio.create_task(rebuild.ask_again_and_again(stub, waits_s))
+                probe = asyncio.create_task(resume.ask_again_and_again(stub, waits_s))
                 figures = await _lead(stub, plane)
                 probe.cancel()
                 return replace(figures, longest_s=max(waits_s))

@@ -10,6 +10,10 @@ import numpy as np
 
 from benchmarks.control_plane import messages
 from data_plane.block_digests import BlockDigests
+from data_plane.commands import Commands
+from data_plane.counters import ExecutorCounters
+from data_plane.kernels.device.cuda_streams import HostStreams
+from data_plane.kernels.device.device_watch import DeviceWatch
 from data_plane.plans.tables.block_report import block_report
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.v1 import control_pb2 as cpb
@@ -33,7 +37,8 @@ class Plane:
             for told in part.report.publications:
                 tables.publications[0].keep(told, tables.generations[_DEVICE], "publications")
         self._tables = tables
-        self.digests = BlockDigests(tables)
+        commands = Commands(ExecutorCounters(), DeviceWatch(HostStreams()), None)
+        self.digests = BlockDigests(tables, commands)
         self.hello = messages.hello(num_blocks, 0)
 
     def report(

@@ -94,7 +94,8 @@ py::tuple match(const Pool& pool, const std::vector<EntryId>& found) {
       ++num_device;
     else
       ++num_host;
-    hashes.append(reinterpret_cast<const char*>(entry.hash.data()), entry.hash.size());
+    const Hash& hash = pool.index().hash(e);
+    hashes.append(reinterpret_cast<const char*>(hash.data()), hash.size());
   }
   return py::make_tuple(num_device, num_host, py::bytes(hashes));
 }
@@ -139,7 +140,7 @@ py::tuple publication(const Pool& pool, EntryId root, const std::vector<EntryId>
     generations[i] = device.generation(entry.block(kDevice));
     parents[i] = static_cast<int32_t>(parent);
     parent_generations[i] = parent == kNoBlock ? 0 : device.generation(parent);
-    std::memcpy(&hashes[i * sizeof(Hash)], entry.hash.data(), sizeof(Hash));
+    std::memcpy(&hashes[i * sizeof(Hash)], index.hash(entries[i]).data(), sizeof(Hash));
     std::memcpy(&tokens[i * size], index.tokens(entries[i]), size);
   }
   return py::make_tuple(py::bytes(index.root_name(root)), pack(indices), pack(generations),

@@ -82,7 +82,7 @@ py::tuple prefix_tree(const Pool& pool, const py::bytes& root, int64_t max_entri
     num_hits.push_back(hits);
     ages_ms.push_back(static_cast<int64_t>((pool.now_s() - published_s) * 1000));
     idle_ms.push_back(static_cast<int64_t>((pool.now_s() - used_s) * 1000));
-    hashes.append(reinterpret_cast<const char*>(index[last].hash.data()), sizeof(Hash));
+    hashes.append(reinterpret_cast<const char*>(index.hash(last).data()), sizeof(Hash));
     wait_for_children(last, place);
   }
   return py::make_tuple(waiting.empty(), pack(parents), pack(num_device), pack(num_host),

@@ -1,6 +1,7 @@
 // Arrays that grow without moving what they hold, so that growth never copies a large array.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -9,29 +10,29 @@
 namespace kvplane::blocks {
 
 // Rows of `width` elements each. Rows keep their addresses. A width that is known here, if not 0,
-// makes a row quicker to find.
+// makes a row quicker to find. The first row begins with a line of the cache, if elements may.
 template <typename T, size_t kWidth = 1>
 class Slab {
  public:
   Slab() = default;
   explicit Slab(size_t width) : width_(width) {}
 
-  T* row(uint32_t i) { return chunks_[i >> kShift].get() + (i & kMask) * width(); }
-  const T* row(uint32_t i) const { return chunks_[i >> kShift].get() + (i & kMask) * width(); }
+  T* row(uint32_t i) { return rows_[i >> kShift] + (i & kMask) * width(); }
+  const T* row(uint32_t i) const { return rows_[i >> kShift] + (i & kMask) * width(); }
   T& operator[](uint32_t i) { return *row(i); }
   const T& operator[](uint32_t i) const { return *row(i); }
 
   // Index of one more row, whose elements are value-initialised.
   uint32_t add() {
-    if ((size_ >> kShift) == chunks_.size())
-      chunks_.push_back(std::make_unique<T[]>((size_t{1} << kShift) * width()));
+    if ((size_ >> kShift) == rows_.size()) add_chunk();
     return size_++;
   }
 
   uint32_t size() const { return size_; }
-  size_t num_bytes() const { return (chunks_.size() << kShift) * width() * sizeof(T); }
+  size_t num_bytes() const { return (rows_.size() << kShift) * width() * sizeof(T); }
 
  private:
+  static constexpr size_t kLineBytes = 64;
   // Chunks of some 128 KiB, of rows of 64 bytes where their width is not known here.
   static constexpr uint32_t shift_of(size_t row_bytes) {
     uint32_t shift = 14;
@@ -41,10 +42,19 @@ class Slab {
   static constexpr uint32_t kShift = shift_of(kWidth ? kWidth * sizeof(T) : 64);
   static constexpr uint32_t kMask = (1u << kShift) - 1;
 
+  void add_chunk() {
+    constexpr size_t num_spare = kLineBytes % sizeof(T) ? 0 : kLineBytes / sizeof(T) - 1;
+    chunks_.push_back(std::make_unique<T[]>((size_t{1} << kShift) * width() + num_spare));
+    T* const elements = chunks_.back().get();
+    const size_t num_over = reinterpret_cast<uintptr_t>(elements) % kLineBytes / sizeof(T);
+    rows_.push_back(elements + (num_spare && num_over ? num_spare + 1 - num_over : 0));
+  }
+
   size_t width() const { return kWidth ? kWidth : width_; }
 
   size_t width_ = kWidth;
   uint32_t size_ = 0;
+  std::vector<T*> rows_;  // the first of each chunk
   std::vector<std::unique_ptr<T[]>> chunks_;
 };
 

@@ -264,7 +264,7 @@ int64_t Pool::num_published(std::string_view name) const {
 // Rebuilding
 
 EntryId Pool::restore(EntryId parent, const int32_t* tokens, const Hash& hash, Block b) {
-  if (chained_hash(index_[parent].hash, tokens, static_cast<size_t>(block_size_) * 4) != hash)
+  if (chained_hash(index_.hash(parent), tokens, static_cast<size_t>(block_size_) * 4) != hash)
     return kNoEntry;
   const EntryId e = index_.find_or_add(parent, tokens, hash);
   Entry& entry = index_[e];

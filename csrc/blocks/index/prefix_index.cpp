@@ -11,6 +11,7 @@ namespace {
 
 constexpr size_t kMinKeys = 64;
 constexpr size_t kMaxDelayed = 32;
+constexpr uint32_t kAhead = 8;  // how far entries are fetched from memory
 
 size_t power_of_two_above(size_t n) {
   size_t size = kMinKeys;
@@ -74,13 +75,24 @@ bool PrefixIndex::has_tokens(EntryId e, const int32_t* tokens) const {
   return differs == 0;
 }
 
+// Entries of a prompt mostly lie one after another: `next`, used after `e`, says which way.
+void PrefixIndex::prefetch_after(EntryId e, EntryId next) const {
+  const uint32_t step = next - e;
+  if (step != 1 && step != uint32_t(-1)) return;
+  const EntryId later = next + kAhead * step;
+  if (later >= entries_.size()) return;
+  __builtin_prefetch(&entries_[later], 1);
+  __builtin_prefetch(tokens_.row(later));
+}
+
 EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry) return kNoEntry;
+  prefetch_after(parent, first);
   if (has_tokens(first, tokens)) return first;
   if (entries_[first].next == kNoEntry) return kNoEntry;
   return lookup(parent, tokens,
-                chained_hash(entries_[parent].hash, tokens, block_size_ * sizeof(int32_t)));
+                chained_hash(hashes_[parent], tokens, block_size_ * sizeof(int32_t)));
 }
 
 EntryId PrefixIndex::find_hash(EntryId parent, const Hash& hash) const {
@@ -92,7 +104,7 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry || entries_[first].next == kNoEntry) {
     const bool is_it =
-        first != kNoEntry && entries_[first].hash == hash && (!tokens || has_tokens(first, tokens));
+        first != kNoEntry && hashes_[first] == hash && (!tokens || has_tokens(first, tokens));
     return is_it ? first : kNoEntry;
   }
   const uint32_t tag = tag_of(hash);
@@ -100,7 +112,7 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
   const size_t mask = keys_.size() - 1;
   for (size_t i = tag & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask) {
     const EntryId e = keys_[i].entry;
-    if (keys_[i].tag == tag && entries_[e].parent == parent && entries_[e].hash == hash &&
+    if (keys_[i].tag == tag && entries_[e].parent == parent && hashes_[e] == hash &&
         (!tokens || has_tokens(e, tokens)))
       return e;
   }
@@ -112,8 +124,7 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
 EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens) {
   const EntryId e = find(parent, tokens);
   if (e != kNoEntry) return e;
-  return add(parent, tokens,
-             chained_hash(entries_[parent].hash, tokens, block_size_ * sizeof(int32_t)));
+  return add(parent, tokens, chained_hash(hashes_[parent], tokens, block_size_ * sizeof(int32_t)));
 }
 
 EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash) {
@@ -128,7 +139,7 @@ EntryId PrefixIndex::detach(EntryId top, bool moves_all) {
     if (users == root_users_.end()) {
       roots_.erase(roots_.find(*name));
     } else {
-      const EntryId fresh = add(kNoEntry, nullptr, entries_[top].hash);
+      const EntryId fresh = add(kNoEntry, nullptr, hashes_[top]);
       set_owner(fresh, owner_of(top));
       roots_.find(*name)->second = fresh;
       root_names_[fresh] = name;
@@ -193,6 +204,7 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
   if (e == kNoEntry) return kNoBlock;
   entry_of_[tier - 1][b] = kNoEntry;
   Entry& entry = entries_[e];
+  prefetch_after(e, entry.parent);
   --entries_[entry.root].num_uses;
   if (entry.block(tier) != b) {
     remove_spare(entry, b);
@@ -237,7 +249,7 @@ void PrefixIndex::prune(EntryId e) {
       if (name) roots_.erase(roots_.find(*name));
     } else {
       unlink(entry);
-      if (entry.has_key) delay({e, tag_of(entry.hash)}, false);
+      if (entry.has_key) delay({e, tag_of(hashes_[e])}, false);
     }
     ++entry.uid;
     free_.push_back(e);
@@ -252,16 +264,22 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash& hash
   if (free_.empty()) {
     e = entries_.add();
     tokens_.add();
+    hashes_.add();
   } else {
     e = free_.back();
     free_.pop_back();
+    if (free_.size() >= kAhead) {
+      const EntryId later = free_[free_.size() - kAhead];
+      __builtin_prefetch(&entries_[later], 1);
+      __builtin_prefetch(tokens_.row(later), 1);
+    }
   }
   Entry& entry = entries_[e];
   const uint32_t uid = entry.uid;
   entry = Entry{};
   entry.uid = uid;
   entry.parent = parent;
-  entry.hash = hash;
+  hashes_[e] = hash;
   entry.root = e;
   ++num_entries_;
   if (parent == kNoEntry) return e;
@@ -274,7 +292,7 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash& hash
     for (const EntryId sibling : {above.child, e}) {
       if (entries_[sibling].has_key) continue;
       entries_[sibling].has_key = 1;
-      delay({sibling, tag_of(entries_[sibling].hash)}, true);
+      delay({sibling, tag_of(hashes_[sibling])}, true);
     }
   }
   above.child = e;
@@ -352,7 +370,8 @@ size_t PrefixIndex::num_bytes_of_blocks() const {
 }
 
 size_t PrefixIndex::num_bytes_of_entries() const {
-  return entries_.num_bytes() + tokens_.num_bytes() + free_.capacity() * sizeof(EntryId);
+  return entries_.num_bytes() + tokens_.num_bytes() + hashes_.num_bytes() +
+         free_.capacity() * sizeof(EntryId);
 }
 
 void PrefixIndex::check() const {
@@ -375,7 +394,7 @@ void PrefixIndex::check() const {
       const Entry& entry = entries_[e];
       ++num_found;
       num_keys += entry.has_key;
-      require(find(entry.parent, tokens_.row(e)) == e && find_hash(entry.parent, entry.hash) == e,
+      require(find(entry.parent, tokens_.row(e)) == e && find_hash(entry.parent, hashes_[e]) == e,
               "an entry cannot be found");
       require(entry.root == root || (!named.second && root_names_.count(entry.root)),
               "an entry has another root");

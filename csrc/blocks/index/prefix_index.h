@@ -30,7 +30,8 @@
 
 namespace kvplane::blocks {
 
-struct Entry {
+// A line of the cache.
+struct alignas(64) Entry {
   EntryId root = kNoEntry;
   EntryId parent = kNoEntry;  // kNoEntry for a root
   EntryId child = kNoEntry;   // the latest of its children
@@ -50,12 +51,13 @@ struct Entry {
   uint32_t retention = 0;  // see Retention; 0: not retained
   float published_s = 0;
   float used_s = 0;
-  Hash hash{};
 
   Block block(Tier tier) const { return blocks[tier - 1]; }
   Block& block(Tier tier) { return blocks[tier - 1]; }
   bool has_blocks() const { return blocks[0] != kNoBlock || blocks[1] != kNoBlock; }
 };
+
+static_assert(sizeof(Entry) == 64, "an entry has grown");
 
 // What happened to the index, for those who follow it.
 enum class Change : uint8_t { kStored = 1, kRemoved = 2, kCleared = 3 };
@@ -102,6 +104,7 @@ class PrefixIndex {
   const Entry& operator[](EntryId e) const { return entries_[e]; }
   bool is_root(EntryId e) const { return entries_[e].parent == kNoEntry; }
   const int32_t* tokens(EntryId e) const { return tokens_.row(e); }
+  const Hash& hash(EntryId e) const { return hashes_[e]; }
   bool alive(EntryId e, uint32_t uid) const { return e != kNoEntry && entries_[e].uid == uid; }
   // The child of `parent` with these tokens, kNoEntry when there is none.
   EntryId find(EntryId parent, const int32_t* tokens) const;
@@ -166,6 +169,7 @@ class PrefixIndex {
   EntryId add(EntryId parent, const int32_t* tokens, const Hash& hash);
   void unlink(const Entry& entry);
   bool has_tokens(EntryId e, const int32_t* tokens) const;
+  void prefetch_after(EntryId e, EntryId next) const;
   EntryId lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const;
   void remove_spare(Entry& entry, Block b);
   // The hash table: see prefix_index.cpp.
@@ -188,6 +192,7 @@ class PrefixIndex {
   uint64_t seed_;
   Slab<Entry> entries_;
   Slab<int32_t, 0> tokens_;
+  Slab<Hash> hashes_;
   std::vector<EntryId> free_;
   size_t num_entries_ = 0;            // roots too
   std::vector<EntryId> entry_of_[2];  // by tier

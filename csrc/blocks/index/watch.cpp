@@ -29,10 +29,10 @@ EntryId snapshot(const PrefixIndex& index, std::string_view root, EntryId cursor
     if (num == kMaxScanned || columns.kinds.size() >= max_blocks) return cursor;
     const Entry& entry = index[cursor];
     if (entry.root != top) continue;
-    const Hash parent = entry.parent == top || cursor == top ? Hash{} : index[entry.parent].hash;
+    const Hash parent = entry.parent == top || cursor == top ? Hash{} : index.hash(entry.parent);
     for (const Tier tier : {kDevice, kHost})
       if (entry.block(tier) != kNoBlock)
-        columns.add(Change::kStored, tier, entry.hash, parent, index.tokens(cursor),
+        columns.add(Change::kStored, tier, index.hash(cursor), parent, index.tokens(cursor),
                     index.block_size());
   }
   return kNoEntry;
@@ -72,10 +72,10 @@ void ChangeLog::add(int64_t revision, Change change, const PrefixIndex& index, E
   if (change == Change::kCleared) {
     event.tier = Tier(0);
   } else {
-    event.hash = index[e].hash;
+    event.hash = index.hash(e);
   }
   if (change == Change::kStored && !index.is_root(index[e].parent))
-    event.parent_hash = index[index[e].parent].hash;
+    event.parent_hash = index.hash(index[e].parent);
   const size_t place = place_of(revision);
   if (place == events_.size()) {
     events_.emplace_back();

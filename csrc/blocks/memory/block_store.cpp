@@ -7,6 +7,13 @@
 
 namespace kvplane::blocks {
 
+namespace {
+
+// How far ahead blocks are fetched from memory.
+constexpr size_t kAhead = 8;
+
+}  // namespace
+
 BlockStore::BlockStore(Tier tier, uint32_t num_blocks, std::vector<int64_t> generations,
                        PrefixIndex& index, std::unique_ptr<EvictionPolicy> policy)
     : tier(tier),
@@ -140,15 +147,17 @@ void BlockStore::unpublish(Block b) {
 
 void BlockStore::publish_to_policy(Block b) {
   infos_[b].published = true;
-  const Entry& entry = index_[index_.entry_of(tier, b)];
+  const EntryId e = index_.entry_of(tier, b);
   uint64_t key;
-  std::memcpy(&key, entry.hash.data(), sizeof key);
-  policy_->publish(&b, &key, 1, index_[entry.parent].block(tier));
+  std::memcpy(&key, index_.hash(e).data(), sizeof key);
+  policy_->publish(&b, &key, 1, index_[index_[e].parent].block(tier));
 }
 
 void BlockStore::share(const Block* blocks, size_t num) {
-  for (size_t i = 0; i < num; ++i)
+  for (size_t i = 0; i < num; ++i) {
+    if (i + kAhead < num) prefetch(blocks[i + kAhead]);
     if (infos_[blocks[i]].ref_count++ == 0) settle(blocks[i]);
+  }
   tell_policy();
 }
 
@@ -175,6 +184,7 @@ void BlockStore::add_pending(Block b, Slot slot) {
 
 void BlockStore::finished(const Block* blocks, size_t num) {
   for (size_t i = 0; i < num; ++i) {
+    if (i + kAhead < num) prefetch(blocks[i + kAhead]);
     const Block b = blocks[i];
     if (--infos_[b].num_pending) continue;
     settle(b);

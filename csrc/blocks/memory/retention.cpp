@@ -22,7 +22,7 @@ uint64_t first_bytes(const Hash& hash) {
 
 }  // namespace
 
-uint64_t Retention::key_of(EntryId e) const { return first_bytes(index_[e].hash); }
+uint64_t Retention::key_of(EntryId e) const { return first_bytes(index_.hash(e)); }
 
 int64_t Retention::num_new(uint32_t owner, const std::vector<EntryId>& path) const {
   return std::count_if(path.begin(), path.end(), [&](EntryId e) { return !counts_for(owner, e); });
@@ -288,7 +288,7 @@ int64_t Pool::release_retained(Slot slot, Span<int32_t> tokens) {
 
 // Of all full blocks of the tokens; `e` is the entry of the first `num` of them.
 uint64_t Pool::prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const {
-  Hash hash = index_[e].hash;
+  Hash hash = index_.hash(e);
   for (int64_t i = num; i < tokens.size / block_size_; ++i)
     hash = chained_hash(hash, tokens.data + i * block_size_, static_cast<size_t>(block_size_) * 4);
   return first_bytes(hash);

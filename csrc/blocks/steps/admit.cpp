@@ -299,6 +299,7 @@ void Pool::find_hits(const Session& session, const Admission& admission, int64_t
     if (hits.empty()) hits.reserve(static_cast<size_t>(num_full));
     const Entry& entry = index_[e];
     if (entry.block(kDevice) != kNoBlock) {
+      store(kDevice).prefetch(entry.block(kDevice));
       hits.push_back({e, Hit::kShared, entry.block(kDevice), 0});
     } else if (entry.block(kHost) != kNoBlock) {
       hits.push_back({e, Hit::kHosted, entry.block(kHost), session.number});

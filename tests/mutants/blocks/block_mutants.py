@@ -199,13 +199,13 @@ FAULTS = {
     ),
     "a_block_keeps_its_generation": Mutant("memory/block_store.cpp", "++infos_[b].generation;", ""),
     "a_pool_forgets_generations_that_its_smallest_shard_lacks": Mutant(
-        "recovery/rebuild.cpp",
-        "config_.generations[t].resize(most);",
-        "config_.generations[t].resize(std::min<size_t>(most, config_.num_blocks[t]));",
+        "memory/block_store.cpp",
+        "more_generations_.assign(generations.begin() + num_blocks, generations.end());",
+        "",
     ),
     "a_pool_takes_one_shards_generations": Mutant(
         "recovery/rebuild.cpp",
-        "std::max(config_.generations[t][b], shard.generations[t][b]);",
+        "std::max(known[b], shard.generations[t][b]);",
         "shard.generations[t][b];",
     ),
     "a_publication_of_another_generation_is_restored": Mutant(
@@ -215,8 +215,8 @@ FAULTS = {
     ),
     "all_below_a_spare_is_announced_at_once": Mutant(
         "index/publish.cpp",
-        "while (taken.size() < max_entries &&",
-        "while (taken.size() < 1000 * max_entries &&",
+        "num < max_entries && has_announcements()",
+        "num < 1000 * max_entries && has_announcements()",
     ),
     "a_sibling_has_no_key": Mutant(
         "index/prefix_index.cpp",

@@ -18,6 +18,10 @@ from control_plane.planning.pools.ahead import ReportsAhead
 from control_plane.planning.pools.reports import Reports
 from control_plane.planning.pools.shards import total_blocks
 from data_plane.block_digests import BlockDigests
+from data_plane.commands import Commands
+from data_plane.counters import ExecutorCounters
+from data_plane.kernels.device.cuda_streams import HostStreams
+from data_plane.kernels.device.device_watch import DeviceWatch
 from data_plane.plans.tables.block_report import block_report
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import InvalidRequestError, QuotaExceededError, StaleEpochError
@@ -43,7 +47,8 @@ class Plane:
             epoch=epoch, num_device_blocks=NUM_BLOCKS[DEVICE], num_host_blocks=NUM_BLOCKS[HOST]
         )
         self.tables = BlockTables(NUM_BLOCKS, LAYOUT.block_size_tokens)
-        self.digests = BlockDigests(self.tables)
+        commands = Commands(ExecutorCounters(), DeviceWatch(HostStreams()), None)
+        self.digests = BlockDigests(self.tables, commands)
         self.state: dict[tuple[tpb.Tier, int], tuple[Any, ...]] = {}
         self._prompts = count(1)
         self.since = 0
