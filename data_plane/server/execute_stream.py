@@ -236,9 +236,8 @@ class ExecuteStream:
             with device_errors():
                 layer.output.copy_(output)
             output = None
-        if len(self._ran) <= len(
-            executor.layers
-        ):  # of a plan that is sent again and again, no more
+        # Of a plan that is sent again and again, no more.
+        if len(self._ran) <= len(executor.layers):
             self._ran.append(layer if layer.request else _OVER_GRPC)
         return output, executor.receipt(session_id)
 
