@@ -38,7 +38,8 @@ def tables(figures: dict[str, Any]) -> str:
 
 def name_of(row: dict[str, Any]) -> str:
     """The first cell of a line."""
-    return f"{row['model']}, {row['threads']} threads, {row['workload']['name']}"
+    threads = f", {row['threads']} threads" if "threads" in row else ""  # older files have none
+    return f"{row['model']}{threads}, {row['workload']['name']}"
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ class PacketSocket {
 
 // How one thread looks for what others send, for a while before it sleeps. Where other threads want
 // its core it pauses: the scheduler takes the core from who only looks for milliseconds at a time.
-// A pause is so many times as long as what that took: little time is lost that way, whether others
-// come often or not.
+// A pause is so many times as long as what that took, and a second at most: little time is lost
+// that way, whether others come often or not.
 class Spin {
  public:
   explicit Spin(double spin_s) : spin_s_(spin_s) {}
@@ -88,7 +88,7 @@ class Spin {
       const double before = now;
       now = now_s();
       if (now - before > kInterruptedS && was_preempted()) {
-        not_before_ = now + kPauseOfLoss * (now - before);
+        not_before_ = now + std::min(kPauseOfLoss * (now - before), kLongestPauseS);
       }
       if (found || now >= end || now < not_before_) return found;
     }
@@ -97,6 +97,7 @@ class Spin {
  private:
   static constexpr double kInterruptedS = 0.0003;
   static constexpr double kPauseOfLoss = 16;
+  static constexpr double kLongestPauseS = 1;
 
   // Whether another thread took the core since the last call. A hypervisor that did so leaves it to
   // nobody here.

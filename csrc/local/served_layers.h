@@ -50,6 +50,7 @@ class ServedLayers {
   // waits at `epoll`.
   bool look(int epoll, bool waits) {
     if (has_packet_) return true;
+    is_watching_ = false;
     if (waits) {
       find(epoll);
     } else {
@@ -65,7 +66,7 @@ class ServedLayers {
   void serve(int epoll, bool waits) {
     const double end_s = now_s() + most_s_;
     while (has_packet_ && run_next()) {
-      if (!waits || socket_.error() != 0 || others_wait(epoll)) return;
+      if (!waits || socket_.error() != 0 || now_s() >= end_s || others_wait(epoll)) return;
       const double soon_s = gap_s_ <= kLongestGapS ? kGapsToLook * gap_s_ : 0;
       find_soon(epoll, std::min(end_s, now_s() + soon_s));
     }
@@ -120,7 +121,12 @@ class ServedLayers {
   bool receive() {
     const bool found = socket_.receive();
     has_packet_ = found && socket_.error() == 0;
-    if (found && answered_s_ > 0) gap_s_ = now_s() - std::exchange(answered_s_, 0);
+    if (found && answered_s_ > 0) {
+      gap_s_ = now_s() - std::exchange(answered_s_, 0);
+      // The packet was there before anybody looked: its client may be as quick as any.
+      if (!is_watching_) gap_s_ = std::min(gap_s_, kLongestGapS);
+    }
+    is_watching_ = true;
     return found;
   }
 
@@ -161,7 +167,8 @@ class ServedLayers {
   std::vector<const BoundBatch*> batches_;  // of the first layers
   size_t next_ = 0;
   int num_threads_ = 1;
-  double answered_s_ = 0;  // when the last layer was; 0 once its client sent another packet
+  double answered_s_ = 0;     // when the last layer was; 0 once its client sent another packet
+  bool is_watching_ = false;  // since that answer, or since the caller asked again
   double gap_s_ = 2 * kLongestGapS;  // from the last answer to the packet that came after it
   std::vector<std::pair<double, double>> times_;
 };

@@ -226,21 +226,33 @@ class Deaf(ServedLayers):
         return super().look(self._only.fileno(), waits)
 
 
+class Unhurried(ServedLayers):
+    """Runs layers for as long as there are packets."""
+
+    def __init__(self, *, fd: int, spin_s: float, most_s: float) -> None:
+        super().__init__(fd=fd, spin_s=spin_s, most_s=most_s + 3600.0)
+
+
 @pytest.mark.parametrize(
-    ("fault", "name"),
+    ("fault", "name", "most_s"),
     [
-        (Impatient, "test_a_packet_ends_the_sleep"),
-        (Deaf, "test_what_else_is_ready_ends_the_sleep"),
+        (Impatient, "test_a_packet_ends_the_sleep", 0.001),
+        (Deaf, "test_what_else_is_ready_ends_the_sleep", 0.001),
+        (Unhurried, "test_layers_that_are_asked_for_ahead_are_run_a_while_at_a_time", 0.0),
     ],
 )
-def test_how_native_code_sleeps_is_noticed(
-    fault: type[ServedLayers], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_how_native_code_waits_and_hurries_is_noticed(
+    fault: type[ServedLayers],
+    name: str,
+    most_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = patched_faults.load("unit/executor/test_served_layers.py")
     test: Callable[[object], None] = getattr(module, name)
 
     def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
-        with contextmanager(module.new_rig)() as rig:
+        with contextmanager(module.new_rig)(most_s) as rig:
             test(rig)
 
     patched_faults.assert_noticed(

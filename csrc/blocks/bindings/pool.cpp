@@ -172,13 +172,14 @@ py::list take_publications(Pool& pool, size_t max_blocks) {
   return publications(pool, pool.take_announcements(kMaxAnnounced), max_blocks);
 }
 
-// What can be found in device blocks [begin, end), and the indices and generations of those that
-// were allocated and hold nothing that can be found; the first block that was not looked at.
+// What can be found in device blocks [begin, end), as far as the data planes know its parents, and
+// the indices and generations of those that were allocated and hold nothing that can be found; the
+// first block that was not looked at.
 py::tuple publications_in(const Pool& pool, size_t begin, size_t end) {
   const BlockStore& device = pool.store(kDevice);
   Block last = static_cast<Block>(std::min<size_t>(end, device.num_blocks));
   const auto first = static_cast<Block>(std::min<size_t>(begin, last));
-  const std::vector<Pool::Announcement> found = pool.findable_in(first, last);
+  std::vector<Pool::Announcement> found = pool.findable_in(first, last);
   std::vector<bool> holds(last - first);
   for (const Pool::Announcement& item : found)
     holds[pool.index()[item.entry].block(kDevice) - first] = true;
@@ -189,6 +190,11 @@ py::tuple publications_in(const Pool& pool, size_t begin, size_t end) {
       indices.push_back(static_cast<int32_t>(b));
       generations.push_back(device.generation(b));
     }
+  found.erase(std::remove_if(found.begin(), found.end(),
+                             [&](const Pool::Announcement& item) {
+                               return !pool.index().follows_device(item.entry);
+                             }),
+              found.end());
   return py::make_tuple(publications(pool, found, found.size()), pack(indices), pack(generations),
                         last);
 }

@@ -114,6 +114,11 @@ class PrefixIndex {
   EntryId end() const { return entries_.size(); }
   // The entry that the block belongs to, as its published block or as a spare.
   EntryId entry_of(Tier tier, Block b) const { return entry_of_[tier - 1][b]; }
+  // Whether the entry is the first of its prefix, or its parent has a device block.
+  bool follows_device(EntryId e) const {
+    const EntryId parent = entries_[e].parent;
+    return is_root(parent) || entries_[parent].block(kDevice) != kNoBlock;
+  }
   bool is_published(Tier tier, Block b) const {
     const EntryId e = entry_of_[tier - 1][b];
     return e != kNoEntry && entries_[e].block(tier) == b;

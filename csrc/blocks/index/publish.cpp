@@ -13,10 +13,7 @@ namespace {
 // Whether the data planes may be told of the entry's block: they know that of its parent. Nothing
 // when that is for another call.
 std::optional<bool> may_announce(const PrefixIndex& index, EntryId e, Findable& findable) {
-  const EntryId parent = index[e].parent;
-  if (index[e].block(kDevice) == kNoBlock ||
-      (!index.is_root(parent) && index[parent].block(kDevice) == kNoBlock))
-    return false;
+  if (index[e].block(kDevice) == kNoBlock || !index.follows_device(e)) return false;
   return findable(e);
 }
 
@@ -216,16 +213,17 @@ std::vector<Pool::Announcement> Pool::findable() const {
   return found;
 }
 
-// If that takes long, `end` becomes the first block that was not looked at.
+// Also those whose parents are not on the device. If that takes long, `end` becomes the first block
+// that was not looked at.
 std::vector<Pool::Announcement> Pool::findable_in(Block begin, Block& end) const {
   std::vector<Announcement> found;
   Findable findable(index_, num_large_forgotten_ > 0);
   for (Block b = begin; b < end; ++b) {
     if (!index_.is_published(kDevice, b)) continue;
     const EntryId e = index_.entry_of(kDevice, b);
-    const std::optional<bool> may = may_announce(index_, e, findable);
-    if (!may) end = b;
-    if (may.value_or(false)) found.push_back({index_.root_of(e), e, index_[e].uid, false});
+    const std::optional<bool> is_findable = findable(e);
+    if (!is_findable) end = b;
+    if (is_findable.value_or(false)) found.push_back({index_.root_of(e), e, index_[e].uid, false});
   }
   std::stable_sort(found.begin(), found.end(),
                    [](const Announcement& a, const Announcement& b) { return a.root < b.root; });

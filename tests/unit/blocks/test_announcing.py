@@ -102,3 +102,32 @@ def test_what_can_be_found_beside_it_is_announced_in_pieces() -> None:
         announced |= taken
     assert len(announced) == num
     pool.check_integrity()
+
+
+def test_what_can_be_found_is_not_withdrawn_though_its_parent_is_not_on_the_device() -> None:
+    """A sequence's window has passed the parent, which was evicted; its own block is in use."""
+    pool = new_pool(8, window_tokens=6)
+    caller, other = Caller(pool), Caller(pool)
+    for first, tokens in ((0, list(range(16))), (16, [16])):
+        caller.begin()
+        if first == 0:
+            assert len(caller.admit(1, tokens)) == 3
+        else:
+            caller.append((1, first, 1, tokens, 0))
+        caller.finish()
+        caller.receipted()
+    held = [ref.index for ref in caller.table(1) if ref]
+    assert len(held) == 3
+    other.begin()
+    assert len(other.admit(1, list(range(100, 120)))) == 3  # takes all other blocks
+    other.finish()
+    other.receipted()
+    other.begin()
+    other.free(1)
+    other.finish()
+    other.receipted()
+    pool.forget(other.slot, i32(range(100, 104)), False, 1)
+    runs, indices, _, _ = pool.publications_in(0, 8)
+    assert not {*held[:2]} & {*ints(indices, "i")}, "they can be found"
+    assert held[0] not in {i for run in runs for i in ints(run[1], "i")}, "its parent is not there"
+    pool.check_integrity()

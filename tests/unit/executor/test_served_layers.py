@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
+from data_rig import Rig as Executing
+from kernel_faults import with_operations
 from kvplane_kernels import ServedLayers
+from plan_author import set_blocks, span
+
+from data_plane.kernels.backends.bound_layers import BoundLayers
+from data_plane.kernels.backends.cpu import CpuKernels
 
 LONG_S = 2.0  # after which a sleep that nothing ends is ended by the test
 
@@ -47,13 +54,13 @@ def rig() -> Iterator[Rig]:
     yield from new_rig()
 
 
-def new_rig() -> Iterator[Rig]:
+def new_rig(most_s: float = 0.001) -> Iterator[Rig]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     doorbell = os.eventfd(0, os.EFD_CLOEXEC)
     with ours, theirs, select.epoll() as ready:
         ready.register(theirs, select.EPOLLIN)
         ready.register(doorbell, select.EPOLLIN)
-        served = ServedLayers(fd=theirs.fileno(), spin_s=0.0, most_s=0.001)
+        served = ServedLayers(fd=theirs.fileno(), spin_s=0.0, most_s=most_s)
         yield Rig(ours, served, ready, doorbell)
     os.close(doorbell)
 
@@ -74,3 +81,40 @@ def test_what_else_is_ready_ends_the_sleep(rig: Rig) -> None:
 def test_a_client_that_goes_away_ends_the_sleep(rig: Rig) -> None:
     with pytest.raises(ConnectionResetError):
         rig.look_while(threading.Timer(0.05, rig.client.shutdown, (socket.SHUT_RDWR,)))
+
+
+@pytest.fixture
+def hurried() -> Iterator[Rig]:
+    """One that has no time for a second layer."""
+    yield from new_rig(most_s=0.0)
+
+
+def test_layers_that_are_asked_for_ahead_are_run_a_while_at_a_time(hurried: Rig) -> None:
+    """Others wait for the lock that is held meanwhile."""
+    kernels = CpuKernels(1)
+    layers: BoundLayers = kernels.bound_layers()
+    executing = Executing(kernels=with_operations(kernels, bound_layers=lambda: layers))
+    query, key, value = (torch.zeros(1, heads, 16) for heads in (4, 2, 2))
+    for number in (1, 2):  # a plan's layers are bound by its first call, and called by the next
+        changes = [set_blocks(1, [(0, 1)])] if number == 1 else []
+        executing.start(number, changes=changes, spans=[span(1, number - 1, 1)])
+        for layer in range(2):
+            out = executing.executor.layer(1, layer, query, key, value)
+    assert out is not None
+    bound, (_, batch) = layers._last[0].native, layers._batches[0]
+    addresses = {"query": query, "key": key, "value": value, "out": out}
+    for number in range(3):
+        hurried.served.add(
+            packet=b"%d" % number,
+            answer=b"ran %d" % number,
+            layer=bound,
+            **{name: tensor.data_ptr() for name, tensor in addresses.items()},
+        )
+        hurried.client.send(b"%d" % number)
+    hurried.served.begin([batch] * 3, 0, 1)
+    for number in range(3):
+        assert hurried.served.look(hurried.ready.fileno(), True)
+        hurried.served.serve(hurried.ready.fileno(), True)
+        assert len(hurried.served.take_times()) == 1
+        assert hurried.client.recv(16) == b"ran %d" % number
+    executing.executor.check_integrity()
