@@ -61,8 +61,8 @@ unless_done() { # $1: name, $2: digest of what it depends on, rest: command
   printf '%s\n' "$2" >"$stamp"
 }
 
-# Of a variable that is not set, the value it had the last time: after "KVPLANE_TORCH=cpu make run" a
-# plain "make test" builds nothing again.
+# Of a variable that is not set, the value it had the last time: after "KVPLANE_TORCH=cpu make run"
+# a plain "make test" builds nothing again.
 keep_choices() {
   local file="$VENV/.kvplane-choices" name kept choices=()
   for name in KVPLANE_TORCH KVPLANE_CUDA CUDAARCHS; do

@@ -126,7 +126,7 @@ def _attention(
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
     if index == running.last_layer:
         raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
-    is_latent = bool(running.step.latent_layers) and keeps_latents(module)
+    is_latent = keeps_latents(module)
     if is_latent:
         query = absorbed.over_latents(module, query)
     num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]

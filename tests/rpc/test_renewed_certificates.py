@@ -24,7 +24,7 @@ from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.router.config import RouterConfig
-from kvplane.router.program import _client
+from kvplane.router.program import engine_client
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
@@ -220,7 +220,7 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
     own_ca = tmp_path / "own.pem"
     own_ca.write_bytes(authority.ca.read_bytes())
     config = RouterConfig(engine=ENGINE, engine_ca=own_ca)
-    async with http_server(files, tmp_path / "port") as address, _client(config) as client:
+    async with http_server(files, tmp_path / "port") as address, engine_client(config) as client:
 
         async def is_trusted() -> bool:
             _, _, port = address.rpartition(":")
@@ -243,7 +243,7 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
             own_ca.write_bytes(content)
             assert await is_trusted() is expected
     with pytest.raises(InvalidRequestError):
-        _client(RouterConfig(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
+        engine_client(RouterConfig(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
 
 
 class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer):
