@@ -192,6 +192,7 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
         key=files.key,
         port_file=port_file,
         logger=logging.getLogger(__name__),
+        cut=lambda why: None,
     )
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(20):
