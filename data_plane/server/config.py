@@ -203,7 +203,8 @@ class DataPlaneConfig(ServingConfig):
     )
     max_pushes: int = setting(
         4,
-        help="Pushes of blocks at one time, of each direction.",
+        help="Pushes of blocks of one caller at one time, of each direction; one more is left to"
+        " other callers.",
         unit="pushes",
         minimum=1,
         maximum=256,

@@ -58,7 +58,9 @@ async def test_who_shows_no_ticket_keeps_nobody_out(pools: TwoPools) -> None:
 
 
 async def test_one_caller_cannot_hold_all_pushes(pools: TwoPools) -> None:
-    """Its senders say nothing more; those of a caller on another connection are served."""
+    """Its senders say nothing more; those of a caller on another connection are served. Once one
+    of them is gone its place and the ticket that was refused serve another push.
+    """
     there = pools.there
     plan = (await there.session.step([ADMIT])).raise_for_status().plan
     requests = await pools.chunks()
@@ -68,16 +70,22 @@ async def test_one_caller_cannot_hold_all_pushes(pools: TwoPools) -> None:
     ):
         assert there.plane.push is not None
         slots = there.plane.push.receiver._slots
-        for num in range(1, 4):
-            await begin(stack, await ticket_of(pools, plan), requests[0])
+        for num in range(1, 5):
+            last = await begin(stack, await ticket_of(pools, plan), requests[0])
             async with asyncio.timeout(PATIENCE_S):
                 while slots._of_callers.total() < num:
                     await asyncio.sleep(0.01)
-        with pytest.raises(QuotaExceededError, match="3 pushes of this caller"):
-            await push(await ticket_of(pools, plan), await pools.chunks())
+        ticket = await ticket_of(pools, plan)
+        with pytest.raises(QuotaExceededError, match="4 pushes of this caller"):
+            await push(ticket, await pools.chunks())
         others_plan = (await other.session.step([ADMIT])).raise_for_status().plan
         await push(await other.receive(others_plan), await pools.chunks())
         assert there.plane.push.counts.num_pushes["received", "QUOTA_EXCEEDED"] == 1
+        last.cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            while slots._of_callers.total() == 4:
+                await asyncio.sleep(0.01)
+        await push(ticket, await pools.chunks())
 
 
 @asynccontextmanager

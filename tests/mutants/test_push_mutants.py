@@ -29,7 +29,7 @@ from data_plane.server.push.tickets import Ticket, Tickets
 from kvplane import PrefixMover
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.identity import Gate
-from kvplane.v1.push_pb2 import PushBlocksResponse
+from kvplane.v1.push_pb2 import OpenPush, PushBlocksResponse
 
 PUSHES = load("rpc/test_pushes.py")
 SLOW = load("attacks/test_slow_pushes.py")
@@ -50,21 +50,18 @@ def checksums_cover_the_data_alone(patch: pytest.MonkeyPatch) -> None:
 
 def layouts_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A ticket is all that is looked at."""
-    patch.setattr(
-        BlockReceiver, "_open", lambda self, request: self.tickets.take(request.open.secret)
-    )
+    patch.setattr(BlockReceiver, "_check_source", lambda *_: None)
 
 
 def parts_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     """Other layers or heads count as the receiver's."""
-    original = BlockReceiver._open
+    original = BlockReceiver._check_source
 
-    def open_push(self: BlockReceiver, request: Any) -> Ticket:
-        if request.HasField("open"):
-            request.open.shard.CopyFrom(self._executor.shard.to_proto())
-        return original(self, request)
+    def check(self: BlockReceiver, opening: OpenPush) -> None:
+        opening.shard.CopyFrom(self._executor.shard.to_proto())
+        original(self, opening)
 
-    patch.setattr(BlockReceiver, "_open", open_push)
+    patch.setattr(BlockReceiver, "_check_source", check)
 
 
 def tickets_serve_again(patch: pytest.MonkeyPatch) -> None:
@@ -92,9 +89,9 @@ def short_pushes_count_as_done(patch: pytest.MonkeyPatch) -> None:
     """A push that ends early has succeeded."""
     original = BlockReceiver._receive
 
-    def receive(self: BlockReceiver, requests: Any) -> PushBlocksResponse:
+    def receive(self: BlockReceiver, requests: Any, silence: Any) -> PushBlocksResponse:
         try:
-            return original(self, requests)
+            return original(self, requests, silence)
         except InvalidRequestError as error:
             if "early" not in error.message:
                 raise
@@ -154,7 +151,7 @@ def last_answers_are_not_watched(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PushCounts, "ended", count)
     patch.setattr(receiver._Silence, "waiting", waiting)
-    patch.setattr(UNREAD, "PATIENCE_S", 12.0)
+    patch.setattr(UNREAD, "PATIENCE_S", 6.0)
 
 
 def one_caller_has_all_pushes(patch: pytest.MonkeyPatch) -> None:
@@ -162,10 +159,22 @@ def one_caller_has_all_pushes(patch: pytest.MonkeyPatch) -> None:
     original = PushSlots.__init__
 
     def init(self: PushSlots, max_pushes: int) -> None:
-        original(self, max_pushes + 1)
+        original(self, max_pushes)
         self._most = max_pushes
 
     patch.setattr(PushSlots, "__init__", init)
+
+
+def pushes_without_a_slot_use_their_tickets(patch: pytest.MonkeyPatch) -> None:
+    """Who is told to try again is refused when it does."""
+    take, used = Tickets.take, dict[bytes, Ticket]()
+
+    def find(self: Tickets, secret: bytes) -> Ticket:
+        used[secret] = take(self, secret)
+        return used[secret]
+
+    patch.setattr(Tickets, "find", find)
+    patch.setattr(Tickets, "take", lambda self, secret: used.pop(secret))
 
 
 def deaf_receivers_are_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -239,6 +248,7 @@ def alone(test: Callable[[], None]) -> Run:
 
 
 WRONG = in_pools("test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow")
+FULL = in_pools("test_one_caller_cannot_hold_all_pushes", tests=SLOW)
 NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     checksums_are_not_compared: WRONG,
     checksums_cover_the_data_alone: WRONG,
@@ -258,7 +268,8 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     last_answers_are_not_watched: lambda folder, patch: asyncio.run(
         UNREAD.test_who_never_reads_the_last_answer_is_cut_off(folder, patch)
     ),
-    one_caller_has_all_pushes: in_pools("test_one_caller_cannot_hold_all_pushes", tests=SLOW),
+    one_caller_has_all_pushes: FULL,
+    pushes_without_a_slot_use_their_tickets: FULL,
     deaf_receivers_are_waited_for: in_pools(
         "test_a_receiver_that_takes_nothing_is_given_up", tests=SLOW
     ),

@@ -15,6 +15,7 @@ from data_plane.server.push.nixl.staging import Staging
 from data_plane.server.push.nixl.transport import NixlTransport
 from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender, Transport
+from data_plane.server.push.slots import NUM_RESERVED
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.access import AccessList
@@ -131,7 +132,7 @@ def _staging(config: DataPlaneConfig, executor: Executor) -> Staging | None:
             field="push_transfer",
         )
     return Staging(
-        config.max_pushes,
+        config.max_pushes + NUM_RESERVED,
         chunks.max_chunk_bytes(executor.layout, executor.shard),
         only_loopback=is_loopback(config.push_bind or config.bind),
     )

@@ -33,7 +33,7 @@ from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.nixl.staging import Incoming, Staging
-from data_plane.server.push.slots import PushSlots
+from data_plane.server.push.slots import NUM_RESERVED, PushSlots
 from data_plane.server.push.tickets import Ticket, Tickets
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
@@ -48,6 +48,7 @@ from kvplane.serving.callers.identity import Gate
 from kvplane.serving.certificates import ServerTls, credentials
 from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.serving.observability.logs import frames_of
+from kvplane.serving.server import most_connections
 from kvplane.shard import Shard
 from kvplane.v1 import data_pb2, push_pb2
 from kvplane.v1 import types_pb2 as tpb
@@ -57,13 +58,15 @@ _LOGGER: Final = logging.getLogger(__name__)
 _SERVICE: Final = push_pb2.DESCRIPTOR.services_by_name["BlockPushService"]
 _PREFIX: Final = f"/{_SERVICE.full_name}/"
 # How long a sender may keep a push waiting in all, and how much longer for what it sends.
-STALL_S: Final = 10.0
+STALL_S: Final = 15.0
 MIN_BYTES_PER_S: Final = 1 << 20
 # How long until it shows its ticket.
 OPEN_S: Final = 5.0
 _IDLE_MS: Final = 10_000
 _HANDSHAKE_MS: Final = 5_000
 _OVERHEAD_BYTES: Final = 4096
+# Each takes two threads while it lasts. More than the pushes that ``max_pushes`` may ask for.
+_MOST_CALLS: Final = 512
 _Request = TypeVar("_Request", push_pb2.PushBlocksRequest, push_pb2.PushStagedBlocksRequest)
 
 
@@ -84,9 +87,9 @@ class BlockReceiver:
         max_pushes: int = 4,
         staging: Staging | None = None,
     ) -> None:
-        """Bind the address. ``advertise``: what tickets say; empty for the one bound. ``staging``:
-        for NIXL; None where bytes come by gRPC alone. Raises OSError when the address cannot be
-        bound or a TLS file cannot be read.
+        """Bind the address. ``advertise``: what tickets say; empty for the one bound.
+        ``max_pushes``: of one caller. ``staging``: for NIXL; None where bytes come by gRPC alone.
+        Raises OSError when the address cannot be bound or a TLS file cannot be read.
         """
         self.tickets = Tickets()
         self._staging = staging
@@ -98,9 +101,11 @@ class BlockReceiver:
         layout, shard = executor.layout, executor.shard
         most = chunks.max_chunk_bytes(layout, shard) + _OVERHEAD_BYTES
         self._slots = PushSlots(max_pushes)
-        num_connections = 16 * max_pushes
-        # As many as there can be at one time: who shows no ticket keeps nobody out.
-        num_calls = num_connections * max_pushes
+        num_connections = min(16 * max_pushes, most_connections())
+        num_streams = max_pushes + NUM_RESERVED
+        # As many as there can be at one time, or many: who shows no ticket keeps nobody out for
+        # longer than ``OPEN_S``.
+        num_calls = min(num_connections * num_streams, _MOST_CALLS)
         self._threads = ThreadPoolExecutor(num_calls, "push")
         self._server = grpc.server(
             self._threads,
@@ -110,7 +115,7 @@ class BlockReceiver:
                 ("grpc.max_allowed_incoming_connections", num_connections),
                 ("grpc.max_connection_idle_ms", _IDLE_MS),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                ("grpc.max_concurrent_streams", max_pushes),
+                ("grpc.max_concurrent_streams", num_streams),
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
@@ -203,8 +208,8 @@ class BlockReceiver:
     def _receive(
         self, requests: Iterator[push_pb2.PushBlocksRequest], silence: _Silence
     ) -> push_pb2.PushBlocksResponse:
-        ticket = self._open(next(requests, push_pb2.PushBlocksRequest()), silence)
-        with self._slots.taken(ticket.lane.caller), self._writes(ticket) as writes:
+        first = next(requests, push_pb2.PushBlocksRequest())
+        with self._open(first, silence) as ticket, self._writes(ticket) as writes:
             for request in requests:
                 writes.add(request.chunk, request.chunk.data)
             return writes.finish()
@@ -212,9 +217,9 @@ class BlockReceiver:
     def _receive_staged(
         self, requests: Iterator[push_pb2.PushStagedBlocksRequest], silence: _Silence
     ) -> Generator[push_pb2.PushStagedBlocksResponse, None, push_pb2.PushBlocksResponse]:
-        ticket = self._open(next(requests, push_pb2.PushStagedBlocksRequest()), silence)
+        first = next(requests, push_pb2.PushStagedBlocksRequest())
         with ExitStack() as stack:
-            stack.enter_context(self._slots.taken(ticket.lane.caller))
+            ticket = stack.enter_context(self._open(first, silence))
             incoming = self._incoming(stack)
             writes = stack.enter_context(self._writes(ticket))
             message = push_pb2.Staging() if incoming is None else incoming.message
@@ -247,17 +252,26 @@ class BlockReceiver:
         finally:  # nothing is written once the push has ended
             writes.wait()
 
+    @contextmanager
     def _open(
         self,
         request: push_pb2.PushBlocksRequest | push_pb2.PushStagedBlocksRequest,
         silence: _Silence,
-    ) -> Ticket:
-        """The ticket that the first request shows."""
+    ) -> Iterator[Ticket]:
+        """The ticket that the first request shows, during its push. Without a slot for the push it
+        can be used again.
+        """
         if not request.HasField("open"):
             raise InvalidRequestError("must come first", field="open")
-        opening, executor = request.open, self._executor
-        ticket = self.tickets.take(opening.secret)
-        silence.allow(STALL_S + ticket.num_bytes / MIN_BYTES_PER_S)
+        opening = request.open
+        with self._slots.taken(self.tickets.find(opening.secret).lane.caller):
+            ticket = self.tickets.take(opening.secret)
+            silence.allow(STALL_S + ticket.num_bytes / MIN_BYTES_PER_S)
+            self._check_source(opening)
+            yield ticket
+
+    def _check_source(self, opening: push_pb2.OpenPush) -> None:
+        executor = self._executor
         if opening.source.layout_fingerprint != executor.layout.fingerprint:
             raise LayoutMismatchError(
                 f"the blocks come from pool {opening.source.pool_id!r}, whose layout differs from "
@@ -269,7 +283,6 @@ class BlockReceiver:
                 "the sender holds other layers or heads: divide both pools in the same way",
                 field="open.shard",
             )
-        return ticket
 
     def _size_of(self, chunk: push_pb2.BlockChunk) -> int:
         """Bytes of so many blocks and layers."""

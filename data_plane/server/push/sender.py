@@ -85,7 +85,7 @@ class BlockSender:
         hosts: Collection[str],
         max_pushes: int,
     ) -> None:
-        """``hosts``: that may be sent to; "*" for any."""
+        """``hosts``: that may be sent to; "*" for any. ``max_pushes``: of one caller."""
         self._executor = executor
         self._worker = worker
         self._transport = transport

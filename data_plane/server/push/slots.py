@@ -6,16 +6,21 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from kvplane.errors import QuotaExceededError
+
+NUM_RESERVED: Final = 1
+"""Pushes beside those of one caller, which only others can have."""
 
 
 class PushSlots:
     """One is always left to callers other than the busiest. Thread-safe."""
 
     def __init__(self, max_pushes: int) -> None:
-        self._most = max_pushes
-        self._most_of_one = max(1, max_pushes - 1)
+        """``max_pushes``: of one caller."""
+        self._most_of_one = max_pushes
+        self._most = max_pushes + NUM_RESERVED
         self._lock = threading.Lock()
         self._of_callers: Counter[str] = Counter()
 

@@ -64,13 +64,23 @@ class Tickets:
             self._open[secret] = self._clock(), ticket
             return secret
 
-    def take(self, secret: bytes) -> Ticket:
-        """The ticket, which is used up now. Raises NotPermittedError for one that was used, is too
-        old or was never given.
+    def find(self, secret: bytes) -> Ticket:
+        """The ticket, which can still be taken. Raises NotPermittedError for one that was used, is
+        too old or was never given.
         """
         with self._lock:
-            self._drop_expired()
-            _, ticket = self._open.pop(secret, (0.0, None))
+            return self._found(secret)
+
+    def take(self, secret: bytes) -> Ticket:
+        """The ticket, which is used up now. Raises as ``find``."""
+        with self._lock:
+            ticket = self._found(secret)
+            del self._open[secret]
+        return ticket
+
+    def _found(self, secret: bytes) -> Ticket:
+        self._drop_expired()
+        _, ticket = self._open.get(secret, (0.0, None))
         if ticket is None:
             raise NotPermittedError(
                 "there is no such ticket, or not any more: a ticket serves once and for "

@@ -24,11 +24,14 @@ def ticket(session_id: int = 1) -> Ticket:
 def test_a_ticket_is_taken_once() -> None:
     given = Tickets()
     first, second = given.give(ticket(1)), given.give(ticket(2))
+    assert given.find(second) == given.find(second)
     assert given.take(second).session_id == 2
     assert given.take(first).session_id == 1
     for used in (first, second):
         with pytest.raises(NotPermittedError, match="serves once"):
             given.take(used)
+        with pytest.raises(NotPermittedError, match="serves once"):
+            given.find(used)
 
 
 def test_secrets_are_long_and_never_the_same() -> None:

@@ -21,11 +21,14 @@ from kvplane.errors import PlaneUnavailableError
 _START_S: Final = 30.0
 # How long a push waits for that.
 READY_S: Final = 5.0
-# For requests that wait for no peer.
-CALL_S: Final = 2.5
+# For requests that wait for no peer. One of them has UCX load a peer's metadata.
+CALL_S: Final = 4.0
 # What the process gets of the environment, which may hold keys and tokens: names, and beginnings.
 _PASSED: Final = {"PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "TZ"}
-_PASSED_BEGINNINGS: Final = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "PYTHON", "LC_")
+_PASSED_BEGINNINGS: Final = (
+    *("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "PYTHON", "LC_"),
+    *("RDMAV_", "IBV_", "MLX5_"),
+)
 
 
 class AgentProcess:
