@@ -119,7 +119,6 @@ async def test_a_list_of_models_is_read_in_time_and_in_bounds(
     parts: list[bytes], wait_s: float, is_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that does not say what it serves may be asked for anything."""
-    monkeypatch.setattr(of_engines, "_CHECK_TIMEOUT_S", SHORT_S)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -127,6 +126,7 @@ async def test_a_list_of_models_is_read_in_time_and_in_bounds(
 
     good = Engine(says_yes)
     async with routed(good) as router:
+        monkeypatch.setattr(of_engines, "_CHECK_TIMEOUT_S", SHORT_S)
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         tracemalloc.start()

@@ -20,7 +20,7 @@ from kvplane.serving.limits.receive_budget import Received
 
 CLIENTS = load("attacks/test_http_clients.py")
 ENGINES = load("attacks/test_http_engines.py")
-TIMEOUT_S = 4.0  # of attacks that take a fraction of it; some faults show as waiting for ever
+TIMEOUT_S = 9.0  # of attacks that take a fraction of it; some faults show as waiting for ever
 Patch = pytest.MonkeyPatch
 
 
@@ -141,9 +141,7 @@ CAUGHT_BY: dict[Callable[[Patch], None], tuple[Any, tuple[Any, ...]]] = {
 async def test_an_attack_catches(
     fault: Callable[[Patch], None], tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    for name in ("HEAD_S", "STALL_S", "LINGER_S"):
-        monkeypatch.setattr(http_connection, name, CLIENTS.SHORT_S)
-    monkeypatch.setattr(http_requests, "BODY_S", CLIENTS.SHORT_S)
+    CLIENTS.shorten(monkeypatch)
     fault(monkeypatch)
     if fault is one_key_has_all:
         monkeypatch.setattr(app, "share_of_one", open_requests.share_of_one)
