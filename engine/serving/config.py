@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.config import check_address, is_loopback
+from kvplane.serving.limits.open_requests import share_of_one
 from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 
@@ -69,6 +70,10 @@ class ServeConfig(EngineConfig):
             )
         if self.api_keys_file is not None and not self.api_keys():
             raise InvalidRequestError("has no keys", field="api_keys_file")
+        if share_of_one(self.max_received_bytes, len(self.api_keys())) < self.max_body_bytes:
+            raise InvalidRequestError(
+                "must leave one client room for --max-body-bytes", field="max_received_bytes"
+            )
 
     def api_keys(self) -> tuple[str, ...]:
         """The keys that clients may have; none when everybody may. Raises InvalidRequestError when
@@ -77,7 +82,7 @@ class ServeConfig(EngineConfig):
         if self.api_keys_file is None:
             return ()
         try:
-            return tuple(self.api_keys_file.read_text(encoding="utf-8").split())
+            return tuple(dict.fromkeys(self.api_keys_file.read_text(encoding="utf-8").split()))
         except (OSError, ValueError) as error:
             raise InvalidRequestError(f"cannot be read: {error}", field="api_keys_file") from error
 

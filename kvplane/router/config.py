@@ -11,6 +11,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.router.picker import HIT_BIAS, TOKENS_PER_S
 from kvplane.serving.certificates import ServerTls
 from kvplane.serving.config import check_address, is_loopback
+from kvplane.serving.limits.open_requests import share_of_one
 from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 from kvplane.transport.tls import TlsOptions
@@ -160,6 +161,10 @@ class RouterConfig:
             raise InvalidRequestError("needs --tls-certificate too", field="picker_client_ca")
         if self.api_keys_file is not None and not self.api_keys():
             raise InvalidRequestError("has no keys", field="api_keys_file")
+        if share_of_one(self.max_received_bytes, len(self.api_keys())) < self.max_body_bytes:
+            raise InvalidRequestError(
+                "must leave one client room for --max-body-bytes", field="max_received_bytes"
+            )
         if self.engine_key_file is not None and len(self.engine_key().split()) != 1:
             raise InvalidRequestError("must have one key", field="engine_key_file")
         self.pools()
@@ -192,7 +197,7 @@ class RouterConfig:
         """
         if self.api_keys_file is None:
             return ()
-        return tuple(_read(self.api_keys_file, "api_keys_file").split())
+        return tuple(dict.fromkeys(_read(self.api_keys_file, "api_keys_file").split()))
 
     def engine_key(self) -> str:
         """The key to show to engines; empty for that of the client. Raises InvalidRequestError."""

@@ -25,7 +25,7 @@ from kvplane.errors import (
 
 CLIENT_GONE: Final = 499
 BODY_S: Final = 30.0
-"""Within this a request's body comes."""
+"""Within this and a second for each MiB of it a request's body comes."""
 _STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
     (InvalidRequestError, 400),
     (UnauthenticatedError, 401),
@@ -65,15 +65,19 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
     Raises InvalidRequestError when there is too much, or it does not come.
     """
     body = bytearray()
+    until_s = asyncio.get_running_loop().time() + BODY_S
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout_at(until_s) as limit:
             async for part in request.stream():
                 take(len(part))
                 body += part
                 if len(body) > max_bytes:
                     raise InvalidRequestError(f"must have at most {max_bytes} bytes", field="body")
+                limit.reschedule(until_s + len(body) / (1 << 20))
     except TimeoutError:
-        raise InvalidRequestError(f"did not come within {BODY_S:g} s", field="body") from None
+        raise InvalidRequestError(
+            f"did not come within {BODY_S:g} s and one for each MiB", field="body"
+        ) from None
     return bytes(body)
 
 

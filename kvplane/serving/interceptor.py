@@ -102,9 +102,8 @@ class _Call:
                     response = handler(request, context)
                     if inspect.isawaitable(response):
                         response = await response
-                    num_bytes = response.ByteSize() if isinstance(response, Message) else 0
                     try:
-                        requests.hold_answer(num_bytes)
+                        requests.hold_answer(_num_bytes(response))
                     except KvplaneError:
                         response = None  # the error keeps this frame until it is collected
                         raise
@@ -176,6 +175,13 @@ class _Call:
         )
         public = InternalError(f"internal error; the server's log has more of request {request_id}")
         return grpc.StatusCode.INTERNAL, rpc_status.to_status(to_rich_status(public))
+
+
+def _num_bytes(answer: Any) -> int:
+    """Of an answer, which the handler may have encoded itself."""
+    if isinstance(answer, bytes):
+        return len(answer)
+    return answer.ByteSize() if isinstance(answer, Message) else 0
 
 
 def _passing_bytes(encode: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:

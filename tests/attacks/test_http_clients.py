@@ -6,22 +6,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 from routed import BODY, PATIENCE_S, STREAM, Engine, Routed, chunk, routed, says_yes
+from uvicorn.server import ServerState
 
 from kvplane.router import prompts
 from kvplane.router.prompts import PromptReader
 from kvplane.serving import http_connection, http_requests
+from kvplane.serving.http_connection import HttpConnection
 from tests.e2e.engine_planes import save_byte_model
 
 SHORT_S = 0.5
 # Limits that a test's other requests must be answered within, also on a busy machine.
-LIMITS_S = {"HEAD_S": 3.0, "STALL_S": 3.0, "LINGER_S": SHORT_S}
+LIMITS_S = {"HEAD_S": 3.0, "STALL_S": 3.0, "LINGER_S": SHORT_S, "LONGEST_LINGER_S": 3.0}
 BODY_S = 3.0
 CUT = 'kvplane_router_cut_connections_total{reason="%s"}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -158,6 +163,76 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
         await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 0))
         assert await router.metric(CUT % "not_read") == 1
         assert all(load.num_open == 0 for load in router.picker.loads.values())
+
+
+@asynccontextmanager
+async def answering(num_bytes: int) -> AsyncIterator[tuple[socket.socket, list[str]]]:
+    """A client's end of a connection that has asked, and why the server's end was cut."""
+    cuts: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(num_bytes)})
+
+    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    client, server = socket.socketpair()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the rest waits in the server
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    connection = HttpConnection(
+        8, cuts.append, config=config, server_state=ServerState(), app_state={}
+    )
+    await loop.connect_accepted_socket(lambda: connection, server)
+    try:
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        yield client, cuts
+    finally:
+        client.close()
+
+
+async def test_a_client_that_reads_slowly_gets_all() -> None:
+    num_bytes, got = 768 << 10, bytearray()
+    loop = asyncio.get_running_loop()
+    async with answering(num_bytes) as (client, cuts), asyncio.timeout(PATIENCE_S):
+        while len(got) < num_bytes:
+            until_s, num_before = loop.time() + 0.5, len(got)
+            while len(got) < min(num_bytes, num_before + (64 << 10)):
+                part = await loop.sock_recv(client, 64 << 10)
+                assert part
+                got += part
+            await asyncio.sleep(until_s - loop.time())
+        assert cuts == []
+
+
+async def test_a_connection_that_closes_is_not_kept_by_who_does_not_read() -> None:
+    async with answering(60 << 10) as (_, cuts), asyncio.timeout(PATIENCE_S):
+        while not cuts:
+            await asyncio.sleep(0.01)
+        assert cuts == ["not_read"]
+
+
+async def test_a_client_that_still_sends_gets_its_refusal() -> None:
+    """It is not cut off after ``LINGER_S`` while something comes."""
+    async with routed(Engine(says_yes), max_body_bytes=1024) as router, raw(router) as slow:
+        await slow.say(HEAD + b"content-length: 2056\r\n\r\n" + bytes(2048))
+        for _ in range(8):
+            await asyncio.sleep(SHORT_S / 4)
+            await slow.say(b"x")
+        await slow.say(HEAD + b"content-length: 2\r\nconnection: close\r\n\r\n{}")
+        answers = await slow.ended()
+        assert (answers.count(b"HTTP/1.1 400 "), answers.count(b"HTTP/1.1 404 ")) == (1, 1)
+        assert await router.metric(CUT % "unread_body") == 0
+
+
+async def test_a_large_body_has_longer_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_requests, "BODY_S", 1.0)
+    bounds = {"max_body_bytes": 8 << 20}
+    async with routed(Engine(says_yes), **bounds) as router, raw(router) as slow:
+        await slow.say(CHUNKED + chunk(b" " * (4 << 20)))
+        await asyncio.sleep(2.0)
+        await slow.say(chunk(json.dumps(BODY).encode()) + b"0\r\n\r\n")
+        answer = await asyncio.wait_for(slow.reader.readline(), PATIENCE_S)
+        assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 async def test_connections_are_bounded() -> None:

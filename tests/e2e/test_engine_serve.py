@@ -306,6 +306,7 @@ def test_another_key_is_refused(server: Server, key: str) -> None:
         (["--bind", "0.0.0.0:0"], "bind: 0.0.0.0:0 can be reached from other machines"),
         (["--tls-key", "k.pem"], "tls_certificate: must be given with --tls-key"),
         (["--api-keys-file", "/dev/null"], "api_keys_file: has no keys"),
+        (["--max-received-bytes", "1048575"], "max_received_bytes: must leave one client room"),
     ],
 )
 def test_settings_that_are_wrong_end_it_at_once(flags: list[str], message: str) -> None:

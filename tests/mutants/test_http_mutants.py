@@ -48,6 +48,14 @@ def deaf_clients_are_kept(patch: Patch) -> None:
     patch.setattr(HttpConnection, "pause_writing", H11Protocol.pause_writing)
 
 
+def slow_readers_are_cut(patch: Patch) -> None:
+    patch.setattr(HttpConnection, "_watched", lambda self, num_bytes: self._cut("not_read"))
+
+
+def who_closes_is_not_watched(patch: Patch) -> None:
+    patch.setattr(HttpConnection, "_watch", lambda self: None)
+
+
 def any_number_of_connections_is_open(patch: Patch) -> None:
     patch.setattr(
         HttpConnection,
@@ -109,6 +117,11 @@ CAUGHT_BY: dict[Callable[[Patch], None], tuple[Any, tuple[Any, ...]]] = {
         (),
     ),
     deaf_clients_are_kept: (CLIENTS.test_a_client_that_does_not_read_its_answer_is_cut_off, ()),
+    slow_readers_are_cut: (CLIENTS.test_a_client_that_reads_slowly_gets_all, ()),
+    who_closes_is_not_watched: (
+        CLIENTS.test_a_connection_that_closes_is_not_kept_by_who_does_not_read,
+        (),
+    ),
     any_number_of_connections_is_open: (CLIENTS.test_connections_are_bounded, ()),
     what_is_no_http_raises: (
         CLIENTS.test_what_is_no_http_is_refused_also_after_an_answer,
