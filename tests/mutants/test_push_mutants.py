@@ -34,7 +34,7 @@ from kvplane.v1.push_pb2 import OpenPush, PushBlocksResponse
 PUSHES = load("rpc/test_pushes.py")
 SLOW = load("attacks/test_slow_pushes.py")
 ACCESS = load("rpc/test_push_access.py")
-UNREAD = load("rpc/test_unread_answers.py")
+UNREAD = load("rpc/test_unread_push_answers.py")
 TICKETS = load("unit/executor/test_tickets.py")
 
 
