@@ -427,7 +427,7 @@ async def test_pushes_at_one_time_are_bounded(pools: TwoPools) -> None:
     assert here.plane.push is not None
     slots = here.plane.push.sender._slots
     with ExitStack() as stack:
-        for caller in "abcd":
+        for caller in "abcde":
             stack.enter_context(slots.taken(caller))
         with pytest.raises(QuotaExceededError):
             await here.data.send_blocks(here.session.grant, SEQUENCE, ticket)
