@@ -102,7 +102,7 @@ class HttpConnection(H11Protocol):
         """It does again."""
         super().resume_writing()
         self._unwatch()
-        if self.cycle is not None and self.cycle.response_complete:
+        if self._begun is not None and self._begun.response_complete:
             self._watch()  # nothing more is sent that would be waited for
 
     def _watch(self) -> None:
