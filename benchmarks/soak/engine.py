@@ -42,6 +42,7 @@ class Engine:
         self._session = session
         self._key = key
         self._counts = counts
+        self._stub = stub
         self._stream = stub.Step()
         self._answers: asyncio.Queue[cpb.StepResponse] = asyncio.Queue()
         self._news: asyncio.Queue[cpb.News] = asyncio.Queue()
@@ -69,6 +70,7 @@ class Engine:
                     self._counts.num_tokens += num_wanted
             await self._step(ops.free([self._sequence_id]))
             await self._step()  # with the last receipt, so that the next load has all blocks
+            await self._stub.CloseSession(cpb.CloseSessionRequest(session=self._session))
         finally:
             reader.cancel()
 
