@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
 
@@ -115,7 +115,8 @@ class ServingApp:
         began_s = time.monotonic()
         count = partial(self._count, request.scope["path"], began_s)
         try:
-            with Received(self._budget, authenticate(request, self._api_keys)) as received:
+            client = authenticate(request, self._api_keys)
+            with closing(Received(self._budget, client)) as received:
                 asked = read(await self._body(request, received))
                 if asked.model != self._model:
                     raise self._unknown(asked.model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, Final
 
@@ -87,7 +88,7 @@ class RouterApp:
         relay: Relay | None = None
         self._metrics.open.set(len(self._open))
         try:
-            with Received(self._budget, client) as received:
+            with closing(Received(self._budget, client)) as received:
                 request = await self._read(http, received)
                 answer = await until_gone(http.receive, self._proxy.ask(request))
             pool = self._picker.pool_of[answer.pick.engine]

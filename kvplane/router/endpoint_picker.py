@@ -201,7 +201,7 @@ class _Exchange:
     def _drop_body(self) -> None:
         """It is sent back, or not needed any more."""
         self._body = bytearray()
-        self._received.give_back()
+        self._received.close()
 
     async def _picked(self, answers: str) -> pb.ProcessingResponse:
         """Pick an engine, and say so in answer to headers or a body."""

@@ -77,7 +77,7 @@ def bodies_are_not_counted(patch: Patch) -> None:
 
 
 def bodies_count_for_ever(patch: Patch) -> None:
-    patch.setattr(Received, "give_back", lambda self: None)
+    patch.setattr(Received, "close", lambda self: None)
 
 
 def texts_wait_in_any_number(patch: Patch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Final
 
 from kvplane.errors import QuotaExceededError
@@ -50,25 +49,14 @@ class ReceiveBudget:
 
 
 class Received:
-    """The bytes of one request that comes in parts: a context, at whose end they are given back."""
+    """The bytes of one request that comes in parts, until ``close`` gives them back."""
 
     def __init__(self, budget: ReceiveBudget, caller: str) -> None:
         self._budget = budget
         self._caller = caller
         self._num_bytes = 0
 
-    def __enter__(self) -> Received:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.give_back()
-
-    def give_back(self) -> None:
+    def close(self) -> None:
         """They are not needed any more."""
         if self._num_bytes:
             self._budget.give_back(self._caller, self._num_bytes)
