@@ -125,6 +125,12 @@ py::tuple explain(const Pool& pool, const py::bytes& root, const py::bytes& toke
                         pack(num_hits), pack(ages_ms), pack(idle_ms), pack(priorities));
 }
 
+py::bytes unwritten_bytes(size_t num) {
+  PyObject* const bytes = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num));
+  if (!bytes) throw py::error_already_set();
+  return py::reinterpret_steal<py::bytes>(bytes);
+}
+
 // The columns of some announced blocks of one root.
 py::tuple publication(const Pool& pool, EntryId root, const std::vector<EntryId>& entries) {
   const PrefixIndex& index = pool.index();
@@ -132,7 +138,11 @@ py::tuple publication(const Pool& pool, EntryId root, const std::vector<EntryId>
   const size_t num = entries.size(), size = index.block_size() * sizeof(int32_t);
   std::vector<int32_t> indices(num), parents(num);
   std::vector<int64_t> generations(num), parent_generations(num);
-  std::string hashes(num * sizeof(Hash), '\0'), tokens(num * size, '\0');
+  // Written in place: the tokens of a long prompt take longer to copy than all else.
+  const py::bytes hashes = unwritten_bytes(num * sizeof(Hash)),
+                  tokens = unwritten_bytes(num * size);
+  char* const to_hashes = PyBytes_AS_STRING(hashes.ptr());
+  char* const to_tokens = PyBytes_AS_STRING(tokens.ptr());
   for (size_t i = 0; i < num; ++i) {
     const Entry& entry = index[entries[i]];
     const Block parent = index[entry.parent].block(kDevice);
@@ -140,12 +150,11 @@ py::tuple publication(const Pool& pool, EntryId root, const std::vector<EntryId>
     generations[i] = device.generation(entry.block(kDevice));
     parents[i] = static_cast<int32_t>(parent);
     parent_generations[i] = parent == kNoBlock ? 0 : device.generation(parent);
-    std::memcpy(&hashes[i * sizeof(Hash)], index.hash(entries[i]).data(), sizeof(Hash));
-    std::memcpy(&tokens[i * size], index.tokens(entries[i]), size);
+    std::memcpy(to_hashes + i * sizeof(Hash), index.hash(entries[i]).data(), sizeof(Hash));
+    std::memcpy(to_tokens + i * size, index.tokens(entries[i]), size);
   }
   return py::make_tuple(py::bytes(index.root_name(root)), pack(indices), pack(generations),
-                        pack(parents), pack(parent_generations), py::bytes(hashes),
-                        py::bytes(tokens));
+                        pack(parents), pack(parent_generations), hashes, tokens);
 }
 
 // Runs of one root of at most max_blocks.

@@ -101,8 +101,8 @@ struct Tokens : PiecedArray<TokenStore> {
       int32_t* items = store[pieces.back()].items + first;
       if (now == 1)
         *items = *tokens;
-      else
-        std::memcpy(items, tokens, size_t(now) * sizeof(int32_t));
+      else  // memcpy of a bounded size becomes `rep movs`, which is slow where it must fetch lines
+        std::memmove(items, tokens, size_t(now) * sizeof(int32_t));
       tokens += now;
       num -= now;
       size += now;

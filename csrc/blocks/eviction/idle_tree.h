@@ -24,19 +24,23 @@ class IdleTree {
   uint32_t remove_idle(uint32_t block);
   uint32_t unpublish(uint32_t block);  // it is not idle
 
-  bool can_evict(uint32_t block) const {
-    return nodes_[block].idle && nodes_[block].num_idle_children == 0;
-  }
-  bool is_idle(uint32_t block) const { return nodes_[block].idle; }
+  bool can_evict(uint32_t block) const { return nodes_[block].counts == 1; }
+  bool is_idle(uint32_t block) const { return nodes_[block].idle(); }
+  void prefetch(uint32_t block) const { __builtin_prefetch(&nodes_[block], 1); }
   uint32_t num_idle() const { return num_idle_; }
 
  private:
   struct Node {
     uint32_t parent;
     uint32_t parent_serial;
-    uint32_t serial;                  // of its publication; 0 when not published
-    uint32_t num_idle_children : 31;  // that are idle or have an idle descendant
-    uint32_t idle : 1;
+    uint32_t serial;  // of its publication; 0 when not published
+    // Twice the number of children that are idle or have an idle descendant, and 1 if the block is
+    // idle itself. As bit-fields these would be written by the byte, and a CPU that then reads the
+    // word waits until the byte is in its cache.
+    uint32_t counts;
+
+    bool idle() const { return counts & 1; }
+    uint32_t num_idle_children() const { return counts >> 1; }
   };
 
   // The block that holds the prefix before, if it still does; its number may be reused.

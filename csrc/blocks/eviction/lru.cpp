@@ -1,6 +1,11 @@
 #include "eviction/lru.h"
 
 namespace kvplane::blocks {
+namespace {
+
+constexpr uint32_t kAhead = 8;  // how far blocks are fetched from memory
+
+}  // namespace
 
 LeastRecentlyUsed::LeastRecentlyUsed(uint32_t num_blocks)
     : tree_(num_blocks), links_(num_blocks + 1, {num_blocks, num_blocks}) {}
@@ -16,13 +21,17 @@ void LeastRecentlyUsed::set_parent(uint32_t block, uint32_t parent) {
 
 void LeastRecentlyUsed::add_idle(const uint32_t* blocks, size_t num_blocks) {
   // Heads first, as then no block is added below one that is not idle yet.
-  for (size_t i = num_blocks; i-- > 0;) tree_.add_idle(blocks[i]);
+  for (size_t i = num_blocks; i-- > 0;) {
+    if (i >= kAhead) prefetch(blocks[i - kAhead]);
+    tree_.add_idle(blocks[i]);
+  }
   for (size_t i = 0; i < num_blocks; ++i) push(blocks[i]);
 }
 
 void LeastRecentlyUsed::remove_idle(const uint32_t* blocks, size_t num_blocks) {
   // Tails first, for the same reason.
   for (size_t i = num_blocks; i-- > 0;) {
+    if (i >= kAhead) prefetch(blocks[i - kAhead]);
     tree_.remove_idle(blocks[i]);
     remove(blocks[i]);
   }
@@ -38,14 +47,24 @@ void LeastRecentlyUsed::pop(uint32_t* blocks, size_t num_blocks) {
       remove(block);
       push(block);
     }
-    blocks[i] = links_[end].newer;
-    remove(blocks[i]);
-    tree_.remove_idle(blocks[i]);
-    tree_.unpublish(blocks[i]);
+    const uint32_t block = links_[end].newer;
+    blocks[i] = block;
+    // Blocks of a sequence mostly lie one after another.
+    const uint32_t step = block - last_popped_, later = block + kAhead * step;
+    if ((step == 1 || step == uint32_t(-1)) && later < end) prefetch(later);
+    last_popped_ = block;
+    remove(block);
+    tree_.remove_idle(block);
+    tree_.unpublish(block);
   }
 }
 
 void LeastRecentlyUsed::unpublish(uint32_t block) { tree_.unpublish(block); }
+
+void LeastRecentlyUsed::prefetch(uint32_t block) const {
+  tree_.prefetch(block);
+  __builtin_prefetch(&links_[block], 1);
+}
 
 void LeastRecentlyUsed::push(uint32_t block) {
   const uint32_t end = links_.size() - 1;

@@ -28,11 +28,13 @@ class LeastRecentlyUsed final : public EvictionPolicy {
     uint32_t older;
   };
 
+  void prefetch(uint32_t block) const;
   void push(uint32_t block);
   void remove(uint32_t block);
 
   IdleTree tree_;
   std::vector<Link> links_;  // a circle of the idle blocks, closed by one link that is no block
+  uint32_t last_popped_ = 0;
 };
 
 }  // namespace kvplane::blocks

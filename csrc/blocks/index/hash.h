@@ -18,6 +18,8 @@ Hash digest_of(std::string_view first, std::string_view second);
 Hash root_hash(std::string_view root);
 
 // The hash of a block's tokens (num_bytes of little-endian uint32) after the prefix of `parent`.
-Hash chained_hash(const Hash& parent, const void* tokens, size_t num_bytes);
+// `parent` comes in registers: it was mostly put into memory by halves just before, and a CPU that
+// reads both at once waits until they are in its cache.
+Hash chained_hash(Hash parent, const void* tokens, size_t num_bytes);
 
 }  // namespace kvplane::blocks

@@ -75,20 +75,22 @@ bool PrefixIndex::has_tokens(EntryId e, const int32_t* tokens) const {
   return differs == 0;
 }
 
-// Entries of a prompt mostly lie one after another: `next`, used after `e`, says which way.
-void PrefixIndex::prefetch_after(EntryId e, EntryId next) const {
+// Entries of a prompt mostly lie one after another: `next`, used after `e`, says which way. Returns
+// the one that was fetched, or kNoEntry.
+EntryId PrefixIndex::prefetch_after(EntryId e, EntryId next) const {
   const uint32_t step = next - e;
-  if (step != 1 && step != uint32_t(-1)) return;
+  if (step != 1 && step != uint32_t(-1)) return kNoEntry;
   const EntryId later = next + kAhead * step;
-  if (later >= entries_.size()) return;
+  if (later >= entries_.size()) return kNoEntry;
   __builtin_prefetch(&entries_[later], 1);
-  __builtin_prefetch(tokens_.row(later));
+  return later;
 }
 
 EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry) return kNoEntry;
-  prefetch_after(parent, first);
+  if (const EntryId later = prefetch_after(parent, first); later != kNoEntry)
+    __builtin_prefetch(tokens_.row(later));
   if (has_tokens(first, tokens)) return first;
   if (entries_[first].next == kNoEntry) return kNoEntry;
   return lookup(parent, tokens,
@@ -259,7 +261,7 @@ void PrefixIndex::prune(EntryId e) {
   }
 }
 
-EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash& hash) {
+EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, Hash hash) {
   EntryId e;
   if (free_.empty()) {
     e = entries_.add();
@@ -272,6 +274,7 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash& hash
       const EntryId later = free_[free_.size() - kAhead];
       __builtin_prefetch(&entries_[later], 1);
       __builtin_prefetch(tokens_.row(later), 1);
+      __builtin_prefetch(hashes_.row(later), 1);
     }
   }
   Entry& entry = entries_[e];

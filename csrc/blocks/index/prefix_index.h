@@ -114,6 +114,7 @@ class PrefixIndex {
   EntryId end() const { return entries_.size(); }
   // The entry that the block belongs to, as its published block or as a spare.
   EntryId entry_of(Tier tier, Block b) const { return entry_of_[tier - 1][b]; }
+  void prefetch(EntryId e) const { __builtin_prefetch(&entries_[e], 1); }
   // Whether the entry is the first of its prefix, or its parent has a device block.
   bool follows_device(EntryId e) const {
     const EntryId parent = entries_[e].parent;
@@ -171,10 +172,11 @@ class PrefixIndex {
   void check() const;
 
  private:
-  EntryId add(EntryId parent, const int32_t* tokens, const Hash& hash);
+  // for.
+  EntryId add(EntryId parent, const int32_t* tokens, Hash hash);
   void unlink(const Entry& entry);
   bool has_tokens(EntryId e, const int32_t* tokens) const;
-  void prefetch_after(EntryId e, EntryId next) const;
+  EntryId prefetch_after(EntryId e, EntryId next) const;
   EntryId lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const;
   void remove_spare(Entry& entry, Block b);
   // The hash table: see prefix_index.cpp.

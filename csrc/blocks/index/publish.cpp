@@ -10,6 +10,8 @@ namespace kvplane::blocks {
 
 namespace {
 
+constexpr int64_t kAhead = 8;  // how far blocks are fetched from memory
+
 // Whether the data planes may be told of the entry's block: they know that of its parent. Nothing
 // when that is for another call.
 std::optional<bool> may_announce(const PrefixIndex& index, EntryId e, Findable& findable) {
@@ -97,8 +99,15 @@ void Pool::publish(Session& session, uint32_t index) {
     if (complete <= sequence.num_published) return;
   }
   if (!set_chain(session, sequence)) return;
+  const auto prefetch = [&](int64_t i) {
+    const int64_t led = i - sequence.first_led;
+    if (0 <= led && led < static_cast<int64_t>(sequence.led.size()))
+      index_.prefetch(sequence.led[static_cast<size_t>(led)]);
+    if (sequence.live) store(kDevice).prefetch(sequence.table.at(table_store_, i));
+  };
   for (; sequence.num_published < complete; ++sequence.num_published) {
     const int64_t i = sequence.num_published;
+    if (i + kAhead < complete) prefetch(i + kAhead);
     const Block b = sequence.live
                         ? sequence.table.at(table_store_, i)
                         : sequence.ghosts[static_cast<size_t>(i - sequence.first_ghost)].first;
@@ -165,7 +174,12 @@ void Pool::enter(Session& session, Sequence& sequence, uint32_t index, const int
 void Pool::announce(EntryId root, EntryId e) {
   EntryId c = index_[e].child;
   while (c != kNoEntry && index_[c].block(kDevice) == kNoBlock) c = index_[c].next;
-  announcements_.push_back({root, e, index_[e].uid, c != kNoEntry});
+  // Written a field at a time: put together first, it would be read before it has been stored.
+  Announcement& item = announcements_.emplace_back();
+  item.root = root;
+  item.entry = e;
+  item.uid = index_[e].uid;
+  item.below = c != kNoEntry;
 }
 
 std::vector<Pool::Announcement> Pool::take_announcements(size_t max_entries) {

@@ -10,7 +10,7 @@ namespace kvplane::blocks {
 namespace {
 
 // How far ahead blocks are fetched from memory.
-constexpr size_t kAhead = 8;
+constexpr uint32_t kAhead = 8;
 
 }  // namespace
 
@@ -86,6 +86,10 @@ Block BlockStore::take(Slot slot) {
 
 Block BlockStore::evict(uint32_t owner) {
   const Block b = pop_cached(owner);
+  // Blocks of a sequence mostly lie one after another.
+  const uint32_t step = b - last_evicted_, later = b + kAhead * step;
+  if ((step == 1 || step == uint32_t(-1)) && later < num_blocks) prefetch(later);
+  last_evicted_ = b;
   --num_in_[static_cast<int>(State::kCached)];
   ++num_evictions_;
   if (on_evict) on_evict(b, infos_[b].priority ? Eviction::kRetained : Eviction::kPolicy);
@@ -128,8 +132,8 @@ void BlockStore::forget(Block b) {
 }
 
 void BlockStore::published(Block b) {
-  publish_to_policy(b);
   const EntryId e = index_.entry_of(tier, b);
+  publish_to_policy(b, e);
   for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next)
     if (index_[c].block(tier) != kNoBlock) policy_->set_parent(index_[c].block(tier), b);
   if (infos_[b].state == State::kHeld) return;
@@ -145,9 +149,8 @@ void BlockStore::unpublish(Block b) {
   enter(b);
 }
 
-void BlockStore::publish_to_policy(Block b) {
+void BlockStore::publish_to_policy(Block b, EntryId e) {
   infos_[b].published = true;
-  const EntryId e = index_.entry_of(tier, b);
   uint64_t key;
   std::memcpy(&key, index_.hash(e).data(), sizeof key);
   policy_->publish(&b, &key, 1, index_[index_[e].parent].block(tier));

@@ -150,7 +150,7 @@ class BlockStore {
   // first; then `restored_idle` for each, in the order of eviction; then `restored_rest` for every
   // block of the tier, the last first.
   void start_restoring() { free_.clear(); }
-  void restored(Block b) { publish_to_policy(b); }
+  void restored(Block b) { publish_to_policy(b, index_.entry_of(tier, b)); }
   void restored_idle(Block b) {
     --num_in_[static_cast<int>(State::kFree)];
     ++num_in_[static_cast<int>(State::kCached)];
@@ -203,7 +203,7 @@ class BlockStore {
   static_assert(sizeof(Info) == 48, "a block's record has grown");
 
   void forget(Block b);
-  void publish_to_policy(Block b);
+  void publish_to_policy(Block b, EntryId e);
   void push_back(List& list, Block b);
   void remove(List& list, Block b);
   void settle(Block b);
@@ -233,6 +233,7 @@ class BlockStore {
   int64_t floors_ = 0;  // their sum
   uint32_t num_in_[kNumStates] = {};
   uint64_t num_evictions_ = 0;
+  Block last_evicted_ = 0;
   std::vector<Block> promoted_;
   // What the policy is told when an operation has settled its blocks.
   std::vector<Block> no_longer_idle_;

@@ -88,8 +88,8 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
         pytest.param(
             "test_eviction",
             "eviction/idle_tree.h",
-            "nodes_[block].idle && nodes_[block].num_idle_children == 0;",
-            "nodes_[block].idle;",
+            "nodes_[block].counts == 1;",
+            "nodes_[block].idle();",
             "has_idle_below",
             marks=pytest.mark.nightly,
         ),
