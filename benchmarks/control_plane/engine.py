@@ -20,7 +20,8 @@ class Wire(Protocol):
 
 
 class Engine:
-    """One session. Every plan gets its receipt at once, which goes with the next step.
+    """One session. Every plan gets its receipt at once, which goes with the next step. Steps may be
+    sent before others are answered.
 
     Ids of sequences begin at ``first_id``; they are the seeds of prompts too, so engines of one
     pool begin far apart.
@@ -47,8 +48,9 @@ class Engine:
         ``is_receipted``: whether its plan gets a receipt.
         """
         number = next(self._numbers)
+        receipts, self._receipts = self._receipts, []
         request = cpb.StepRequest(
-            session=self._session, number=number, operations=operations, receipts=self._receipts
+            session=self._session, number=number, operations=operations, receipts=receipts
         )
         response, seconds = await self._wire.step(request)
         if not response.HasField("result"):
@@ -56,12 +58,11 @@ class Engine:
         for operation in response.result.results:
             for failure in operation.failures:
                 raise RuntimeError(f"an operation was not done: {failure}")
-        self._receipts = []
         if response.result.HasField("plan"):
             self._last_plan = number
             if is_receipted:
                 plan = response.result.plan
-                self._receipts = [messages.receipt(self._key, self._session, number, plan)]
+                self._receipts.append(messages.receipt(self._key, self._session, number, plan))
         return seconds
 
     async def settle(self) -> float:

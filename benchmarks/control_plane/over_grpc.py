@@ -35,18 +35,21 @@ _REGISTER: Final = "/kvplane.v1.ControlPlaneService/Register"
 
 
 class StreamWire:
-    """One session's Step stream."""
+    """One session's Step stream. Answers come in the order of the requests."""
 
     def __init__(self, stub: Any) -> None:
         self._stub = stub
         self._stream = stub.Step()
+        self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
         began = time.perf_counter()
-        await self._stream.write(request)
-        response = await self._stream.read()
-        while response is not grpc.aio.EOF and response.HasField("notice"):
+        async with self._writing:
+            await self._stream.write(request)
+        async with self._reading:
             response = await self._stream.read()
+            while response is not grpc.aio.EOF and response.HasField("notice"):
+                response = await self._stream.read()
         seconds = time.perf_counter() - began
         if response is grpc.aio.EOF:
             raise RuntimeError("the control plane ended the stream")

@@ -1,7 +1,8 @@
 """Steps per second of 64 sequences with many engines, and one engine beside another's prompts.
 
 Over gRPC the engines are spread over processes of their own, one fewer than there are cores, in
-which each sends its next step when it has the answer to the last one.
+which each sends its next step when it has the answer to the last one; an engine that plans ahead,
+when it has the answer to the one before.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _BARRIER_TIMEOUT_S: Final = 120.0
 @dataclass(frozen=True)
 class Client:
     """What one client process does. ``prompt_tokens``: of prompts admitted without pause; 0 for
-    decode steps.
+    decode steps. ``num_steps_ahead``: an engine's decode steps on the way at a time.
     """
 
     address: str
@@ -47,6 +48,7 @@ class Client:
     num_engines: int
     seconds: float
     prompt_tokens: int = 0
+    num_steps_ahead: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,18 @@ async def steps_per_s(world: World, sizes: Sizes, num_engines: int) -> list[Row]
             for first, num in zip(firsts, shares, strict=False)
         ]
         samples = await _run(clients)
+    return [_rate(name, samples), _latencies(f"{name}/latency", samples)]
+
+
+async def steps_per_s_1_engine_ahead(world: World, sizes: Sizes) -> list[Row]:
+    """Decode steps of 64 sequences of one engine that sends a step while the one before is planned,
+    as engines do that plan the next step while this one computes.
+    """
+    assert isinstance(world, OverGrpc), "measured over gRPC only"
+    name = f"{rate_name(1)}_ahead"
+    async with world.pool(_NUM_POOL_BLOCKS) as pool:
+        client = Client(pool.address, pool.key, 0, 1, sizes.rate_s, num_steps_ahead=2)
+        samples = await _run([client])
     return [_rate(name, samples), _latencies(f"{name}/latency", samples)]
 
 
@@ -148,7 +162,8 @@ async def _drive(client: Client) -> Samples:
         samples = Samples(begin_s, begin_s + client.seconds, array("d"), array("d"))
         if is_decoding:
             pairs = zip(engines, decodings, strict=True)
-            loops = [_decode(engine, decoding, samples) for engine, decoding in pairs]
+            num_ahead = client.num_steps_ahead
+            loops = [_decode(engine, decoding, samples, num_ahead) for engine, decoding in pairs]
         else:
             loops = [_admit(engine, client.prompt_tokens, samples) for engine in engines]
         await asyncio.gather(*loops)
@@ -161,11 +176,14 @@ async def _start(engine: Engine) -> Decoding:
     return decoding
 
 
-async def _decode(engine: Engine, decoding: Decoding, samples: Samples) -> None:
-    while True:
-        for _ in range(_STEPS_PER_ROUND):
+async def _decode(engine: Engine, decoding: Decoding, samples: Samples, num_ahead: int) -> None:
+    async def some_steps() -> bool:
+        for _ in range(_STEPS_PER_ROUND // num_ahead):
             if not samples.add(await engine.step(decoding.append())):
-                return
+                return False
+        return True
+
+    while all(await asyncio.gather(*(some_steps() for _ in range(num_ahead)))):
         await engine.step(ops.free(decoding.ids))
         decoding = await _start(engine)
 

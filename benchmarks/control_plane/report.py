@@ -37,6 +37,7 @@ GOALS: Final = {
     "grpc/rebuild_1M_blocks/longest_wait": 10_000.0,
     "grpc/resume_1M_blocks/longest_wait": 10_000.0,
     "grpc/steps_per_s_1_engine": 5_000.0,
+    "grpc/steps_per_s_1_engine_ahead": 5_000.0,
     "grpc/steps_per_s_8_engines": 5_000.0,
     "grpc/steps_per_s_64_engines": 5_000.0,
 }
