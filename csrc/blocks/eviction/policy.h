@@ -14,7 +14,8 @@ class EvictionPolicy {
 
   // The blocks hold published prefixes now, each one block longer than the one before it, the first
   // one longer than that of `parent`, or kNoBlock where there is none. None is idle yet. `keys`:
-  // 64 bits of each prefix's chained hash; a prefix that is published again has the same key.
+  // 64 bits of each prefix's chained hash; a prefix that is published again has the same key. Null
+  // unless the policy uses them.
   virtual void publish(const uint32_t* blocks, const uint64_t* keys, size_t num_blocks,
                        uint32_t parent) = 0;
 
@@ -39,6 +40,8 @@ class EvictionPolicy {
   virtual void unpublish(uint32_t block) = 0;
 
   virtual size_t num_idle() const = 0;
+
+  virtual bool uses_keys() const = 0;
 };
 
 }  // namespace kvplane::blocks

@@ -39,7 +39,7 @@ PrefixIndex::PrefixIndex(uint32_t block_size_tokens, uint32_t num_device_blocks,
 EntryId PrefixIndex::open_root(std::string_view name) {
   const auto [it, is_new] = roots_.try_emplace(std::string(name), kNoEntry);
   if (is_new) {
-    it->second = add(kNoEntry, nullptr, root_hash(name));
+    it->second = add_root(root_hash(name));
     root_names_[it->second] = &it->first;
   }
   ++root_users_[it->second];
@@ -93,8 +93,7 @@ EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
     __builtin_prefetch(tokens_.row(later));
   if (has_tokens(first, tokens)) return first;
   if (entries_[first].next == kNoEntry) return kNoEntry;
-  return lookup(parent, tokens,
-                chained_hash(hashes_[parent], tokens, block_size_ * sizeof(int32_t)));
+  return lookup(parent, tokens, chained_hash(hash(parent), tokens, block_size_ * sizeof(int32_t)));
 }
 
 EntryId PrefixIndex::find_hash(EntryId parent, const Hash& hash) const {
@@ -106,7 +105,7 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry || entries_[first].next == kNoEntry) {
     const bool is_it =
-        first != kNoEntry && hashes_[first] == hash && (!tokens || has_tokens(first, tokens));
+        first != kNoEntry && this->hash(first) == hash && (!tokens || has_tokens(first, tokens));
     return is_it ? first : kNoEntry;
   }
   const uint32_t tag = tag_of(hash);
@@ -125,13 +124,12 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
 
 EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens) {
   const EntryId e = find(parent, tokens);
-  if (e != kNoEntry) return e;
-  return add(parent, tokens, chained_hash(hashes_[parent], tokens, block_size_ * sizeof(int32_t)));
+  return e != kNoEntry ? e : add(parent, tokens);
 }
 
 EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash) {
   const EntryId e = lookup(parent, tokens, hash);
-  return e != kNoEntry ? e : add(parent, tokens, hash);
+  return e != kNoEntry ? e : add(parent, tokens, &hash);
 }
 
 EntryId PrefixIndex::detach(EntryId top, bool moves_all) {
@@ -141,7 +139,7 @@ EntryId PrefixIndex::detach(EntryId top, bool moves_all) {
     if (users == root_users_.end()) {
       roots_.erase(roots_.find(*name));
     } else {
-      const EntryId fresh = add(kNoEntry, nullptr, hashes_[top]);
+      const EntryId fresh = add_root(hashes_[top]);
       set_owner(fresh, owner_of(top));
       roots_.find(*name)->second = fresh;
       root_names_[fresh] = name;
@@ -154,7 +152,8 @@ EntryId PrefixIndex::detach(EntryId top, bool moves_all) {
     last_named_ = kNoEntry;
     return top;
   }
-  const EntryId root = add(kNoEntry, nullptr, Hash{});
+  hash(top);  // while its parent is known
+  const EntryId root = add_root(Hash{});
   root_names_[root] = nullptr;
   Entry& entry = entries_[top];
   const EntryId above = entry.parent;
@@ -261,7 +260,34 @@ void PrefixIndex::prune(EntryId e) {
   }
 }
 
-EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, Hash hash) {
+EntryId PrefixIndex::add_root(const Hash& hash) {
+  const EntryId e = new_entry(kNoEntry);
+  set_hash(e, hash);
+  return e;
+}
+
+EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash* hash) {
+  const EntryId e = new_entry(parent);
+  if (hash) set_hash(e, *hash);
+  Entry& entry = entries_[e];
+  std::memcpy(tokens_.row(e), tokens, block_size_ * sizeof(int32_t));
+  Entry& above = entries_[parent];
+  entry.root = above.root;
+  entry.next = above.child;
+  if (above.child != kNoEntry) {
+    entries_[above.child].prev = e;
+    for (const EntryId sibling : {above.child, e}) {
+      if (entries_[sibling].has_key) continue;
+      entries_[sibling].has_key = 1;
+      delay({sibling, tag_of(this->hash(sibling))}, true);
+    }
+  }
+  above.child = e;
+  return e;
+}
+
+// With nothing but its parent.
+EntryId PrefixIndex::new_entry(EntryId parent) {
   EntryId e;
   if (free_.empty()) {
     e = entries_.add();
@@ -274,7 +300,6 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, Hash hash) {
       const EntryId later = free_[free_.size() - kAhead];
       __builtin_prefetch(&entries_[later], 1);
       __builtin_prefetch(tokens_.row(later), 1);
-      __builtin_prefetch(hashes_.row(later), 1);
     }
   }
   Entry& entry = entries_[e];
@@ -282,24 +307,29 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, Hash hash) {
   entry = Entry{};
   entry.uid = uid;
   entry.parent = parent;
-  hashes_[e] = hash;
   entry.root = e;
   ++num_entries_;
-  if (parent == kNoEntry) return e;
-  std::memcpy(tokens_.row(e), tokens, block_size_ * sizeof(int32_t));
-  Entry& above = entries_[parent];
-  entry.root = above.root;
-  entry.next = above.child;
-  if (above.child != kNoEntry) {
-    entries_[above.child].prev = e;
-    for (const EntryId sibling : {above.child, e}) {
-      if (entries_[sibling].has_key) continue;
-      entries_[sibling].has_key = 1;
-      delay({sibling, tag_of(hashes_[sibling])}, true);
-    }
-  }
-  above.child = e;
   return e;
+}
+
+void PrefixIndex::set_hash(EntryId e, const Hash& hash) {
+  hashes_[e] = hash;
+  entries_[e].has_hash = 1;
+}
+
+// Of the entry and of those before it that have none. Those of a prompt are mostly asked for from
+// its beginning on.
+void PrefixIndex::compute_hash(EntryId e) const {
+  std::vector<EntryId> path;  // to it, from behind the last one that has its hash
+  for (; !entries_[e].has_hash; e = entries_[e].parent) path.push_back(e);
+  // What the index holds does not change.
+  auto* self = const_cast<PrefixIndex*>(this);
+  for (; !path.empty(); path.pop_back()) {
+    const EntryId next = path.back();
+    self->set_hash(next,
+                   chained_hash(hashes_[e], tokens_.row(next), block_size_ * sizeof(int32_t)));
+    e = next;
+  }
 }
 
 void PrefixIndex::remove_spare(Entry& entry, Block b) {
@@ -381,6 +411,7 @@ void PrefixIndex::check() const {
   size_t num_found = 0, num_keys = 0;
   size_t num_blocks[2] = {0, 0};
   std::unordered_map<EntryId, uint32_t> below;  // blocks, by root
+  std::unordered_map<EntryId, Hash> expected;
   auto require = [](bool ok, const char* what) {
     if (!ok) throw std::logic_error(std::string("prefix index: ") + what);
   };
@@ -397,8 +428,19 @@ void PrefixIndex::check() const {
       const Entry& entry = entries_[e];
       ++num_found;
       num_keys += entry.has_key;
-      require(find(entry.parent, tokens_.row(e)) == e && find_hash(entry.parent, hashes_[e]) == e,
-              "an entry cannot be found");
+      require(find(entry.parent, tokens_.row(e)) == e, "an entry cannot be found");
+      // Without asking for it: what has no hash yet is to have none after the check.
+      if (is_root(entry.parent) && hashes_[entry.parent] == Hash{}) {
+        require(entry.has_hash, "a detached entry cannot know its hash");
+        expected[e] = hashes_[e];
+      } else {
+        const Hash before = is_root(entry.parent) ? hashes_[entry.parent] : expected[entry.parent];
+        expected[e] = chained_hash(before, tokens_.row(e), block_size_ * sizeof(int32_t));
+      }
+      require(!entry.has_hash || hashes_[e] == expected[e], "an entry has another hash");
+      require(!entry.has_hash || find_hash(entry.parent, hashes_[e]) == e,
+              "an entry cannot be found by its hash");
+      require(entry.has_hash || !entry.has_key, "an entry without a hash is in the table");
       require(entry.root == root || (!named.second && root_names_.count(entry.root)),
               "an entry has another root");
       below[entry.root] += num_blocks_of(e);

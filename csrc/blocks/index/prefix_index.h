@@ -13,7 +13,9 @@
 //
 // The chained hash, xxh3-128 (Yann Collet's xxHash) over the parent's hash and the tokens, starting
 // from a hash of the root's bytes, finds one child among many; tokens are compared all the same.
-// Only an entry that has had siblings is in the table of hashes: most of a prompt's have none.
+// Only an entry that has had siblings is in the table of hashes: most of a prompt's have none. So
+// hashes are computed when they are first needed, most of them for the data planes, after the
+// session that published the blocks has its answer.
 //
 // Invariant: an entry has a block, a child, a leader or a copy under way, or is removed.
 #pragma once
@@ -46,7 +48,8 @@ struct alignas(64) Entry {
   uint32_t leader_uid = 0;  // of a root: its owner and 1, or 0
   uint32_t num_uses = 0;    // hits; of a root: blocks below it, spares too
   uint32_t num_arriving
-      : 31;                // plans in flight that copy the block to the host tier; see hold_root
+      : 30;                // plans in flight that copy the block to the host tier; see hold_root
+  uint32_t has_hash : 1;   // it has been computed
   uint32_t has_key : 1;    // in the hash table
   uint32_t retention = 0;  // see Retention; 0: not retained
   float published_s = 0;
@@ -104,7 +107,10 @@ class PrefixIndex {
   const Entry& operator[](EntryId e) const { return entries_[e]; }
   bool is_root(EntryId e) const { return entries_[e].parent == kNoEntry; }
   const int32_t* tokens(EntryId e) const { return tokens_.row(e); }
-  const Hash& hash(EntryId e) const { return hashes_[e]; }
+  const Hash& hash(EntryId e) const {
+    if (!entries_[e].has_hash) compute_hash(e);
+    return hashes_[e];
+  }
   bool alive(EntryId e, uint32_t uid) const { return e != kNoEntry && entries_[e].uid == uid; }
   // The child of `parent` with these tokens, kNoEntry when there is none.
   EntryId find(EntryId parent, const int32_t* tokens) const;
@@ -172,8 +178,12 @@ class PrefixIndex {
   void check() const;
 
  private:
-  // for.
-  EntryId add(EntryId parent, const int32_t* tokens, Hash hash);
+  // The hash of an entry with a parent is computed when somebody asks for it, unless `hash` is it.
+  EntryId add(EntryId parent, const int32_t* tokens, const Hash* hash = nullptr);
+  EntryId add_root(const Hash& hash);
+  EntryId new_entry(EntryId parent);
+  void set_hash(EntryId e, const Hash& hash);
+  void compute_hash(EntryId e) const;
   void unlink(const Entry& entry);
   bool has_tokens(EntryId e, const int32_t* tokens) const;
   EntryId prefetch_after(EntryId e, EntryId next) const;

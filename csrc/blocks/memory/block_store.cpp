@@ -20,6 +20,7 @@ BlockStore::BlockStore(Tier tier, uint32_t num_blocks, std::vector<int64_t> gene
       num_blocks(num_blocks),
       index_(index),
       policy_(std::move(policy)),
+      policy_uses_keys_(policy_->uses_keys()),
       infos_(num_blocks),
       free_(num_blocks) {
   generations.resize(std::max<size_t>(generations.size(), num_blocks));
@@ -151,9 +152,9 @@ void BlockStore::unpublish(Block b) {
 
 void BlockStore::publish_to_policy(Block b, EntryId e) {
   infos_[b].published = true;
-  uint64_t key;
-  std::memcpy(&key, index_.hash(e).data(), sizeof key);
-  policy_->publish(&b, &key, 1, index_[index_[e].parent].block(tier));
+  uint64_t key = 0;
+  if (policy_uses_keys_) std::memcpy(&key, index_.hash(e).data(), sizeof key);
+  policy_->publish(&b, policy_uses_keys_ ? &key : nullptr, 1, index_[index_[e].parent].block(tier));
 }
 
 void BlockStore::share(const Block* blocks, size_t num) {

@@ -222,6 +222,7 @@ class BlockStore {
 
   PrefixIndex& index_;
   std::unique_ptr<EvictionPolicy> policy_;
+  const bool policy_uses_keys_;
   std::vector<Info> infos_;
   std::vector<int64_t> more_generations_;  // of blocks beyond num_blocks
   std::vector<Block> free_;

@@ -29,6 +29,14 @@ FAULTS = {
         "if (most > store(kDevice).num_usable(session.slot) &&",
         "if (most > store(kDevice).num_blocks &&",
     ),
+    "detached_without_its_hash": Mutant(
+        "index/prefix_index.cpp", "hash(top);  // while its parent is known", ""
+    ),
+    "hash_of_the_tokens_alone": Mutant(
+        "index/prefix_index.cpp",
+        "chained_hash(hashes_[e], tokens_.row(next),",
+        "chained_hash(Hash{}, tokens_.row(next),",
+    ),
     "published_before_it_is_written": Mutant(
         "index/publish.cpp",
         "std::min(sequence.num_written, sequence.tokens.size) / block_size_,",

@@ -76,6 +76,18 @@ def test_what_is_below_a_large_prefix_that_was_forgotten_is_not_announced() -> N
         assert hashes_in_blocks(pool, 32) == left
 
 
+def test_a_prefix_that_nobody_was_told_of_is_forgotten() -> None:
+    """Nobody has asked for its hash either, which its parents are needed for."""
+    with checked_pool(32) as pool:
+        writer = Writer(pool)
+        writer.cache(blocks(1, 2, 3, 4))
+        pool.forget(writer.slot, i32(blocks(1, 2)), False, 1)
+        pool.check_integrity()
+        assert hashes_in(pool.take_publications(100)) == set(hashes_of(b"root", blocks(1)))
+        while pool.forget_some(1):
+            pool.check_integrity()
+
+
 def test_what_can_be_found_beside_it_is_announced_in_pieces() -> None:
     """Each way from a block up to its root is walked meanwhile, and some of them are long."""
     length = 5 * MOST_AT_ONCE // 2
