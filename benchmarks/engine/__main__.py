@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine [--models 31m,197m] [--batches 1,8,32] [--threads 2,4] [--runs 3]
                                 [--sides generate,generate_batch,embedded,remote]
-                                [--linears packed] [--quick] [--json OUT]
+                                [--linears packed] [--quick] [--json OUT [--append]]
 
 Sides: ``generate``, transformers' padded batch; ``generate_batch``, its continuous batching;
 ``plane_cache``, generate on a PlaneCache; ``embedded``, the engine with a data plane in this
@@ -11,12 +11,12 @@ layers, and take turns: every run has new prompts, which each side answers befor
 Models are random and made for this, in float32. ``service``: the share of an embedded decode step
 that is neither the model's own work nor the kernels that write and attend. Each number of threads
 is measured in a process of its own, because torch is told how its threads wait when it starts.
+Each row is printed, and written to OUT, as soon as it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import subprocess
@@ -40,11 +40,12 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--linears", default="packed", choices=("packed", "torch"))
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--json", type=Path, help="file to write the figures to, row by row")
+    parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
     given = parser.parse_args(argv)
     numbers = [int(number) for number in given.threads.split(",")]
     if len(numbers) > 1:
-        run_each(numbers, argv, given.json)
+        run_each(numbers, argv)
         return
     given.threads = numbers[0]
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -52,35 +53,28 @@ def main(argv: Sequence[str]) -> None:
     run(given)
 
 
-def run_each(numbers: Sequence[int], argv: Sequence[str], out: Path | None) -> None:
+def run_each(numbers: Sequence[int], argv: Sequence[str]) -> None:
     """Measure with each number of threads, one process after the other; their JSON as one."""
-    found = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in numbers:
-            file = Path(scratch) / f"{number}.json"
-            own = ["--threads", str(number), "--json", str(file)]
-            subprocess.run([sys.executable, "-m", "benchmarks.engine", *argv, *own], check=True)
-            found.append(json.loads(file.read_text()))
-    if out is not None:
-        rows = [row for figures in found for row in figures["rows"]]
-        out.write_text(json.dumps({**found[0], "rows": rows}, indent=1) + "\n")
+    for place, number in enumerate(numbers):
+        own = ["--threads", str(number), *(["--append"] if place else [])]
+        subprocess.run([sys.executable, "-m", "benchmarks.engine", *argv, *own], check=True)
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure, print as it goes, write the JSON. Torch is imported here, once it is tuned."""
+    """Measure, print and write as it goes. Torch is imported here, once it is tuned."""
     import torch
 
-    from benchmarks.engine.measure import as_json, measure, print_row, workloads
+    from benchmarks.engine.measure import Rows, measure, print_row, workloads
     from benchmarks.engine.sides import make_model, sides
 
     torch.set_num_threads(given.threads)
     num_cpus = len(os.sched_getaffinity(0))
-    print(f"{given.threads} threads, {waiting()}, {given.linears} linear layers")
+    print(f"{given.threads} threads, {waiting()}, {given.linears} linear layers", flush=True)
     if given.threads > num_cpus:
         print(f"more threads than the {num_cpus} processors of this machine: they take turns")
     batches = [int(batch) for batch in given.batches.split(",")]
     chosen = given.sides.split(",")
-    rows = []
+    rows = Rows(given.json, given.threads, given.linears, appends=given.append)
     for model in given.models.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             folder = make_model(model, Path(scratch))
@@ -91,10 +85,7 @@ def run(given: argparse.Namespace) -> None:
                 ):
                     row = measure(model, workload, of, times, given.runs, 1000 * number)
                     print_row(row)
-                    rows.append(row)
-    if given.json is not None:
-        figures = as_json(rows, given.threads, given.linears)
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+                    rows.add(row)
 
 
 if __name__ == "__main__":

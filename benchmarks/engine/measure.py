@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,35 +133,50 @@ def print_row(row: Row) -> None:
     sys.stdout.flush()
 
 
-def as_json(rows: Sequence[Row], threads: int, linears: str) -> dict[str, Any]:
-    """The figures, for programs."""
-    return {
-        "machine": {
+class Rows:
+    """The figures, for programs. The file is whole after each row, whenever the run is cut off."""
+
+    def __init__(self, file: Path | None, threads: int, linears: str, *, appends: bool) -> None:
+        """``file``: None for no file. ``appends``: to the rows that it has."""
+        self._file, self._threads, self._linears = file, threads, linears
+        self._rows: list[dict[str, Any]] = []
+        if appends and file is not None and file.exists():
+            self._rows = json.loads(file.read_text())["rows"]
+
+    def add(self, row: Row) -> None:
+        """Add one, and write the file."""
+        self._rows.append(as_json(row, self._threads))
+        if self._file is None:
+            return
+        machine = {
             "cpu_count": len(os.sched_getaffinity(0)),
             "machine": platform.machine(),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "linears": linears,
-        },
-        "rows": [
-            {
-                "model": row.model,
-                "threads": threads,
-                "waiting": waiting(),
-                "workload": asdict(row.workload),
-                "tokens_per_s": {side: round(row.tokens_per_s(side), 2) for side in row.seconds},
-                "seconds": row.seconds,
-                "num_equal": row.num_equal,
-                "goals": [
-                    {"what": what, "ratio": round(ratio, 3), "goal": goal}
-                    for what, ratio, goal in row.goals()
-                ],
-                "service_share": service_share(row.step_s) if row.step_s else None,
-                "step_ms": {part: 1e3 * seconds for part, seconds in row.step_s.items()},
-                "service_share_goal": row.share_goal,
-            }
-            for row in rows
+            "linears": self._linears,
+        }
+        beside = self._file.with_name(f"{self._file.name}.new")
+        beside.write_text(json.dumps({"machine": machine, "rows": self._rows}, indent=1) + "\n")
+        beside.replace(self._file)
+
+
+def as_json(row: Row, threads: int) -> dict[str, Any]:
+    """A row as the file has it."""
+    return {
+        "model": row.model,
+        "threads": threads,
+        "waiting": waiting(),
+        "workload": asdict(row.workload),
+        "tokens_per_s": {side: round(row.tokens_per_s(side), 2) for side in row.seconds},
+        "seconds": row.seconds,
+        "num_equal": row.num_equal,
+        "goals": [
+            {"what": what, "ratio": round(ratio, 3), "goal": goal}
+            for what, ratio, goal in row.goals()
         ],
+        "service_share": service_share(row.step_s) if row.step_s else None,
+        "step_ms": {part: 1e3 * seconds for part, seconds in row.step_s.items()},
+        "service_share_goal": row.share_goal,
     }
 
 

@@ -44,7 +44,8 @@ def new_stream(seed: int | None, index: int) -> int:
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """The next token of each of ``rows`` from ``logits`` float32 [num_rows, vocabulary] on CPU."""
     logits = penalised(logits, rows)
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    # NumPy's is vectorised, torch's is not; of equal logits both take the first.
+    tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
     for is_nucleus in (False, True):
         drawn = [
             i

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
@@ -88,9 +88,10 @@ def keeps_latents(module: Any) -> bool:
 
 
 def register() -> None:
-    """Register "kvplane" with transformers. May be called again."""
+    """Register "kvplane" with transformers, which makes no mask for an attention that has none
+    registered. May be called again.
+    """
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def _attention(
@@ -155,7 +156,3 @@ def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
     """From [num_rows, num_heads, num_columns, size] to [num_tokens, num_heads, size]."""
     rows = tensor.transpose(1, 2).flatten(0, 1)
     return rows if tokens is None else rows[tokens]
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None

@@ -15,17 +15,21 @@ from benchmarks.engine.table import tables
 
 def measured(folder: Path, *flags: str) -> tuple[Any, str]:
     """The JSON and what is printed for a tiny model, batches of two."""
-    out = folder / "out.json"
-    flags = ("--models", "tiny", "--batches", "2", "--runs", "1", "--quick", *flags)
-    done = subprocess.run(
+    done = run(folder / "out.json", "--models", "tiny", *flags)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "out.json").read_text()), done.stdout
+
+
+def run(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """For batches of two."""
+    flags = ("--batches", "2", "--runs", "1", "--quick", *flags)
+    return subprocess.run(
         [sys.executable, "-m", "benchmarks.engine", *flags, "--json", str(out)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=110,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text()), done.stdout
 
 
 def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
@@ -50,4 +54,14 @@ def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Pa
 
 def test_each_number_of_threads_is_measured_in_its_turn(tmp_path: Path) -> None:
     figures, _ = measured(tmp_path, "--threads", "1,2", "--sides", "generate")
+    assert [row["threads"] for row in figures["rows"]] == [1, 1, 2, 2]
+
+
+def test_a_run_that_is_cut_off_keeps_its_rows_and_another_adds_to_them(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    cut_off = run(out, "--models", "tiny,unknown", "--threads", "1", "--sides", "generate")
+    assert "KeyError: 'unknown'" in cut_off.stderr
+    assert len(json.loads(out.read_text())["rows"]) == 2
+    assert cut_off.stdout.count("runs with equal tokens") == 2
+    figures, _ = measured(tmp_path, "--threads", "2", "--sides", "generate", "--append")
     assert [row["threads"] for row in figures["rows"]] == [1, 1, 2, 2]

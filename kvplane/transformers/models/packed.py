@@ -21,12 +21,13 @@ def packed_logits(
     """One forward pass of a row that several sequences share, attention by ``step``. Returns
     float32 logits [len(last), vocabulary], after the tokens that ``last`` counts from 0.
     """
+    keeps_all = len(last) == len(tokens)  # 0 says so: rows are not copied then
     with attention.running(step):
         output = model(
             input_ids=torch.tensor([tokens]),
             position_ids=torch.tensor([positions]),
             use_cache=False,
-            logits_to_keep=torch.tensor(last, dtype=torch.long),
+            logits_to_keep=0 if keeps_all else torch.tensor(last, dtype=torch.long),
         )
     logits: torch.Tensor = output.logits[0]
     if len(logits) != len(last):  # of a model that computes them for every token
