@@ -9,12 +9,14 @@
 
 #include "cuda/device/probe.h"
 #include "cuda/operations.h"
+#include "local/device_memory.h"
 #include "tensor_view.h"
 
 #if defined(KVPLANE_EMULATED)
 #include "cuda/device/batch_copies.h"
 #include "cuda/device/launch.h"
 #include "emulator.h"
+#include "gpu_memory.h"
 #define KVPLANE_MODULE kvplane_emulated
 #else
 #define KVPLANE_MODULE _cuda
@@ -184,6 +186,7 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.attr("BAD_WORKSPACE") = kBadWorkspace;
 
   m.def("device_count", &device_count);
+  bind_device_memory(m);
 #if defined(KVPLANE_EMULATED)
   m.def("set_seed", &emulator::set_seed, arg("seed"));
   m.def("num_launches", [] { return num_launches; });
@@ -195,6 +198,8 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.def(
       "set_shared_bytes_of_block", [](int64_t bytes) { shared_bytes_of_block = bytes; },
       arg("bytes"));
+  m.def("num_early_frees", [] { return emulator::num_early_frees.load(); });
+  m.def("set_gpu_bytes", [](int64_t bytes) { emulator::gpu_bytes = bytes; }, arg("bytes"));
   m.def("set_driver_version", [](int version) { driver_version = version; }, arg("version"));
 #endif
   m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),

@@ -331,9 +331,14 @@ class Executor:
         plan_number: int | None,
         field: str,
         piece_s: float | None,
+        out: torch.Tensor | None = None,
     ) -> Pieces[torch.Tensor | None]:
-        """``layer`` by pieces, as ``attend``. ``tensors``: query, key, value."""
-        pieces = self._plans.layer(session_id, layer, tensors, options, plan_number, field, piece_s)
+        """``layer`` by pieces, as ``attend``. ``tensors``: query, key, value. ``out``: where the
+        output goes, contiguous and apart from those; None for memory of its own.
+        """
+        pieces = self._plans.layer(
+            session_id, layer, tensors, options, plan_number, field, piece_s, out
+        )
         return guarded(pieces, self._command.lock, lambda: self._command("layer"))
 
     def fixed_step(self, session_id: int, bounds: StepBounds) -> FixedStep:

@@ -212,17 +212,25 @@ class PlanRunner:
         self._compute.write(arguments)
 
     def attend(
-        self, session: Session, run: Run, arguments: AttentionArguments, piece_s: float | None
+        self,
+        session: Session,
+        run: Run,
+        arguments: AttentionArguments,
+        piece_s: float | None,
+        out: torch.Tensor | None = None,
     ) -> Pieces[torch.Tensor]:
-        """Attention in one layer, in pieces of about ``piece_s``. Raises StaleGenerationError if a
-        block of the spans' tables was allocated again, and after a yield also as ``latest``.
+        """Attention in one layer, in pieces of about ``piece_s``, into ``out`` if given. Raises
+        StaleGenerationError if a block of the spans' tables was allocated again, and after a yield
+        also as ``latest``.
         """
         num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
         pieces = self._compute.pieces(arguments.lengths, piece_s)
         if not pieces:
             self._check_may_read(session, run)
-            return self._compute.attend(arguments, num_context)
-        output = torch.empty(arguments.output_shape, dtype=arguments.query.dtype)
+            return self._compute.attend(arguments, num_context, out)
+        output = out
+        if output is None:
+            output = torch.empty(arguments.output_shape, dtype=arguments.query.dtype)
         for rows in pieces:
             if rows.start:
                 yield
@@ -267,15 +275,17 @@ class PlanRunner:
         plan_number: int | None,
         field: str,
         piece_s: float | None,
+        out: torch.Tensor | None = None,
     ) -> Pieces[torch.Tensor | None]:
         """Write a layer of the session's latest plan that was not written yet, and attend if there
-        is a query. Raises as ``latest``, ``write`` and ``attend`` do, and InvalidRequestError
-        naming a field after the prefix ``field``.
+        is a query, into ``out`` if given. Raises as ``latest``, ``write`` and ``attend`` do, and
+        InvalidRequestError naming a field after the prefix ``field``.
         """
         session, run, index, batch = self._find(session_id, layer, plan_number, field)
         query, key, value = tensors
         compute, is_new = self._compute, not run.is_complete
-        if query is not None and is_new and not compute.pieces(batch.lengths, piece_s):
+        is_whole = out is None and not compute.pieces(batch.lengths, piece_s)
+        if query is not None and is_new and is_whole:
             bound = compute.bound_layer(batch, index, query, key, value, options)
             if bound is not None:  # called with tensors like these before: one native call
                 self.check_may_write(session, run)
@@ -292,7 +302,7 @@ class PlanRunner:
             self.write(session, run, to_write)
         output = None
         if to_attend is not None:
-            output = yield from self.attend(session, run, to_attend, piece_s)
+            output = yield from self.attend(session, run, to_attend, piece_s, out)
         run.progress.finish_layer(index)
         return output
 

@@ -49,6 +49,24 @@ class AttentionOptions:
 
 class AttentionPlan: ...
 
+class SharedMemory:
+    """Of one GPU, in two processes. It lives as long as its tensors."""
+
+    def handle(self) -> bytes:
+        """For ``open_shared`` in another process: 64 bytes. Empty where the memory was opened."""
+
+    def dlpack(self) -> object:
+        """A capsule: uint8 [num_bytes]."""
+
+def allocate_shared(*, device: int, num_bytes: int) -> SharedMemory:
+    """Zeros. Raises RuntimeError where the device refuses, ValueError for the size."""
+
+def open_shared(*, device: int, handle: bytes, num_bytes: int, file: int) -> SharedMemory:
+    """A copy of ``file`` is closed after the memory is; -1: none. Raises as ``allocate_shared``,
+    also ValueError for a handle of another length and for memory that is smaller.
+    """
+
+def device_uuid(device: int) -> str: ...
 def device_count() -> int: ...
 def reshape_and_cache(
     *,

@@ -9,7 +9,7 @@ Both have the same operations with the same arguments, so their users need not k
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,11 @@ class Kernels(Protocol):
         ...
 
     @property
+    def device_uuid(self) -> str:
+        """Of their GPU, "GPU-..."; empty for the CPU."""
+        ...
+
+    @property
     def cache_kinds(self) -> tuple[str, ...]:
         """The cache kinds of layer groups that they attend to."""
         ...
@@ -61,14 +66,25 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(
-        self, arguments: AttentionArguments, *, lse: torch.Tensor | None = None
+        self,
+        arguments: AttentionArguments,
+        *,
+        lse: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of ragged query tokens over paged KV: decode, prefill and append alike.
 
         Returns [num_tokens, num_heads, value_head_size] of the query's dtype. ``lse``, contiguous
         float32 [num_tokens, num_heads], receives the natural logarithm of the sum of the
-        exponentials of the scores, and of the sink where there is one. Sums are in fp32. No bit of
+        exponentials of the scores, and of the sink where there is one. ``out``, contiguous,
+        receives the result; None for memory of its own. Sums are in fp32. No bit of
         the result depends on the rest of the batch.
+        """
+        ...
+
+    def share_memory(self, num_bytes: int) -> Any:
+        """Zeros on the GPU that another process can open: a native ``SharedMemory``. Raises
+        RuntimeError where there is no memory, or none that can be shared.
         """
         ...
 

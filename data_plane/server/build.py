@@ -48,11 +48,13 @@ def build_executor(
         free = free_bytes(device)
         on_cpu = device.type == "cpu"
         host_tier_bytes = sum(n * block_bytes(i) for i, n in enumerate(host_blocks)) * on_cpu
+        num_shared = config.num_local_device_regions if config.num_local_regions else 0
+        shared_bytes = 0 if on_cpu else num_shared * config.local_region_bytes
         num_device_blocks = measure_num_blocks(
             free,
             lambda usable: fit_blocks(layout, usable, expected_tokens, block_bytes),
             utilization=config.memory_utilization,
-            reserve_bytes=config.reserve_bytes + host_tier_bytes,
+            reserve_bytes=config.reserve_bytes + host_tier_bytes + shared_bytes,
             scratch_bytes=kernels.scratch_bytes,
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)

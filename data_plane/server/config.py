@@ -172,6 +172,15 @@ class DataPlaneConfig(ServingConfig):
         minimum=4096,
         maximum=2**40,
     )
+    num_local_device_regions: int = setting(
+        4,
+        help="Regions of the same size on this process's GPU, for engines whose tensors are on it;"
+        " what is measured for blocks leaves room for them. 0 means that such tensors are copied"
+        " through main memory.",
+        unit="regions",
+        minimum=0,
+        maximum=1024,
+    )
     local_folder: Path | None = setting(
         None,
         help="Folder in which a folder for the Unix socket is made, which engines must find under"

@@ -12,7 +12,7 @@ from data_plane.executor import Executor
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
 from data_plane.pieces import Pieces
-from data_plane.server.local.region import Region
+from data_plane.server.local.region import Region, overlap
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
@@ -41,6 +41,8 @@ class Layer:
     options: AttentionOptions
     output: torch.Tensor | None
     """The output's range."""
+    out: torch.Tensor | None
+    """The same, where kernels write the output there: the range is on their device."""
     answer: pb.LayerOutput
     num_shared_bytes: int = 0
     """Of query, key and value, as far as they are in the region."""
@@ -50,9 +52,16 @@ class Layer:
     """The packet that asked for it; empty where it came over gRPC, or is not kept."""
 
 
+Share = Callable[[pb.ShareDeviceMemory], pb.ExecuteResponse]
+
+
+def _share_nothing(request: pb.ShareDeviceMemory) -> pb.ExecuteResponse:
+    raise InvalidRequestError("there is no region on a GPU here", field="share")
+
+
 # In place of layers that are not kept.
 _OVER_GRPC: Final = Layer(
-    -1, None, torch.empty(0), None, AttentionOptions(), None, pb.LayerOutput()
+    -1, None, torch.empty(0), None, AttentionOptions(), None, None, pb.LayerOutput()
 )
 
 
@@ -71,7 +80,8 @@ class ExecuteStream:
         self._tenant = tenant
         self.take_bytes = take_bytes
         self._plan_number: int | None = None
-        self._region: Region | None = None
+        self._regions: dict[int, Region] = {}
+        self._share: Share = _share_nothing
         # Layers by the packet that asked for them: a step sends the packets of the step before
         # again, as long as its tensors have the same shapes.
         self._known: dict[bytes, Layer] = {}
@@ -81,9 +91,11 @@ class ExecuteStream:
         self.num_starts = 0
         """How often a plan has begun, or has been presented again."""
 
-    def use_region(self, region: Region | None) -> None:
-        """Let messages refer to ``region``, and to no other."""
-        self._region = region
+    def use_regions(self, regions: Sequence[Region], share: Share = _share_nothing) -> None:
+        """Let messages refer to ``regions``, and to no others. ``share``: answers packets that ask
+        for one on the GPU.
+        """
+        self._regions, self._share = {region.id: region for region in regions}, share
         self._known.clear()
         self.usual, self._ran = (), []
 
@@ -130,6 +142,8 @@ class ExecuteStream:
         layer = self._known.get(packet)
         if layer is None:
             request = packets.parse(pb.ExecuteRequest, packet)
+            if request.HasField("share"):
+                return self._share(request.share).SerializeToString()
             if not request.HasField("layer"):
                 return (yield from self.answer(request)).SerializeToString()
             layer = self._read(request.layer, is_local=True)
@@ -189,7 +203,7 @@ class ExecuteStream:
             value = self._tensor(request.value, "layer.value", is_local)
         options = attention_options(request.options, "layer.options")
         layer = pb.LayerOutput(layer=request.layer)
-        output = None
+        output = out = None
         if query is not None and (is_local or request.HasField("output")):
             if value is None:
                 raise InvalidRequestError(
@@ -199,9 +213,11 @@ class ExecuteStream:
             if not query.dim() == value.dim() == 3:
                 raise InvalidRequestError("must have three dimensions", field="layer.query")
             shape = (*query.shape[:2], value.shape[2])
-            output = self._shared("layer.output").view(
-                request.output, query.dtype, shape, "layer.output"
-            )
+            region = self._shared(request.output, "layer.output")
+            output = region.view(request.output, query.dtype, shape, "layer.output")
+            if region.is_on_device:
+                _refuse_overlap(output, (query, key, value))
+                out = output
             there = tpb.Tensor(dtype=request.query.dtype, shape=shape, memory=request.output)
             layer.output.CopyFrom(there)
         num_shared_bytes = sum(
@@ -209,7 +225,9 @@ class ExecuteStream:
             for name, tensor in (("query", query), ("key", key), ("value", value))
             if tensor is not None and (is_local or getattr(request, name).HasField("memory"))
         )
-        return Layer(request.layer, query, key, value, options, output, layer, num_shared_bytes)
+        return Layer(
+            request.layer, query, key, value, options, output, out, layer, num_shared_bytes
+        )
 
     def _run(self, layer: Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """The output, None where it is in the region, and the receipt."""
@@ -231,8 +249,12 @@ class ExecuteStream:
             plan_number,
             "layer.",
             PIECE_S,
+            layer.out,
         )
-        if layer.output is not None and output is not None:
+        if layer.out is not None:
+            executor.finish()  # the client reads the output once it is answered
+            output = None
+        elif layer.output is not None and output is not None:
             with device_errors():
                 layer.output.copy_(output)
             output = None
@@ -250,19 +272,31 @@ class ExecuteStream:
         return self.session_id, self._plan_number
 
     def _tensor(self, message: tpb.Tensor, field: str, is_local: bool) -> torch.Tensor:
-        """On the CPU where it is in the region, otherwise on the executor's device."""
+        """Where it is, if that is in a region; otherwise on the executor's device."""
         if is_local or message.HasField("memory"):
-            return self._shared(f"{field}.memory").tensor(message, field)
+            return self._shared(message.memory, f"{field}.memory").tensor(message, field)
         return tensor_from_message(message, self._executor.device, field=field)
 
-    def _shared(self, field: str) -> Region:
-        if self._region is None:
+    def _shared(self, place: tpb.MemoryRange, field: str) -> Region:
+        if not self._regions:
             raise InvalidRequestError(
                 "names shared memory, but no region was agreed with this client: send the elements "
                 "as data",
                 field=field,
             )
-        return self._region
+        region = self._regions.get(place.region_id)
+        if region is None:
+            raise InvalidRequestError(
+                "names a region that was not agreed with this client", field=f"{field}.region_id"
+            )
+        return region
+
+
+def _refuse_overlap(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    if any(overlap(output, tensor) for tensor in tensors):
+        raise InvalidRequestError(
+            "on a GPU must be apart from query, key and value", field="layer.output"
+        )
 
 
 def attention_options(message: pb.AttentionOptions, field: str) -> AttentionOptions:

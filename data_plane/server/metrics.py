@@ -57,6 +57,10 @@ _LOCAL_REGIONS: Final = _gauge(
     "local_regions", "Memory regions shared with engines on this machine."
 )
 _LOCAL_BYTES: Final = _gauge("local_region_bytes", "Size of these regions.")
+_LOCAL_DEVICE_REGIONS: Final = _gauge(
+    "local_device_regions",
+    "Memory regions on the GPU shared with engines, those that ended and were not let go included.",
+)
 _LOCAL_PACKETS: Final = _counter(
     "local_packets", "Packets of engines on this machine, by the Unix socket."
 )
@@ -189,6 +193,7 @@ class DataPlaneMetrics(PlaneMetrics):
         if self._local is not None:
             samples.add(_LOCAL_REGIONS, self._local.num_regions)
             samples.add(_LOCAL_BYTES, self._local.num_bytes)
+            samples.add(_LOCAL_DEVICE_REGIONS, self._local.num_device_regions)
             samples.add(_LOCAL_PACKETS, self._local.num_packets)
         if self._push is not None:
             samples.add(_PUSH_TICKETS, self._push.num_tickets)

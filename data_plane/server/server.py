@@ -72,6 +72,7 @@ class DataPlaneServer(PlaneServer):
                 folder=config.local_folder,
                 num_regions=config.num_local_regions,
                 region_bytes=config.local_region_bytes,
+                num_device_regions=config.num_local_device_regions,
                 on_error=self._count_rejection,
             )
         self.push: PushEndpoint | None = None

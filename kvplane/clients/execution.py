@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -47,6 +48,7 @@ T = TypeVar("T")
 _LOGGER: Final = logging.getLogger(__name__)
 # Data planes on this machine whose offers could not be taken: it is logged once.
 _NOT_JOINED: Final[set[str]] = set()
+_NOT_SHARED: Final[set[str]] = set()  # whose GPU's memory could not be had
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,36 @@ class Execution:
             return None
         return answer is None
 
+    def share_now(self, cuda_device_uuid: str) -> tuple[pb.MemoryRegion, int] | None:
+        """A region on the data plane's GPU, which has to be this one, and a file that is to be open
+        for as long as the region is; in the calling thread. None where that cannot be.
+        """
+        local, begun, timeout_s = self.local, self._begun, self._connection.timeout_s
+        if local is None or (begun is not None and begun.by is not local):
+            return None
+        share = pb.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
+        try:
+            local.send(pb.ExecuteRequest(share=share).SerializeToString())
+            if begun is not None:
+                self._check_begun(_parse(local.receive(timeout_s)))
+            answer, file = local.receive_file(timeout_s)
+        except (PlaneUnavailableError, QuotaExceededError):
+            return None
+        try:
+            regions = _expect("joined", _parse(answer)).joined.regions
+            if len(regions) == 1 and file >= 0:
+                return regions[0], file
+            raise InternalError(f"expected one region and its file, got {len(regions)}")
+        except KvplaneError as error:
+            self.note_not_shared(error)
+            if file >= 0:
+                os.close(file)
+            return None
+
+    def note_not_shared(self, why: object) -> None:
+        """Log, once for each data plane, that tensors do not stay on the GPU."""
+        _note_once(_NOT_SHARED, "no GPU memory with %s, copying: %s", self._connection.target, why)
+
     def leave(self) -> None:
         """Give the shared memory up. The next call opens the stream again."""
         if self._local is not None:
@@ -280,10 +312,8 @@ class Execution:
         try:
             return await LocalConnection.join(offer)
         except (OSError, KvplaneError) as error:
-            target = self._connection.target
-            if target not in _NOT_JOINED:
-                _NOT_JOINED.add(target)
-                _LOGGER.info("no shared memory with %s, going on over gRPC: %s", target, error)
+            text = "no shared memory with %s, going on over gRPC: %s"
+            _note_once(_NOT_JOINED, text, self._connection.target, error)
             return None
 
     async def _start(self, plan: SignedPayload) -> Started:
@@ -415,6 +445,12 @@ class Execution:
 
 async def _tried(deadline: Deadline, attempt: Callable[[], Awaitable[T]]) -> T:
     return await retry_until(deadline, attempt, waits_for_quota=True)
+
+
+def _note_once(noted: set[str], text: str, target: str, why: object) -> None:
+    if target not in noted:
+        noted.add(target)
+        _LOGGER.info(text, target, why)
 
 
 def _parse(answer: bytes) -> pb.ExecuteResponse:

@@ -1,4 +1,6 @@
-"""A layer's tensors, put into memory that the data plane shares, and its output from there."""
+"""A layer's tensors, put into memory that the data plane shares, and its output from there: memory
+of the GPU that they are on, where it is the data plane's too, otherwise main memory.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ import torch
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.execution import Execution
+from kvplane.tensor import Tensor
+from kvplane.transformers.device_region import DeviceRegion, gpu_of, open_region
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.local.layer import LocalLayer, Shape
 from kvplane.v1 import types_pb2 as pb
@@ -26,6 +30,8 @@ _MAX_KNOWN: Final = 1024
 class _Known:
     """A layer that was computed before, with tensors of these shapes: views of the region."""
 
+    region: DeviceRegion | None
+    """On the GPU; None for main memory."""
     layer: LocalLayer
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     output: torch.Tensor
@@ -39,6 +45,8 @@ class RegionLayers:
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
         self._local: LocalConnection | None = None
+        # That were asked for, by GPU; at most one was given, and each is asked for once.
+        self._regions: dict[int, DeviceRegion | None] = {}
         self._known: dict[tuple[object, ...], _Known | None] = {}
         # As each layer was called last: comparing is faster than hashing.
         self._latest: dict[int, tuple[tuple[object, ...], _Known | None]] = {}
@@ -64,6 +72,7 @@ class RegionLayers:
         if known is None:
             return None
         tensors = query, key, value
+        region = known.region
         if known.call is not None and all(t.is_cpu and t.is_contiguous() for t in tensors):
             output = torch.empty(known.output.shape, dtype=query.dtype)
             addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
@@ -73,6 +82,8 @@ class RegionLayers:
             return output if was_moved else output.copy_(known.output)
         for there, tensor in zip(known.inputs, tensors, strict=True):
             there.copy_(tensor)
+        if region is not None:
+            region.settle()
         if not self._execution.layer_now(known.layer):
             return None
         # A copy: the next layer's output comes to the same place.
@@ -88,26 +99,44 @@ class RegionLayers:
     ) -> _Known | None:
         local = self._execution.local
         if local is not self._local:
+            self._forget()
             self._local = local
-            self._known.clear()
-            self._latest.clear()
+            if local is not None:
+                local.at_end(self._forget)
         if local is None or not query.dtype == key.dtype == value.dtype:
             return None
-        identity = index, query.dtype, query.shape, key.shape, value.shape, options
+        identity = index, query.dtype, query.device, query.shape, key.shape, value.shape, options
         latest = self._latest.get(index)
         if latest is not None and latest[0] == identity:
             return latest[1]
         if identity not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[identity] = _make(local, index, query, key, value, options)
+            region = self._region_of(query)
+            self._known[identity] = _make(local, region, index, query, key, value, options)
         known = self._known[identity]
         self._latest[index] = identity, known
         return known
 
+    def _region_of(self, tensor: torch.Tensor) -> DeviceRegion | None:
+        gpu = gpu_of(tensor)
+        if gpu is None:
+            return None
+        if gpu not in self._regions:
+            self._regions[gpu] = open_region(self._execution, gpu)
+        return self._regions[gpu]
+
+    def _forget(self) -> None:
+        """Let go of the regions, and of what is in them."""
+        self._local = None
+        self._regions.clear()
+        self._known.clear()
+        self._latest.clear()
+
 
 def _make(
     local: LocalConnection,
+    region: DeviceRegion | None,
     index: int,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -116,18 +145,17 @@ def _make(
 ) -> _Known | None:
     of_query, of_key, of_value = (tuple(tensor.shape) for tensor in (query, key, value))
     dtype = NAMES[query.dtype]
-    layer = LocalLayer.make(local, index, dtype, of_query, of_key, of_value, options)
+    make = LocalLayer.make
+    layer = make(region or local, index, dtype, of_query, of_key, of_value, options)
     if layer is None or layer.query is None or layer.output is None:
         return None
+    whole = torch.frombuffer(local.memory, dtype=torch.uint8) if region is None else region.whole
 
     def view(there: tuple[int, Shape]) -> torch.Tensor:
         offset, shape = there
-        empty = torch.empty(shape, dtype=query.dtype)
-        if not empty.numel():
-            return empty
-        count = empty.numel()
-        flat = torch.frombuffer(local.memory, dtype=query.dtype, count=count, offset=offset)
-        return flat.view(shape)
+        num_bytes = Tensor.size_bytes(dtype, shape)
+        return whole[offset : offset + num_bytes].view(query.dtype).view(shape)
 
     inputs = view(layer.query), view(layer.key), view(layer.value)
-    return _Known(layer, inputs, view(layer.output), layer.native(local))
+    call = layer.native(local) if region is None else None
+    return _Known(region, layer, inputs, view(layer.output), call)

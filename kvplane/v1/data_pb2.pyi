@@ -36,16 +36,18 @@ class DescribeDataPlaneResponse(_message.Message):
     def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., version: _Optional[str] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("open", "plan", "layer", "join")
+    __slots__ = ("open", "plan", "layer", "join", "share")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     open: OpenExecution
     plan: _types_pb2.SignedPayload
     layer: LayerInput
     join: JoinExecution
-    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[JoinExecution, _Mapping]] = ...) -> None: ...
+    share: ShareDeviceMemory
+    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[JoinExecution, _Mapping]] = ..., share: _Optional[_Union[ShareDeviceMemory, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
     __slots__ = ("opened", "started", "output", "error", "joined")
@@ -82,18 +84,26 @@ class ExecutionOpened(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., local: _Optional[_Union[LocalOffer, _Mapping]] = ...) -> None: ...
 
 class LocalOffer(_message.Message):
-    __slots__ = ("socket_path", "secret")
+    __slots__ = ("socket_path", "secret", "cuda_device_uuid")
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     socket_path: str
     secret: bytes
-    def __init__(self, socket_path: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    cuda_device_uuid: str
+    def __init__(self, socket_path: _Optional[str] = ..., secret: _Optional[bytes] = ..., cuda_device_uuid: _Optional[str] = ...) -> None: ...
 
 class JoinExecution(_message.Message):
     __slots__ = ("secret",)
     SECRET_FIELD_NUMBER: _ClassVar[int]
     secret: bytes
     def __init__(self, secret: _Optional[bytes] = ...) -> None: ...
+
+class ShareDeviceMemory(_message.Message):
+    __slots__ = ("cuda_device_uuid",)
+    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    cuda_device_uuid: str
+    def __init__(self, cuda_device_uuid: _Optional[str] = ...) -> None: ...
 
 class ExecutionJoined(_message.Message):
     __slots__ = ("regions",)

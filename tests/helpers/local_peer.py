@@ -32,6 +32,8 @@ class LocalPeer:
         self.region = pb.MemoryRegion()
         self.memory: mmap.mmap | None = None
         self.fd = -1
+        self.file = -1
+        """That came with a region on the GPU."""
 
     @classmethod
     async def offered(cls, stub: Any, grant: tpb.SignedPayload) -> LocalPeer:
@@ -82,6 +84,16 @@ class LocalPeer:
             raise ConnectionError("the data plane closed the socket")
         return pb.ExecuteResponse.FromString(packet)
 
+    async def share(self, cuda_device_uuid: str) -> pb.ExecuteResponse:
+        """Ask for a region on the GPU, and keep its file open without opening the memory."""
+        request = pb.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
+        self.send(pb.ExecuteRequest(share=request).SerializeToString())
+        await self._readable()
+        packet, files, _, _ = socket.recv_fds(self.peer, packets.MAX_PACKET_BYTES, 4)
+        if files:
+            (self.file,) = files
+        return pb.ExecuteResponse.FromString(packet)
+
     async def ended(self) -> bool:
         """Whether the data plane has closed the socket, or does soon."""
         try:
@@ -118,9 +130,11 @@ class LocalPeer:
 
     def close(self) -> None:
         self.peer.close()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self.memory = None
+        for fd in (self.fd, self.file):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.file = -1
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()

@@ -19,6 +19,8 @@ OF_THE_EMULATOR = {
     "num_launches",
     "num_batch_copies",
     "num_copied_bytes",
+    "num_early_frees",
+    "set_gpu_bytes",
     "set_host_memory_is_mapped",
     "set_shared_bytes_of_block",
     "set_driver_version",

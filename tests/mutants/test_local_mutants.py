@@ -43,7 +43,11 @@ BASIC = {
 }
 MORE = {
     "any_region_is_this_one": Fault(
-        REGION, "if place.region_id != REGION_ID:", "if False:", LOCAL, "does_not_fit"
+        STREAM,
+        "self._regions.get(place.region_id)",
+        "self._regions[1]",
+        LOCAL,
+        "does_not_fit",
     ),
     "offers_do_not_age": Fault(
         ENDPOINT, "or offer.expires_s < time.monotonic()", "", LOCAL, "is_old"
@@ -79,8 +83,8 @@ MORE = {
     ),
     "views_outlive_their_regions": Fault(
         STREAM,
-        "self._region = region\n        self._known.clear()",
-        "self._region = region",
+        "region in regions}, share\n        self._known.clear()",
+        "region in regions}, share",
         LOCAL,
         "ends_with or computed_in",
     ),
@@ -124,7 +128,7 @@ MORE = {
     "known_layers_are_free": Fault(KNOWN_LAYERS, "stream.take_bytes(", "str(", KNOWN, "counted"),
     "outputs_are_written_over_what_is_read": Fault(
         KNOWN_LAYERS,
-        "if any(_overlap(output, tensor) for tensor in (query, key, value)):",
+        "if any(overlap(output, tensor) for tensor in (query, key, value)):",
         "if False:",
         KNOWN,
         "over_the_tensors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -37,6 +37,7 @@ class CpuKernels(NativeKernels):
     backend = "cpu"
     cache_kinds = (KEYS_AND_VALUES, LATENT)
     scratch_bytes = 0
+    device_uuid = ""
 
     def __init__(self, num_threads: int = 0, *, share_reads: bool = True) -> None:
         super().__init__(kvplane_kernels, HOST)
@@ -50,10 +51,17 @@ class CpuKernels(NativeKernels):
         self.streams = HostStreams()
 
     def paged_attention(
-        self, arguments: AttentionArguments, *, lse: torch.Tensor | None = None
+        self,
+        arguments: AttentionArguments,
+        *,
+        lse: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # Online softmax (Milakov and Gimelshein, 2018) over tiles of 32 tokens.
-        return self._attend(arguments, None, lse, share_reads=self._share_reads)
+        return self._attend(arguments, out, lse, share_reads=self._share_reads)
+
+    def share_memory(self, num_bytes: int) -> NoReturn:
+        raise RuntimeError("a CPU has no memory of its own")
 
     def bound_layers(self) -> BoundLayers:
         return BoundLayers(self._module, self._bound_layer, self._threads)

@@ -100,10 +100,19 @@ class CudaKernels(NativeKernels):
         if device.type == "cuda":
             gpu = torch.cuda.get_device_properties(device)
             self.detail = f'device="{gpu.name}" arch=sm_{gpu.major}{gpu.minor}'
+        self._index = device.index or 0
         self._split_tokens = split_tokens
         self._share_reads = share_reads
         self.max_workspace_bytes = max_workspace_bytes
         self._faults = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def device_uuid(self) -> str:
+        uuid: str = self._module.device_uuid(self._index)
+        return uuid
+
+    def share_memory(self, num_bytes: int) -> Any:
+        return self._module.allocate_shared(device=self._index, num_bytes=num_bytes)
 
     def bound_layers(self) -> None:
         """None: launches are queued, so that little is to be gained."""
@@ -132,7 +141,7 @@ class CudaKernels(NativeKernels):
             return self._attend_in(workspace, arguments, out, lse, plan)
         if arguments.lengths is None:
             return self._attend_in(self._workspace(arguments), arguments, out, lse)
-        if arguments.plans is not None and out is None:
+        if arguments.plans is not None:
             plan = self._shared_plan(arguments, arguments.plans)
             if plan is not None:
                 there = self.empty(plan.workspace_bytes)

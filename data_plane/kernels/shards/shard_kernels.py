@@ -298,14 +298,20 @@ class ShardKernels:
         pieces = [*self._piece_sizes.pieces(lengths, piece_s)]
         return pieces if len(pieces) > 1 else []
 
-    def attend(self, arguments: AttentionArguments, num_context_tokens: int) -> torch.Tensor:
-        """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size].
-        ``num_context_tokens``: positions that it reads, for metrics.
+    def attend(
+        self,
+        arguments: AttentionArguments,
+        num_context_tokens: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size], in ``out``
+        if given. ``num_context_tokens``: positions that it reads, for metrics.
         """
+        there = {} if out is None else {"out": out}
         num_bytes = num_context_tokens * bytes_of_token(arguments.keys, arguments.values)
         timing = self._times.timing("attention", num_bytes)
         with self._streams.computing(), timing, self._piece_sizes.timing(arguments):
-            output = self._kernels.paged_attention(arguments)
+            output = self._kernels.paged_attention(arguments, **there)
         self._counters.num_attention_tokens += len(arguments.query)
         return output
 

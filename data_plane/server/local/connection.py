@@ -1,4 +1,4 @@
-"""One client on this machine: its socket and its region, until either side ends them."""
+"""One client on this machine: its socket and its regions, until either side ends them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Final
 from data_plane.executor import Executor
 from data_plane.pieces import Pieces
 from data_plane.server.execute_stream import ExecuteStream
+from data_plane.server.local.device_regions import DeviceRegion, DeviceRegions
 from data_plane.server.local.known_layers import KnownLayers
-from data_plane.server.local.region import Region
+from data_plane.server.local.region import HostRegion
 from data_plane.server.worker_thread import NOTHING, Waited
-from kvplane.errors import InternalError, KvplaneError
+from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
 from kvplane.serving.observability.logs import frames_of
 from kvplane.transport.local import packets
 from kvplane.v1 import data_pb2 as pb
@@ -28,10 +29,11 @@ class LocalConnection:
     def __init__(
         self,
         peer: socket.socket,
-        region: Region,
+        region: HostRegion,
         stream: ExecuteStream,
         executor: Executor,
         *,
+        device_regions: DeviceRegions,
         spin_s: float,
         admit: Callable[[], None],
         on_error: Callable[[KvplaneError], None],
@@ -49,7 +51,12 @@ class LocalConnection:
         self._on_error = on_error
         self._on_end = on_end
         self._has_ended = False
-        stream.use_region(region)
+        self._device_regions = device_regions
+        self._device_region: DeviceRegion | None = None
+        self._has_shared = False  # once, since it makes the GPU's other work wait
+        self._new_file = False  # whether the next answer brings that region's
+        self._host_region: HostRegion | None = region
+        self._use_regions()
         self._known = KnownLayers(peer.fileno(), stream, executor, spin_s=spin_s)
         self._num_answered = 0  # here
         self._packet: bytes | None = None  # that ``wait`` has found
@@ -70,7 +77,7 @@ class LocalConnection:
                 packet = self._serve_known(-1, waits=False)
             if packet is not None:
                 self._num_answered += 1
-                packets.send(self._peer, (yield from self._answer(packet)))
+                self._send((yield from self._answer(packet)))
         except OSError:
             self.end()
 
@@ -110,11 +117,11 @@ class LocalConnection:
             raise ConnectionError("internal error") from error
 
     def end(self) -> None:
-        """Close the socket and forget the region. Harmless when called again."""
+        """Close the socket and forget the regions. Harmless when called again."""
         if not self._has_ended:
             self._has_ended = True
-            self.stream.use_region(None)
-            self._packet = None
+            self._host_region = self._device_region = self._packet = None
+            self.stream.use_regions([])
             self._known.close()
             self._on_end(self)
             self._peer.close()
@@ -129,6 +136,37 @@ class LocalConnection:
             self.end()
         if not self._is_of_session():
             self.end()
+
+    def end_use(self, region: DeviceRegion) -> None:
+        """Forget a region that the client has let go, if it is this one's."""
+        if region is self._device_region:
+            self._device_region = None
+            self._known.close()
+            self._use_regions()
+
+    def _use_regions(self) -> None:
+        regions = [r for r in (self._host_region, self._device_region) if r is not None]
+        self.stream.use_regions(regions, self._share)
+
+    def _share(self, request: pb.ShareDeviceMemory) -> pb.ExecuteResponse:
+        """Give the client a region on the GPU, once."""
+        if self._has_shared:
+            raise InvalidRequestError("a region on the GPU was given already", field="share")
+        region = self._device_regions.new(request)
+        self._device_region, self._has_shared, self._new_file = region, True, True
+        self._use_regions()
+        return pb.ExecuteResponse(joined=pb.ExecutionJoined(regions=[region.message]))
+
+    def _send(self, answer: bytes) -> None:
+        region = self._device_region
+        if region is None or not self._new_file:
+            packets.send(self._peer, answer)
+            return
+        self._new_file = False
+        try:
+            socket.send_fds(self._peer, [answer], [region.file], packets.NO_WAIT)
+        finally:
+            region.close_file()
 
     def _is_of_session(self) -> bool:
         """Whether the region's session is open, and the stream's."""

@@ -27,7 +27,8 @@ from data_plane.executor import Executor
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.fair_queue import Lane
 from data_plane.server.local.connection import LocalConnection
-from data_plane.server.local.region import REGION_ID, Region
+from data_plane.server.local.device_regions import DeviceRegion, DeviceRegions
+from data_plane.server.local.region import HostRegion
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
     InternalError,
@@ -67,11 +68,13 @@ class LocalEndpoint:
         folder: Path | None,
         num_regions: int,
         region_bytes: int,
+        num_device_regions: int = 0,
         on_error: Callable[[KvplaneError], None],
     ) -> None:
         """``folder``: where the socket's folder is made; None for the system's temporary files.
-        ``num_regions``: of ``region_bytes`` each, at the same time. ``on_error``: called on the
-        worker thread with what clients are answered.
+        ``num_regions``: of ``region_bytes`` each, at the same time; ``num_device_regions``: of as
+        many bytes on the executor's GPU. ``on_error``: called on the worker thread with what
+        clients are answered.
 
         Raises InvalidRequestError when there can be no socket in ``folder``.
         """
@@ -85,6 +88,12 @@ class LocalEndpoint:
         self._offers: dict[bytes, _Offer] = {}
         self._joining: dict[socket.socket, asyncio.TimerHandle] = {}
         self._connections: dict[ExecuteStream, LocalConnection] = {}
+        self._device_regions = DeviceRegions(
+            executor.kernels,
+            num_regions=num_device_regions,
+            region_bytes=region_bytes,
+            end_use=self._end_use,
+        )
         self._folder, self._listener = _listen(folder)
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -104,6 +113,11 @@ class LocalEndpoint:
     def num_bytes(self) -> int:
         """Of the regions in use."""
         return len(self._connections) * self._region_bytes
+
+    @property
+    def num_device_regions(self) -> int:
+        """On the GPU: those in use, and those that ended and that clients have not let go."""
+        return self._device_regions.num_regions
 
     def start(self) -> None:
         """Accept clients on the running event loop."""
@@ -136,7 +150,11 @@ class LocalEndpoint:
         self.withdraw(stream)
         secret = secrets.token_bytes(packets.SECRET_BYTES)
         self._offers[secret] = _Offer(stream, admit, payer, time.monotonic() + _OFFER_S)
-        return pb.LocalOffer(socket_path=str(self._folder / _NAME), secret=secret)
+        return pb.LocalOffer(
+            socket_path=str(self._folder / _NAME),
+            secret=secret,
+            cuda_device_uuid=self._device_regions.cuda_device_uuid,
+        )
 
     def withdraw(self, stream: ExecuteStream) -> None:
         """End what was offered for ``stream``, taken or not."""
@@ -191,13 +209,14 @@ class LocalEndpoint:
             with peer, suppress(OSError):
                 packets.send(peer, refusal)
             return
-        shared = pb.MemoryRegion(region_id=REGION_ID, size_bytes=region.size_bytes)
+        shared = pb.MemoryRegion(region_id=region.id, size_bytes=region.size_bytes)
         joined = pb.ExecuteResponse(joined=pb.ExecutionJoined(regions=[shared]))
         connection = LocalConnection(
             peer,
             region,
             offer.stream,
             self._executor,
+            device_regions=self._device_regions,
             spin_s=self._worker.spin_s,
             admit=offer.admit,
             on_error=self._on_error,
@@ -225,7 +244,7 @@ class LocalEndpoint:
         offer.admit()
         return offer
 
-    def _new_region(self, stream: ExecuteStream) -> Region:
+    def _new_region(self, stream: ExecuteStream) -> HostRegion:
         """Raises QuotaExceededError, and InternalError when the system has no memory."""
         of_session = [c for c in self._connections.values() if c.session_id == stream.session_id]
         if len(of_session) >= MAX_REGIONS_PER_SESSION:
@@ -237,7 +256,7 @@ class LocalEndpoint:
                 f"all {self._num_regions} regions of this data plane are in use", field="join"
             )
         try:
-            return Region(self._region_bytes)
+            return HostRegion(self._region_bytes)
         except OSError as error:
             raise InternalError(f"no shared memory: {error}") from error
 
@@ -248,6 +267,7 @@ class LocalEndpoint:
     def _end_all(self) -> None:
         for connection in list(self._connections.values()):
             connection.end()
+        self._device_regions.close()
 
     def _forget(self, connection: LocalConnection) -> None:
         del self._connections[connection.stream]
@@ -255,9 +275,16 @@ class LocalEndpoint:
         self._worker.unwatch(connection.fileno())
 
     def _sweep(self) -> None:
-        """End the connections of ended sessions and of callers that are no longer admitted."""
+        """End the connections of ended sessions and of callers that are no longer admitted, and
+        free what clients have let go.
+        """
         for connection in list(self._connections.values()):
             connection.end_if_due()
+        self._device_regions.sweep()
+
+    def _end_use(self, region: DeviceRegion) -> None:
+        for connection in self._connections.values():
+            connection.end_use(region)
 
     async def _sweep_often(self) -> None:
         while True:
@@ -266,7 +293,7 @@ class LocalEndpoint:
             for secret, offer in list(self._offers.items()):
                 if offer.expires_s < now_s:
                     self._offers.pop(secret, None)
-            if self._connections:
+            if self._connections or self.num_device_regions:
                 self._worker.post(self._sweep)
 
 

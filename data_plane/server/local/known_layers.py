@@ -13,12 +13,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-import torch
 from kvplane_kernels import ServedLayers
 
 from data_plane.executor import Executor
 from data_plane.expected_layers import BoundCall, ExpectedLayers, LayerCall
 from data_plane.server.execute_stream import PIECE_S, ExecuteStream, Layer
+from data_plane.server.local.region import overlap
 from kvplane.errors import KvplaneError
 
 _MOST_S: Final = 0.001
@@ -136,11 +136,6 @@ def _call(layer: Layer) -> LayerCall | None:
     query, key, value, output = layer.query, layer.key, layer.value, layer.output
     if not layer.request or query is None or value is None or output is None:
         return None
-    if any(_overlap(output, tensor) for tensor in (query, key, value)):
+    if any(overlap(output, tensor) for tensor in (query, key, value)):
         return None
     return LayerCall(layer.index, query, key, value, output, layer.options)
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes

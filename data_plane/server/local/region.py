@@ -1,4 +1,4 @@
-"""A memory region that this process made for one client, and the tensors in it.
+"""Memory regions that this process made for one client, and the tensors in them.
 
 The client may change any byte at any time. So nothing that is read from a region decides anything:
 shapes and places come by messages, and are checked against the size that was allocated here.
@@ -22,36 +22,26 @@ from kvplane.tensor import MAX_DIMENSIONS
 from kvplane.transport.local.packets import ALIGNMENT_BYTES
 from kvplane.v1 import types_pb2 as pb
 
-REGION_ID: Final = 1
-"""Every connection has one region."""
-
 # The client could else truncate the file, and this process would die of SIGBUS.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAX_EXTENT: Final = 2**31 - 1
 
 
 class Region:
-    """Main memory, zero at first, that goes when neither process uses it any more."""
+    """Bytes that are zero at first: ``whole``, uint8 [size_bytes], where they are."""
 
-    def __init__(self, size_bytes: int) -> None:
-        """Raises OSError where the memory or a file descriptor cannot be had."""
-        self.size_bytes = size_bytes
-        self.fd = os.memfd_create("kvplane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, size_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._memory = mmap.mmap(self.fd, size_bytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
+    id: int
+    """Of those of one connection."""
+    is_on_device: bool
+    """Whether kernels reach it."""
 
-    def close_fd(self) -> None:
-        """Once the client has its own."""
-        os.close(self.fd)
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.size_bytes = len(whole)
+        self._whole = whole
 
     def tensor(self, message: pb.Tensor, field: str) -> torch.Tensor:
-        """The tensor whose elements are in this region; on the CPU, and no copy. Raises
-        InvalidRequestError naming the part of ``field``.
+        """The tensor whose elements are in this region, and no copy. Raises InvalidRequestError
+        naming the part of ``field``.
         """
         dtype = TORCH_DTYPES[dtype_from_wire(message.dtype, field=f"{field}.dtype")]
         shape = tuple(message.shape)
@@ -66,10 +56,6 @@ class Region:
         self, place: pb.MemoryRange, dtype: torch.dtype, shape: Sequence[int], field: str
     ) -> torch.Tensor:
         """The tensor at ``place``. Raises InvalidRequestError naming the part of ``field``."""
-        if place.region_id != REGION_ID:
-            raise InvalidRequestError(
-                "names a region that was not agreed with this client", field=f"{field}.region_id"
-            )
         num_elements = math.prod(shape)
         first, num_bytes = place.offset_bytes, num_elements * dtype.itemsize
         if first % ALIGNMENT_BYTES or not 0 <= first <= self.size_bytes - num_bytes:
@@ -78,7 +64,32 @@ class Region:
                 f"in a region of {self.size_bytes}",
                 field=f"{field}.offset_bytes",
             )
-        if num_elements == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=num_elements, offset=first)
-        return flat.view(tuple(shape))
+        return self._whole[first : first + num_bytes].view(dtype).view(tuple(shape))
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have bytes in common."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+class HostRegion(Region):
+    """Main memory that goes when neither process uses it any more. Every connection has one."""
+
+    id, is_on_device = 1, False
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises OSError where the memory or a file descriptor cannot be had."""
+        self.fd = os.memfd_create("kvplane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(self.fd, size_bytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        super().__init__(torch.frombuffer(memory, dtype=torch.uint8))
+
+    def close_fd(self) -> None:
+        """Once the client has its own."""
+        os.close(self.fd)

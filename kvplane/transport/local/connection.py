@@ -9,7 +9,8 @@ import os
 import select
 import socket
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -47,9 +48,16 @@ class LocalConnection:
     was given up, closes the connection, and every further call raises PlaneUnavailableError.
     """
 
-    def __init__(self, peer: socket.socket, region_id: int, memory: mmap.mmap) -> None:
+    def __init__(
+        self, peer: socket.socket, region_id: int, memory: mmap.mmap, *, cuda_device_uuid: str = ""
+    ) -> None:
+        """``cuda_device_uuid``: of the data plane's GPU, of which ``ask_for_memory`` gives some;
+        empty where it gives none.
+        """
         self.region_id = region_id
         self.memory = memory
+        self.cuda_device_uuid = cuda_device_uuid
+        self._at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._peer: socket.socket | None = peer
         self._spin, self._spin_on_loop = Spin(_SPIN_S), Spin(_SPIN_ON_LOOP_S)
         self._native = None
@@ -72,7 +80,7 @@ class LocalConnection:
             packets.send(peer, join.SerializeToString())
             async with asyncio.timeout(_JOIN_S):
                 await _readable(peer)
-            return cls(peer, *_read_joined(peer))
+            return cls(peer, *_read_joined(peer), cuda_device_uuid=offer.cuda_device_uuid)
         except BaseException:
             peer.close()
             raise
@@ -89,11 +97,7 @@ class LocalConnection:
         """Where in the region ranges of these sizes are put, one after another; None if they do not
         fit.
         """
-        offsets, end = [], 0
-        for size_bytes in sizes_bytes:
-            offsets.append(end)
-            end += -(-size_bytes // packets.ALIGNMENT_BYTES) * packets.ALIGNMENT_BYTES
-        return offsets if end <= len(self.memory) else None
+        return packets.place(sizes_bytes, len(self.memory))
 
     def send(self, packet: bytes) -> None:
         """Send a request. Raises PlaneUnavailableError when the connection ended."""
@@ -124,6 +128,31 @@ class LocalConnection:
         except BaseException:
             self.close()
             raise
+
+    def receive_file(self, timeout_s: float) -> tuple[bytes, int]:
+        """``receive`` of an answer that brings a file descriptor, which the caller closes; -1 where
+        it brought none.
+        """
+        try:
+            peer = self._open_peer()
+            if not self._poll.poll(1000 * timeout_s):
+                raise _late(timeout_s)
+            answer, files, _, _ = socket.recv_fds(peer, packets.MAX_PACKET_BYTES, 1)
+            if not answer:
+                raise PlaneUnavailableError("the local connection has ended")
+            return answer, files[0] if files else -1
+        except OSError as error:
+            self.close()
+            raise _broke(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def at_end(self, forget: Callable[[], None]) -> None:
+        """Have ``close`` call this method once, if its object is still there then: what is in the
+        regions is to be used no more.
+        """
+        self._at_end.append(weakref.WeakMethod(forget))
 
     @property
     def is_native(self) -> bool:
@@ -159,8 +188,11 @@ class LocalConnection:
             raise
 
     def close(self) -> None:
-        """End the connection; the data plane then forgets the region."""
+        """End the connection; the data plane then forgets the regions."""
         peer, self._peer = self._peer, None
+        while self._at_end:
+            if (forget := self._at_end.pop()()) is not None:
+                forget()
         if peer is not None:
             with suppress(OSError):  # native code has the socket open too
                 peer.shutdown(socket.SHUT_RDWR)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.layout import dtype_to_wire
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
     from kvplane_kernels import LayerCall
 
 Shape = tuple[int, ...]
+
+
+class Room(Protocol):
+    """A region that a layer's tensors are put into."""
+
+    @property
+    def region_id(self) -> int:
+        """As messages name it."""
+        ...
+
+    def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
+        """As ``packets.place``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,7 @@ class LocalLayer:
     @classmethod
     def make(
         cls,
-        connection: LocalConnection,
+        room: Room,
         index: int,
         dtype: str,
         query: Shape | None,
@@ -77,7 +91,7 @@ class LocalLayer:
         if any(len(shape) != 3 for shape in (query or key, key, value)):
             return None
         shapes = [key, value] if query is None else [key, value, query, (*query[:2], value[2])]
-        offsets = connection.place([Tensor.size_bytes(dtype, shape) for shape in shapes])
+        offsets = room.place([Tensor.size_bytes(dtype, shape) for shape in shapes])
         if offsets is None:
             return None
         key_there, value_there, *rest = zip(offsets, shapes, strict=True)
@@ -88,11 +102,11 @@ class LocalLayer:
         if rest:
             query_there, output_there = rest
             messages["query"] = query_there
-            request.output.region_id = connection.region_id
+            request.output.region_id = room.region_id
             request.output.offset_bytes = output_there[0]
-            answer.output.CopyFrom(_message(dtype, output_there, connection.region_id))
+            answer.output.CopyFrom(_message(dtype, output_there, room.region_id))
         for name, there in messages.items():
-            getattr(request, name).CopyFrom(_message(dtype, there, connection.region_id))
+            getattr(request, name).CopyFrom(_message(dtype, there, room.region_id))
         packet = pb.ExecuteRequest(layer=request).SerializeToString()
         if len(packet) > packets.MAX_PACKET_BYTES:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -22,6 +23,17 @@ NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+def place(sizes_bytes: Sequence[int], room_bytes: int) -> list[int] | None:
+    """Where in a region ranges of these sizes are put, one after another; None if they do not fit
+    in ``room_bytes``.
+    """
+    offsets, end = [], 0
+    for size_bytes in sizes_bytes:
+        offsets.append(end)
+        end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets if end <= room_bytes else None
 
 
 def host_id() -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from plan_author import LAYOUT, POOL_ID, PlanAuthor
 from register_side import RegisterSide
 
+from data_plane.kernels.backend import Kernels
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 
@@ -38,10 +39,12 @@ def config_of(folder: Path, control_plane: str, **settings: Any) -> DataPlaneCon
 
 
 @asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[DataPlaneServer, Any]]:
+async def serving(
+    folder: Path, kernels: Kernels | None = None, **settings: Any
+) -> AsyncIterator[tuple[DataPlaneServer, Any]]:
     """A data plane, and the side of the control plane that it is registered with."""
     side = await RegisterSide().start()
-    server = await DataPlaneServer.start(config_of(folder, side.address, **settings))
+    server = await DataPlaneServer.start(config_of(folder, side.address, **settings), kernels)
     try:
         await side.until(server.registered.is_set)
         server.executor.pools.device_tier.zero_()

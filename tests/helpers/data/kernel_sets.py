@@ -124,8 +124,11 @@ def late_kernels(kernels: Kernels, seed: int) -> tuple[Kernels, LateRuntime]:
     def late(call: Callable[..., None]) -> Callable[..., None]:
         return lambda *args, **options: runtime.give(lambda: call(*args, **options))
 
-    def paged_attention(arguments: AttentionArguments) -> torch.Tensor:
-        out = torch.full_like(arguments.query, torch.nan)
+    def paged_attention(
+        arguments: AttentionArguments, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = torch.empty_like(arguments.query) if out is None else out
+        out.fill_(torch.nan)
         runtime.give(lambda: _fill(out, kernels.paged_attention(arguments)))
         return out
 

@@ -1,0 +1,94 @@
+"""A region on the GPU that a data plane shares: opened by CUDA IPC, in order with its kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from kvplane.clients.execution import Execution
+from kvplane.transport.local import packets
+
+_MOST_BYTES: Final = 2**40
+
+
+def gpu_of(tensor: torch.Tensor) -> int | None:
+    """The index of the GPU that a tensor is on; None elsewhere."""
+    return tensor.device.index if tensor.is_cuda else None
+
+
+def cuda_module() -> ModuleType | None:
+    """What opens memory of a GPU; None where no kernels for CUDA are installed, or older ones."""
+    if find_spec("kvplane_kernels") is None or find_spec("kvplane_kernels._cuda") is None:
+        return None
+    module = import_module("kvplane_kernels._cuda")
+    return module if hasattr(module, "open_shared") else None
+
+
+class DeviceRegion:
+    """Made by ``open_region``. ``whole``: uint8 [size_bytes]. When no tensor of it is left, the
+    memory is closed, and the data plane frees it.
+    """
+
+    def __init__(self, region_id: int, memory: Any) -> None:
+        """``memory``: the native module's."""
+        self.region_id = region_id
+        self.whole: torch.Tensor = torch.utils.dlpack.from_dlpack(memory.dlpack())
+        # Of the stream that last read an output: another one would not wait for it by itself.
+        self._stream: torch.cuda.Stream | None = None
+
+    def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
+        """As ``packets.place``."""
+        return packets.place(sizes_bytes, len(self.whole))
+
+    def settle(self) -> None:
+        """Return when what this thread put into the region is there, and what was read from it
+        before has been read: the data plane's kernels know nothing of this process's streams.
+        """
+        if not self.whole.is_cuda:
+            return
+        stream = torch.cuda.current_stream(self.whole.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        stream.synchronize()
+
+
+def open_region(execution: Execution, gpu: int) -> DeviceRegion | None:
+    """The region that the data plane gives for tensors on this GPU. None, and a line in the log,
+    where there is none: the data plane is on another one or has no room, or the memory cannot be
+    opened, as in a container without the machine's IPC.
+    """
+    native, local = cuda_module(), execution.local
+    if native is None or local is None or not local.cuda_device_uuid:
+        return None
+    try:
+        uuid = native.device_uuid(gpu)
+        if uuid != local.cuda_device_uuid:
+            execution.note_not_shared(f"its GPU is {local.cuda_device_uuid}, not {uuid}")
+            return None
+    except RuntimeError as error:
+        execution.note_not_shared(error)
+        return None
+    given = execution.share_now(uuid)
+    if given is None:
+        return None
+    message, file = given
+    try:
+        if message.cuda_device_uuid != uuid or message.size_bytes > _MOST_BYTES:
+            raise ValueError("the region is not what was asked for")
+        # The native module checks the handle's length, and the size against what was allocated.
+        memory = native.open_shared(
+            device=gpu, handle=message.cuda_ipc_handle, num_bytes=message.size_bytes, file=file
+        )
+        return DeviceRegion(message.region_id, memory)
+    except (RuntimeError, ValueError) as error:
+        execution.note_not_shared(error)
+        return None
+    finally:
+        os.close(file)

@@ -1,0 +1,407 @@
+"""Memory of the data plane's GPU, shared with an engine in another process: on the emulated GPU,
+whose memory both really have. What is computed in it, what is refused, and when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import torch
+from data_server import author_of, serving
+from gpu_engine import GpuEngine
+from gpu_peer import num_gpu_maps
+from kernel_sets import emulated_kernels, late_kernels
+from local_peer import LocalPeer, num_mapped, plan_of_two_tokens
+from plan_author import PlanAuthor, dense_attention, tokens
+
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.server.local import device_regions
+from data_plane.server.local.connection import LocalConnection
+from data_plane.server.server import DataPlaneServer
+from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, QuotaExceededError
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.error_messages import from_wire
+
+REGION_BYTES = 3 << 20
+NUM_REGIONS = 2
+NUM_LAYERS = 2
+OTHER_UUID = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+@dataclass
+class Rig:
+    """A data plane on the emulated GPU, and who writes its plans."""
+
+    server: DataPlaneServer
+    author: PlanAuthor
+    stub: Any
+    native: Any
+    outs: list[int | None]
+    """Of attention: where its output was written, if that was asked for."""
+
+    @property
+    def uuid(self) -> str:
+        return str(self.native.device_uuid(0))
+
+    @property
+    def connections(self) -> list[LocalConnection]:
+        return [*self.server.local._connections.values()]
+
+    async def joined(self, session_id: int = 1) -> LocalPeer:
+        return await LocalPeer.joined(self.stub, self.author.grant(session_id))
+
+    async def engine(self, engine: GpuEngine, session_id: int = 1) -> GpuEngine:
+        grant = self.author.grant(session_id).SerializeToString()
+        await engine.soon("open_execution", self.server.address, grant)
+        return engine
+
+    def plan(self, number: int = 1, session_id: int = 1) -> bytes:
+        plan: bytes = plan_of_two_tokens(self.author, number, session_id).SerializeToString()
+        return plan
+
+    async def num_regions(self, wanted: int) -> None:
+        """Wait until the data plane has so many on its GPU, and no more memory of it."""
+        async with asyncio.timeout(10):
+            while self.server.local.num_device_regions != wanted or num_gpu_maps() > wanted:
+                gc.collect()  # errors that were answered hold tensors
+                await asyncio.sleep(0.01)
+
+
+def noting(kernels: Kernels, outs: list[int | None]) -> Kernels:
+    attend = kernels.paged_attention
+
+    def paged_attention(arguments: AttentionArguments, **options: Any) -> torch.Tensor:
+        out = options.get("out")
+        outs.append(None if out is None else out.data_ptr())
+        return attend(arguments, **options)
+
+    kernels.paged_attention = paged_attention  # type: ignore[method-assign]
+    return kernels
+
+
+@contextlib.asynccontextmanager
+async def rig_of(folder: Path, kernels: Kernels, **settings: Any) -> AsyncIterator[Rig]:
+    native = kernels._module  # type: ignore[attr-defined]
+    early = native.num_early_frees()
+    values = {
+        "local_region_bytes": REGION_BYTES,
+        "num_local_regions": 6,
+        "num_local_device_regions": NUM_REGIONS,
+    }
+    outs: list[int | None] = []
+    async with (
+        serving(folder, noting(kernels, outs), **values | settings) as (server, side),
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        yield Rig(server, author_of(server, side), stub, native, outs)
+    assert num_mapped() == 0 == num_gpu_maps()
+    assert native.num_early_frees() == early
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with rig_of(tmp_path, emulated_kernels()) as rig:
+        yield rig
+
+
+@pytest.fixture
+def engine() -> Iterator[GpuEngine]:
+    engine = GpuEngine()
+    yield engine
+    engine.kill()
+
+
+def error_of(answer: pb.ExecuteResponse) -> KvplaneError:
+    assert answer.WhichOneof("message") == "error", answer
+    return from_wire(answer.error)
+
+
+def check_outputs(outputs: list[torch.Tensor], number: int) -> None:
+    """Of plan ``number``, after those before it, each with tensors of its own seed."""
+    seeds = [100 * n for n in range(1, number + 1)]
+    key, value = (torch.cat([tokens(2, seed=seed + i) for seed in seeds]) for i in (1, 2))
+    want = dense_attention(tokens(2, 4, seed=seeds[-1]), key, value)
+    assert len(outputs) == NUM_LAYERS
+    for output in outputs:
+        torch.testing.assert_close(output, want, atol=1e-5, rtol=1e-5)
+
+
+async def test_layers_of_another_process_are_computed_in_the_gpus_memory(
+    rig: Rig, engine: GpuEngine
+) -> None:
+    """Also with the plan under way when the region is asked for."""
+    await rig.engine(engine)
+    await engine.soon("note_order")
+    for number in (1, 2, 3):
+        outputs = await engine.soon("run_plan", rig.plan(number), NUM_LAYERS, 100 * number)
+        check_outputs(outputs, number)
+    assert await engine.soon("regions") == [True]
+    plan_and_layers = ["packet"] + ["wait", "packet"] * NUM_LAYERS
+    # The first layer asks for the region.
+    assert await engine.soon("noted_order") == ["packet", "packet", *(3 * plan_and_layers)[1:]]
+    (connection,) = rig.connections
+    whole = connection._device_region._whole
+    inside = range(whole.data_ptr(), whole.data_ptr() + REGION_BYTES)
+    assert len(rig.outs) == 3 * NUM_LAYERS and all(out in inside for out in rig.outs)
+    assert not connection._host_region._whole.any()  # nothing went through main memory
+    assert rig.server.local.num_device_regions == 1
+    del whole, connection
+    await engine.soon("leave")
+    await rig.num_regions(0)
+    assert await engine.soon("num_maps") == 0
+
+
+async def test_an_answer_comes_once_the_gpu_has_done_the_layer(
+    tmp_path: Path, engine: GpuEngine
+) -> None:
+    """On streams that do their work late."""
+    for seed in range(3):
+        kernels, runtime = late_kernels(emulated_kernels(), seed)
+        runtime.early_share = 0.0
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        async with rig_of(folder, kernels) as rig:
+            await rig.engine(engine)
+            check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
+            assert await engine.soon("regions") == [True]
+            await engine.soon("leave")
+            await rig.num_regions(0)
+
+
+async def test_a_region_on_another_gpu_is_refused(rig: Rig) -> None:
+    peer = await rig.joined()
+    assert peer.offer.cuda_device_uuid == rig.uuid
+    for uuid in ("", OTHER_UUID, rig.uuid + "0", "x" * 10_000):
+        error = error_of(await peer.share(uuid))
+        assert (type(error), error.field) == (InvalidRequestError, "share.cuda_device_uuid")
+    assert rig.server.local.num_device_regions == 0
+    peer.close()
+
+
+async def test_an_engine_on_another_gpu_goes_through_main_memory(
+    rig: Rig, engine: GpuEngine
+) -> None:
+    await rig.engine(engine)
+    await engine.soon("claim_uuid", OTHER_UUID)
+    check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
+    assert await engine.soon("regions") == [False]
+    (line,) = await engine.soon("log")
+    assert "no GPU memory with" in line and OTHER_UUID in line
+    assert rig.outs == [None] * NUM_LAYERS and rig.server.local.num_device_regions == 0
+    await engine.soon("leave")
+
+
+async def test_a_data_plane_without_a_gpu_offers_none(tmp_path: Path) -> None:
+    for kernels, num_regions in ((CpuKernels(1), 4), (emulated_kernels(), 0)):
+        settings = {"local_region_bytes": REGION_BYTES, "num_local_device_regions": num_regions}
+        async with (
+            serving(tmp_path, kernels, **settings) as (server, side),
+            grpc.aio.insecure_channel(server.address) as channel,
+        ):
+            stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+            peer = await LocalPeer.joined(stub, author_of(server, side).grant())
+            assert peer.offer.cuda_device_uuid == ""
+            for uuid in ("", "GPU-e0e1e2e3-e4e5-e6e7-e8e9-eaebecedeeef"):
+                assert error_of(await peer.share(uuid)).field == "share.cuda_device_uuid"
+            peer.close()
+
+
+async def test_regions_are_bounded_and_given_once_to_a_connection(rig: Rig) -> None:
+    peers = [await rig.joined(n) for n in range(1, NUM_REGIONS + 2)]
+    for peer in peers[:-1]:
+        assert (await peer.share(rig.uuid)).HasField("joined")
+        error = error_of(await peer.share(rig.uuid))
+        assert (type(error), error.field) == (InvalidRequestError, "share")
+    error = error_of(await peers[-1].share(rig.uuid))
+    assert (type(error), error.field) == (QuotaExceededError, "share")
+    assert rig.server.local.num_device_regions == NUM_REGIONS == num_gpu_maps()
+    os.close(peers[0].file)  # which lets the region go, and not the connection
+    peers[0].file = -1
+    assert (await peers[-1].share(rig.uuid)).HasField("joined")
+    gc.collect()
+    assert rig.server.local.num_device_regions == NUM_REGIONS == num_gpu_maps()
+    error = error_of(await peers[0].share(rig.uuid))
+    assert (type(error), error.field) == (InvalidRequestError, "share")
+    for peer in peers:
+        peer.close()
+    await rig.num_regions(0)
+
+
+async def test_a_gpu_without_memory_leaves_main_memory(rig: Rig, engine: GpuEngine) -> None:
+    rig.native.set_gpu_bytes(0)
+    try:
+        await rig.engine(engine)
+        check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
+    finally:
+        rig.native.set_gpu_bytes(1 << 30)
+    (line,) = await engine.soon("log")
+    assert "no GPU memory with" in line and "cudaMalloc" in line
+    assert not rig.server.lost.is_set()
+    await engine.soon("leave")
+
+
+async def test_a_region_on_the_gpu_is_not_given_over_grpc(rig: Rig) -> None:
+    peer = await rig.joined()
+    request = pb.ShareDeviceMemory(cuda_device_uuid=rig.uuid)
+    await peer.call.write(pb.ExecuteRequest(share=request))
+    error = error_of(await peer.call.read())
+    assert (type(error), error.field) == (InvalidRequestError, "message")
+    assert rig.server.local.num_device_regions == 0
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("region_id", "offset_bytes"),
+    [(2, REGION_BYTES), (2, REGION_BYTES - 64), (2, 2**62), (2, -64), (2, 32), (3, 0), (0, 0)],
+)
+async def test_what_does_not_fit_the_region_is_refused(
+    rig: Rig, region_id: int, offset_bytes: int
+) -> None:
+    """2 MiB more than the region has may be allocated, but not used."""
+    peer = await rig.joined()
+    await peer.ask(plan=plan_of_two_tokens(rig.author))
+    (region,) = (await peer.share(rig.uuid)).joined.regions
+    assert (region.region_id, region.size_bytes) == (2, REGION_BYTES)
+    for name in ("query", "key", "value", "output"):
+        layer = peer.layer(0, 2)
+        place = layer.output if name == "output" else getattr(layer, name).memory
+        place.region_id, place.offset_bytes = region_id, offset_bytes
+        error = error_of(await peer.ask(layer=layer))
+        assert isinstance(error, InvalidRequestError)
+        assert error.field.startswith(f"layer.{name}")
+    assert not rig.outs
+    peer.close()
+    await rig.num_regions(0)
+
+
+async def test_an_output_over_what_is_read_is_refused(rig: Rig) -> None:
+    peer = await rig.joined()
+    await peer.ask(plan=plan_of_two_tokens(rig.author))
+    await peer.share(rig.uuid)
+    layer = peer.layer(0, 2)
+    for i, name in enumerate(("query", "key", "value")):
+        getattr(layer, name).memory.CopyFrom(tpb.MemoryRange(region_id=2, offset_bytes=4096 * i))
+    for i in range(3):
+        layer.output.CopyFrom(tpb.MemoryRange(region_id=2, offset_bytes=4096 * i + 64))
+        error = error_of(await peer.ask(layer=layer))
+        assert (type(error), error.field) == (InvalidRequestError, "layer.output")
+    peer.close()
+    await rig.num_regions(0)
+
+
+async def test_a_session_that_ends_takes_the_region_from_its_engine(
+    rig: Rig, engine: GpuEngine
+) -> None:
+    """Nothing is freed that the engine has open; once it lets go, all is."""
+    await rig.engine(engine)
+    check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
+    await engine.soon("hold")
+    rig.server.executor.fence(rig.author.session(1), 1)
+    async with asyncio.timeout(10):
+        while rig.server.local.num_regions:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(1.2)  # two sweeps
+    assert rig.server.local.num_device_regions == 1 == num_gpu_maps()
+    held = await engine.soon("held_bytes")
+    other = await rig.joined(2)
+    assert (await other.share(rig.uuid)).HasField("joined")
+    assert await engine.soon("held_bytes") == held  # and nothing of the other's
+    assert await engine.soon("run_layer", 0, 100) is None  # over gRPC, where it is refused
+    await engine.soon("let_go")
+    assert await engine.soon("num_maps") == 0
+    other.close()
+    await rig.num_regions(0)
+
+
+async def test_an_engine_that_dies_takes_no_memory_with_it(rig: Rig, engine: GpuEngine) -> None:
+    await rig.engine(engine)
+    check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
+    assert num_gpu_maps() == 1
+    engine.kill()
+    await rig.num_regions(0)
+    peer = await rig.joined(2)
+    assert (await peer.ask(plan=plan_of_two_tokens(rig.author, session_id=2))).HasField("started")
+    assert (await peer.share(rig.uuid)).HasField("joined")
+    peer.close()
+    await rig.num_regions(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"cuda_ipc_handle": b"x" * 64}, "cudaIpcOpenMemHandle"),
+        ({"cuda_ipc_handle": b"x" * 63}, "64 bytes"),
+        ({"cuda_ipc_handle": b""}, "64 bytes"),
+        ({"size_bytes": 4 * REGION_BYTES}, "bytes, not"),
+        ({"size_bytes": 2**41}, "not what was asked for"),
+        ({"size_bytes": 0}, "above 0"),
+        ({"cuda_device_uuid": OTHER_UUID}, "not what was asked for"),
+    ],
+)
+async def test_an_engine_that_cannot_open_the_region_gives_it_back(
+    rig: Rig, engine: GpuEngine, fields: dict[str, Any], why: str
+) -> None:
+    """As in a container without the machine's IPC: the rest goes on through main memory."""
+    await rig.engine(engine)
+    await engine.soon("change_region", **fields)
+    check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
+    (line,) = await engine.soon("log")
+    assert "no GPU memory with" in line and why in line
+    await rig.num_regions(0)
+    assert len(rig.connections) == 1
+    check_outputs(await engine.soon("run_plan", rig.plan(2), NUM_LAYERS, 200), 2)
+    await engine.soon("leave")
+
+
+async def test_a_data_plane_that_stops_frees_nothing_that_an_engine_has(
+    tmp_path: Path, engine: GpuEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(device_regions, "_KEPT", kept)
+    kernels = emulated_kernels()
+    native = kernels._module  # type: ignore[attr-defined]
+    early = native.num_early_frees()
+    async with serving(tmp_path, kernels, local_region_bytes=REGION_BYTES) as (server, side):
+        author = author_of(server, side)
+        rig = Rig(server, author, None, native, [])
+        await rig.engine(engine)
+        check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
+        await engine.soon("hold")
+    assert len(kept) == 1 and native.num_early_frees() == early
+    assert len(await engine.soon("held_bytes")) == 64
+    await engine.soon("let_go")
+    engine.kill()
+    kept.clear()
+    assert native.num_early_frees() == early
+
+
+async def test_a_gpu_that_fails_in_a_layer_is_not_answered_with_an_output(
+    tmp_path: Path, engine: GpuEngine
+) -> None:
+    kernels, runtime = late_kernels(emulated_kernels(), 0)
+    runtime.early_share = 0.0
+    async with rig_of(tmp_path, kernels) as rig:
+        await rig.engine(engine)
+        check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
+        await rig.server._worker.run(lambda: setattr(runtime, "is_lost", True))
+        with pytest.raises(InternalError):
+            await engine.soon("run_plan", rig.plan(2), NUM_LAYERS, 200)
+        async with asyncio.timeout(10):
+            await rig.server.lost.wait()
+        await rig.server._worker.run(lambda: setattr(runtime, "is_lost", False))
+        await engine.soon("leave")
+        await rig.num_regions(0)

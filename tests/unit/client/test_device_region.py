@@ -1,0 +1,89 @@
+"""The order in which an engine and a data plane use memory of one GPU, as the engine keeps it: with
+streams that say what is asked of them.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvplane.transformers import device_region
+from kvplane.transformers.device_region import DeviceRegion, cuda_module, gpu_of
+
+
+class Stream:
+    def __init__(self, name: str, done: list[str]) -> None:
+        self._name = name
+        self._done = done
+
+    def wait_stream(self, other: Stream) -> None:
+        self._done.append(f"{self._name} waits for {other._name}")
+
+    def synchronize(self) -> None:
+        self._done.append(f"{self._name} is waited for")
+
+
+class Memory:
+    def dlpack(self) -> Any:
+        return torch.utils.dlpack.to_dlpack(torch.zeros(256, dtype=torch.uint8))
+
+
+@pytest.fixture
+def region() -> DeviceRegion:
+    region = DeviceRegion(2, Memory())
+    device = torch.device("cuda", 1)
+    region.whole = SimpleNamespace(is_cuda=True, device=device)  # type: ignore[assignment]
+    return region
+
+
+def test_what_was_put_is_there_before_the_packet(
+    region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    stream = Stream("one", done)
+    asked: list[torch.device] = []
+
+    def current_stream(device: torch.device) -> Stream:
+        asked.append(device)
+        return stream
+
+    monkeypatch.setattr(device_region.torch.cuda, "current_stream", current_stream)
+    region.settle()
+    region.settle()
+    assert done == ["one is waited for"] * 2
+    assert asked == [torch.device("cuda", 1)] * 2
+
+
+def test_an_output_of_another_stream_is_read_before_the_next(
+    region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    streams = iter([Stream("one", done), Stream("two", done)])
+    monkeypatch.setattr(device_region.torch.cuda, "current_stream", lambda _: next(streams))
+    region.settle()
+    region.settle()
+    assert done == ["one is waited for", "two waits for one", "two is waited for"]
+
+
+def test_memory_of_the_host_needs_no_order() -> None:
+    region = DeviceRegion(2, Memory())
+    region.settle()
+    assert region.place([1, 64, 64]) == [0, 64, 128]
+    assert region.place([1, 64, 129]) is None
+
+
+def test_tensors_of_the_host_are_on_no_gpu() -> None:
+    assert gpu_of(torch.zeros(1)) is None
+
+
+def test_there_is_no_module_where_no_kernels_for_cuda_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    older = SimpleNamespace()
+    for has, held in ((lambda _: None, older), (lambda _: True, older)):
+        monkeypatch.setattr(device_region, "find_spec", has)
+        monkeypatch.setattr(device_region, "import_module", lambda _, held=held: held)
+        assert cuda_module() is None
