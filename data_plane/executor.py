@@ -158,9 +158,11 @@ class Executor:
         self.kernels.streams.use_own_stream()
 
     def finish(self) -> None:
-        """Wait until the device has finished all work queued on it."""
+        """Wait until the device has finished all work queued on it. Raises InternalError when it
+        has failed, of which plans that have run know nothing.
+        """
         with self._command.lock, self._command("finish"):
-            self._plans.quiesce()
+            self._plans.quiesce(raises=True)
 
     def block_source(self) -> data_pb2.BlockSource:
         """Identifies this process as the source of the blocks that ``read_blocks`` returns."""

@@ -353,9 +353,9 @@ class PlanRunner:
         if voided:
             tracing.end(run.span, "the plan was voided")
 
-    def quiesce(self) -> None:
+    def quiesce(self, *, raises: bool = False) -> None:
         """Wait for the device. If it failed, every running plan has failed too, because it is not
-        known which one's work was lost.
+        known which one's work was lost; with ``raises`` InternalError is raised then.
         """
         try:
             self._compute.finish()
@@ -364,6 +364,8 @@ class PlanRunner:
                 run.failure = error.message
                 tracing.end(run.span, error.message)
             self._check_device()
+            if raises:
+                raise
 
     def latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:
         """The session's latest plan, ready for layers. ``plan_number``: the one that it has to be,

@@ -166,8 +166,8 @@ class DataPlaneConfig(ServingConfig):
     )
     local_region_bytes: int = setting(
         64 * 1024 * 1024,
-        help="Size of such a region. A layer whose tensors do not fit travels over gRPC. Memory is"
-        " taken where tensors have been.",
+        help="Size of such a region. A layer whose tensors do not fit travels over gRPC. Main"
+        " memory is taken where tensors have been, a GPU's at once.",
         unit="bytes",
         minimum=4096,
         maximum=2**40,

@@ -43,6 +43,8 @@ class Layer:
     """The output's range."""
     out: torch.Tensor | None
     """The same, where kernels write the output there: the range is on their device."""
+    is_in_place: bool
+    """Whether kernels read or write a region, which the client uses again once it is answered."""
     answer: pb.LayerOutput
     num_shared_bytes: int = 0
     """Of query, key and value, as far as they are in the region."""
@@ -61,7 +63,7 @@ def _share_nothing(request: pb.ShareDeviceMemory) -> pb.ExecuteResponse:
 
 # In place of layers that are not kept.
 _OVER_GRPC: Final = Layer(
-    -1, None, torch.empty(0), None, AttentionOptions(), None, None, pb.LayerOutput()
+    -1, None, torch.empty(0), None, AttentionOptions(), None, None, False, pb.LayerOutput()
 )
 
 
@@ -225,8 +227,20 @@ class ExecuteStream:
             for name, tensor in (("query", query), ("key", key), ("value", value))
             if tensor is not None and (is_local or getattr(request, name).HasField("memory"))
         )
+        places = request.query.memory, request.key.memory, request.value.memory, request.output
+        regions = [self._regions.get(place.region_id) for place in places]
+        is_in_place = any(region is not None and region.is_on_device for region in regions)
         return Layer(
-            request.layer, query, key, value, options, output, out, layer, num_shared_bytes
+            request.layer,
+            query,
+            key,
+            value,
+            options,
+            output,
+            out,
+            is_in_place,
+            layer,
+            num_shared_bytes,
         )
 
     def _run(self, layer: Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
@@ -251,8 +265,9 @@ class ExecuteStream:
             PIECE_S,
             layer.out,
         )
+        if layer.is_in_place:
+            executor.finish()
         if layer.out is not None:
-            executor.finish()  # the client reads the output once it is answered
             output = None
         elif layer.output is not None and output is not None:
             with device_errors():

@@ -126,6 +126,8 @@ class Execution(Portal[execution.Execution]):
     layer = blocking(execution.Execution.layer)
     begin_now = in_this_thread(execution.Execution.begin_now)
     layer_now = in_this_thread(execution.Execution.layer_now)
+    share_now = in_this_thread(execution.Execution.share_now)
+    note_not_shared = in_this_thread(execution.Execution.note_not_shared)
     leave = immediate(execution.Execution.leave)
     close = blocking(execution.Execution.close)
 

@@ -46,17 +46,22 @@ class DeviceRegion:
         """As ``packets.place``."""
         return packets.place(sizes_bytes, len(self.whole))
 
-    def settle(self) -> None:
-        """Return when what this thread put into the region is there, and what was read from it
-        before has been read: the data plane's kernels know nothing of this process's streams.
+    def follow(self) -> None:
+        """Have this thread's stream wait until what was read from the region before has been read:
+        before anything is put there.
         """
-        if not self.whole.is_cuda:
-            return
-        stream = torch.cuda.current_stream(self.whole.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
-        stream.synchronize()
+        if self.whole.is_cuda:
+            stream, before = torch.cuda.current_stream(self.whole.device), self._stream
+            if before is not None and before != stream:
+                stream.wait_stream(before)
+            self._stream = stream
+
+    def settle(self) -> None:
+        """Return when what was put into the region since ``follow`` is there: the data plane's
+        kernels know nothing of this process's streams.
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def open_region(execution: Execution, gpu: int) -> DeviceRegion | None:

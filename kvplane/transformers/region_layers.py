@@ -80,6 +80,8 @@ class RegionLayers:
             if was_moved is None:
                 return None
             return output if was_moved else output.copy_(known.output)
+        if region is not None:
+            region.follow()
         for there, tensor in zip(known.inputs, tensors, strict=True):
             there.copy_(tensor)
         if region is not None:

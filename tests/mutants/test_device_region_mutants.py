@@ -14,6 +14,8 @@ MEMORY = "csrc/cuda/device/shared_memory.cu"
 REGIONS = "data_plane/server/local/device_regions.py"
 CONNECTION = "data_plane/server/local/connection.py"
 ENDPOINT = "data_plane/server/local/endpoint.py"
+EXECUTOR = "data_plane/executor.py"
+PACKETS = "kvplane/transport/local/packets.py"
 STREAM = "data_plane/server/execute_stream.py"
 ENGINE = "kvplane/transformers/device_region.py"
 LAYERS = "kvplane/transformers/region_layers.py"
@@ -41,7 +43,7 @@ BASIC = {
     ),
     "nobody_waits_before_packets": Fault(LAYERS, "region.settle()", "pass", RPC, "gpus_memory"),
     "packets_go_before_their_tensors": Fault(
-        ENGINE, "stream.synchronize()", "pass", UNIT, "is_there_before"
+        ENGINE, "self._stream.synchronize()", "pass", UNIT, "is_there_before"
     ),
 }
 MORE = {
@@ -116,8 +118,27 @@ MORE = {
     "engines_keep_what_ended": Fault(
         LAYERS, "local.at_end(self._forget)", "pass", RPC, "gpus_memory"
     ),
+    "refusals_hold_what_they_refuse": Fault(
+        CONNECTION,
+        "            return self._refusal(error)\n",
+        "            held = error\n            return self._refusal(held)\n",
+        RPC,
+        "keeps_no_memory",
+    ),
+    "only_outputs_are_waited_for": Fault(
+        STREAM, "if layer.is_in_place:", "if layer.out is not None:", RPC, "only_written"
+    ),
+    "finished_plans_know_of_no_failure": Fault(
+        EXECUTOR, "self._plans.quiesce(raises=True)", "self._plans.quiesce()", RPC, "finished_plan"
+    ),
+    "outputs_are_overwritten_on_another_stream": Fault(
+        LAYERS, "            region.follow()\n", "            pass\n", UNIT, "between_the_two"
+    ),
+    "programs_that_start_get_the_file": Fault(
+        PACKETS, ", socket.MSG_CMSG_CLOEXEC)", ")", UNIT, "started_programs"
+    ),
     "other_streams_are_not_waited_for": Fault(
-        ENGINE, "stream.wait_stream(self._stream)", "pass", UNIT, "of_another_stream"
+        ENGINE, "stream.wait_stream(before)", "pass", UNIT, "of_another_stream"
     ),
 }
 

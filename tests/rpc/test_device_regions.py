@@ -76,7 +76,6 @@ class Rig:
         """Wait until the data plane has so many on its GPU, and no more memory of it."""
         async with asyncio.timeout(10):
             while self.server.local.num_device_regions != wanted or num_gpu_maps() > wanted:
-                gc.collect()  # errors that were answered hold tensors
                 await asyncio.sleep(0.01)
 
 
@@ -232,7 +231,6 @@ async def test_regions_are_bounded_and_given_once_to_a_connection(rig: Rig) -> N
     os.close(peers[0].file)  # which lets the region go, and not the connection
     peers[0].file = -1
     assert (await peers[-1].share(rig.uuid)).HasField("joined")
-    gc.collect()
     assert rig.server.local.num_device_regions == NUM_REGIONS == num_gpu_maps()
     error = error_of(await peers[0].share(rig.uuid))
     assert (type(error), error.field) == (InvalidRequestError, "share")
@@ -288,19 +286,56 @@ async def test_what_does_not_fit_the_region_is_refused(
     await rig.num_regions(0)
 
 
+def in_gpus_memory(layer: pb.LayerInput) -> pb.LayerInput:
+    """The layer with its tensors, and apart from them the output, in the region on the GPU."""
+    for place in (layer.query.memory, layer.key.memory, layer.value.memory, layer.output):
+        place.region_id = 2
+    return layer
+
+
 async def test_an_output_over_what_is_read_is_refused(rig: Rig) -> None:
     peer = await rig.joined()
     await peer.ask(plan=plan_of_two_tokens(rig.author))
     await peer.share(rig.uuid)
-    layer = peer.layer(0, 2)
-    for i, name in enumerate(("query", "key", "value")):
-        getattr(layer, name).memory.CopyFrom(tpb.MemoryRange(region_id=2, offset_bytes=4096 * i))
+    layer = in_gpus_memory(peer.layer(0, 2))
     for i in range(3):
         layer.output.CopyFrom(tpb.MemoryRange(region_id=2, offset_bytes=4096 * i + 64))
         error = error_of(await peer.ask(layer=layer))
         assert (type(error), error.field) == (InvalidRequestError, "layer.output")
     peer.close()
     await rig.num_regions(0)
+
+
+async def test_a_refused_layer_keeps_no_memory(rig: Rig) -> None:
+    """Not until garbage is collected either."""
+    gc.disable()
+    try:
+        for _ in range(2 * NUM_REGIONS):
+            peer = await rig.joined()
+            await peer.ask(plan=plan_of_two_tokens(rig.author))
+            await peer.share(rig.uuid)
+            error = error_of(await peer.ask(layer=in_gpus_memory(peer.layer(1, 2))))
+            assert isinstance(error, KvplaneError)
+            peer.close()
+            await rig.num_regions(0)
+    finally:
+        gc.enable()
+
+
+async def test_what_is_only_written_has_been_read_when_it_is_answered(tmp_path: Path) -> None:
+    kernels, runtime = late_kernels(emulated_kernels(), 0)
+    runtime.early_share = 0.0
+    async with rig_of(tmp_path, kernels) as rig:
+        peer = await rig.joined()
+        await peer.ask(plan=plan_of_two_tokens(rig.author))
+        await peer.share(rig.uuid)
+        layer = in_gpus_memory(peer.layer(0, 2))
+        layer.ClearField("query")
+        layer.ClearField("output")
+        assert (await peer.ask(layer=layer)).HasField("output")
+        assert runtime.num_given == 1 and runtime.num_waiting == 0
+        peer.close()
+        await rig.num_regions(0)
 
 
 async def test_a_session_that_ends_takes_the_region_from_its_engine(
@@ -404,4 +439,30 @@ async def test_a_gpu_that_fails_in_a_layer_is_not_answered_with_an_output(
             await rig.server.lost.wait()
         await rig.server._worker.run(lambda: setattr(runtime, "is_lost", False))
         await engine.soon("leave")
+        await rig.num_regions(0)
+
+
+async def test_a_gpu_that_fails_in_a_layer_of_a_finished_plan_gives_no_output(
+    tmp_path: Path,
+) -> None:
+    """Layers may be sent again. No plan runs that could say that it failed."""
+    kernels, runtime = late_kernels(emulated_kernels(), 0)
+    runtime.early_share = 0.0
+    async with rig_of(tmp_path, kernels) as rig:
+        peer = await rig.joined()
+        await peer.ask(plan=plan_of_two_tokens(rig.author))
+        await peer.share(rig.uuid)
+        for i in range(NUM_LAYERS):
+            layer = in_gpus_memory(peer.layer(i, 2))
+            answer = await peer.ask(layer=layer)
+        assert answer.output.HasField("receipt")
+        wait = runtime.wait
+
+        def wait_once(stream: int) -> None:
+            runtime.wait = wait  # type: ignore[method-assign]
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+        await rig.server._worker.run(lambda: setattr(runtime, "wait", wait_once))
+        assert isinstance(error_of(await peer.ask(layer=layer)), InternalError)
+        peer.close()
         await rig.num_regions(0)

@@ -103,7 +103,9 @@ void Pool::publish(Session& session, uint32_t index) {
     const int64_t led = i - sequence.first_led;
     if (0 <= led && led < static_cast<int64_t>(sequence.led.size()))
       index_.prefetch(sequence.led[static_cast<size_t>(led)]);
-    if (sequence.live) store(kDevice).prefetch(sequence.table.at(table_store_, i));
+    if (!sequence.live) return;
+    if (const Block b = sequence.table.at(table_store_, i); b != kNoBlock)
+      store(kDevice).prefetch(b);
   };
   for (; sequence.num_published < complete; ++sequence.num_published) {
     const int64_t i = sequence.num_published;

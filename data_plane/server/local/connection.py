@@ -178,15 +178,20 @@ class LocalConnection:
             self._admit()
             return (yield from self.stream.answer_packet(packet))
         except Exception as error:
-            if isinstance(error, KvplaneError):
-                self._on_error(error)
-                public = error
-            else:
-                _log(error)
-                public = InternalError("internal error; the server's log has more")
-            if isinstance(public, InternalError):
-                self._executor.device_watch.check()  # copies are not commands of the executor
-            return pb.ExecuteResponse(error=to_wire(public)).SerializeToString()
+            return self._refusal(error)
+
+    # Apart from where the error is caught: a variable of a frame that the error's traceback has
+    # would hold the frames, and so tensors, until they are collected as garbage.
+    def _refusal(self, error: Exception) -> bytes:
+        if isinstance(error, KvplaneError):
+            self._on_error(error)
+            public = error
+        else:
+            _log(error)
+            public = InternalError("internal error; the server's log has more")
+        if isinstance(public, InternalError):
+            self._executor.device_watch.check()  # copies are not commands of the executor
+        return pb.ExecuteResponse(error=to_wire(public)).SerializeToString()
 
 
 def _log(error: Exception) -> None:

@@ -12,6 +12,7 @@ region whose client holds on to it is kept, and counted.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 from collections.abc import Callable
@@ -26,8 +27,10 @@ from data_plane.server.local.region import Region
 from kvplane.errors import InternalError, InvalidRequestError, QuotaExceededError
 from kvplane.v1 import data_pb2 as pb
 
-# That clients had not let go when their server stopped: this process frees them by its end.
+# That clients had not let go when their server stopped. With a reference of its own: the system
+# frees them when this process has ended, where Python would before that, with its modules.
 _KEPT: Final[list[DeviceRegion]] = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))
 
 
 class DeviceRegion(Region):

@@ -137,10 +137,10 @@ class LocalConnection:
             peer = self._open_peer()
             if not self._poll.poll(1000 * timeout_s):
                 raise _late(timeout_s)
-            answer, files, _, _ = socket.recv_fds(peer, packets.MAX_PACKET_BYTES, 1)
+            answer, file = packets.receive_file(peer)
             if not answer:
                 raise PlaneUnavailableError("the local connection has ended")
-            return answer, files[0] if files else -1
+            return answer, file
         except OSError as error:
             self.close()
             raise _broke(error) from error
@@ -242,19 +242,19 @@ async def _readable(peer: socket.socket) -> None:
 
 def _read_joined(peer: socket.socket) -> tuple[int, mmap.mmap]:
     """The region that the data plane gives. Raises as ``join``."""
-    packet, fds, _, _ = socket.recv_fds(peer, packets.MAX_PACKET_BYTES, 1)
+    packet, file = packets.receive_file(peer)
     try:
         answer = packets.parse(pb.ExecuteResponse, packet)
         if answer.HasField("error"):
             raise from_wire(answer.error)
         regions = [r for r in answer.joined.regions if not r.cuda_ipc_handle]
-        if len(regions) != 1 or len(fds) != 1:
-            raise InternalError(f"expected one region, got {len(regions)} and {len(fds)} files")
+        if len(regions) != 1 or file < 0:
+            raise InternalError(f"expected one region, got {len(regions)}; its file: {file}")
         size_bytes = regions[0].size_bytes
-        seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
-        if os.fstat(fds[0]).st_size != size_bytes or not seals & fcntl.F_SEAL_SHRINK:
+        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+        if os.fstat(file).st_size != size_bytes or not seals & fcntl.F_SEAL_SHRINK:
             raise InternalError("the region is not what the data plane says it is")
-        return regions[0].region_id, mmap.mmap(fds[0], size_bytes)
+        return regions[0].region_id, mmap.mmap(file, size_bytes)
     finally:
-        for fd in fds:
-            os.close(fd)
+        if file >= 0:
+            os.close(file)

@@ -22,6 +22,7 @@ ALIGNMENT_BYTES: Final = 64
 NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_FILE: Final = struct.Struct("i")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -72,6 +73,21 @@ def receive(peer: socket.socket) -> bytes | None:
     if not 0 < len(packet) <= MAX_PACKET_BYTES:
         raise ConnectionError("the peer went away, or sent a packet that is too long")
     return packet
+
+
+def receive_file(peer: socket.socket) -> tuple[bytes, int]:
+    """The next packet, and a file descriptor that came with it, which programs started by this one
+    do not get; -1 where there is none. Raises OSError.
+    """
+    room = socket.CMSG_LEN(_FILE.size)
+    packet, brought, _, _ = peer.recvmsg(MAX_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    files = [
+        file
+        for level, kind, data in brought
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (file,) in _FILE.iter_unpack(data)
+    ]
+    return packet, files[0] if files else -1
 
 
 def send(peer: socket.socket, packet: bytes) -> None:

@@ -300,3 +300,25 @@ def test_a_common_prefix_is_of_one_tier() -> None:
     caller.swap([2], HOST)
     ran(caller)
     assert caller.pool.common_prefix(caller.slot, i64([1, 2])) == 0
+
+
+def test_blocks_behind_the_window_are_trimmed_before_what_follows_is_published() -> None:
+    """Written while the sequence was on its way to the host tier, they were not published then."""
+    pool = new_pool(64, 64, window_tokens=8)
+    caller = Caller(pool)
+    caller.begin()
+    assert len(caller.admit(1, list(range(80)))) == 3
+    caller.finish()
+    caller.begin()
+    caller.swap([1], HOST)
+    caller.finish()
+    caller.receipted()
+    caller.begin()
+    caller.swap([1], DEVICE)
+    caller.finish()
+    caller.begin()
+    caller.append((1, 80, 4, [90, 91, 92, 93], 0))
+    caller.finish()
+    assert [*map(bool, caller.table(1))] == [False] * 18 + [True] * 3
+    caller.receipted()
+    pool.check_integrity()

@@ -4,14 +4,19 @@ streams that say what is asked of them.
 
 from __future__ import annotations
 
+import os
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvplane.attention_options import AttentionOptions
 from kvplane.transformers import device_region
 from kvplane.transformers.device_region import DeviceRegion, cuda_module, gpu_of
+from kvplane.transformers.region_layers import RegionLayers, _Known
+from kvplane.transport.local import packets
 
 
 class Stream:
@@ -51,8 +56,9 @@ def test_what_was_put_is_there_before_the_packet(
         return stream
 
     monkeypatch.setattr(device_region.torch.cuda, "current_stream", current_stream)
-    region.settle()
-    region.settle()
+    for _ in range(2):
+        region.follow()
+        region.settle()
     assert done == ["one is waited for"] * 2
     assert asked == [torch.device("cuda", 1)] * 2
 
@@ -63,13 +69,41 @@ def test_an_output_of_another_stream_is_read_before_the_next(
     done: list[str] = []
     streams = iter([Stream("one", done), Stream("two", done)])
     monkeypatch.setattr(device_region.torch.cuda, "current_stream", lambda _: next(streams))
-    region.settle()
-    region.settle()
+    for _ in range(2):
+        region.follow()
+        region.settle()
     assert done == ["one is waited for", "two waits for one", "two is waited for"]
+
+
+def test_a_layer_puts_its_tensors_between_the_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noting(what: str) -> Any:
+        return lambda *_: done.append(what) or True  # type: ignore[func-returns-value]
+
+    layers = RegionLayers(SimpleNamespace(layer_now=noting("send")))  # type: ignore[arg-type]
+    region = SimpleNamespace(follow=noting("follow"), settle=noting("settle"))
+    there, tensor = SimpleNamespace(copy_=noting("put")), torch.zeros(1)
+    known = _Known(region, None, (there,) * 3, tensor, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(layers, "_find", lambda *_: known)
+    assert layers.layer(0, tensor, tensor, tensor, AttentionOptions()) is not None
+    assert done == ["follow", "put", "put", "put", "settle", "send"]
+
+
+def test_started_programs_do_not_get_the_file() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(theirs, [b"one"], [theirs.fileno()])
+        theirs.send(b"two")
+        packet, file = packets.receive_file(ours)
+        assert packet == b"one" and not os.get_inheritable(file)
+        os.close(file)
+        assert packets.receive_file(ours) == (b"two", -1)
 
 
 def test_memory_of_the_host_needs_no_order() -> None:
     region = DeviceRegion(2, Memory())
+    region.follow()
     region.settle()
     assert region.place([1, 64, 64]) == [0, 64, 128]
     assert region.place([1, 64, 129]) is None
