@@ -4,7 +4,6 @@ again, and to forget them.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 
@@ -69,13 +68,11 @@ async def _over_grpc(
         ):
             await connection.stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
             server.count_pauses()
-            waits_s: list[float] = []
-            probe = asyncio.create_task(resume.ask_again_and_again(connection.stub, waits_s))
-            began = time.perf_counter()
-            await data_plane.report(parts)
-            description = await connection.wait_ready()
-            seconds = time.perf_counter() - began
-            probe.cancel()
+            async with resume.waits_of_another(connection.stub) as waits_s:
+                began = time.perf_counter()
+                await data_plane.report(parts)
+                description = await connection.wait_ready()
+                seconds = time.perf_counter() - began
             _check(description, num_entries)
             resumed = await resume.over_grpc(connection, data_plane, num_blocks, num_entries)
     return [

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from benchmarks.common.leftovers import drop_leftovers
@@ -52,15 +54,15 @@ async def over_grpc(
     """Until the data plane has read everything. Another caller asks all the time."""
     hello = _hello(num_blocks, data_plane.welcome.incarnation, data_plane.key)
     drop_leftovers()
-    waits_s: list[float] = []
-    probe = asyncio.create_task(ask_again_and_again(connection.stub, waits_s))
-    began = time.perf_counter()
-    async with DataPlane(connection.address, hello) as again:
+    async with (
+        waits_of_another(connection.stub) as waits_s,
+        DataPlane(connection.address, hello) as again,
+    ):
+        began = time.perf_counter()
         num_sent = 0
         while num_sent < num_entries:
             num_sent += _num_publications(await again.read())
         seconds = time.perf_counter() - began
-    probe.cancel()
     _check(num_sent, num_entries)
     return [
         Row.of_one(_NAME, MICROSECONDS, 1e6 * seconds),
@@ -68,8 +70,20 @@ async def over_grpc(
     ]
 
 
-async def ask_again_and_again(stub: Any, waits_s: list[float]) -> None:
-    """How long another caller waits for an answer, all the time."""
+@asynccontextmanager
+async def waits_of_another(stub: Any) -> AsyncIterator[list[float]]:
+    """Seconds that another caller, who asks all the time, waits for each answer meanwhile."""
+    waits_s: list[float] = []
+    asking = asyncio.create_task(_ask_again_and_again(stub, waits_s))
+    try:
+        yield waits_s
+    finally:
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking  # or its last wait would include what this process does next
+
+
+async def _ask_again_and_again(stub: Any, waits_s: list[float]) -> None:
     while True:
         began = time.perf_counter()
         try:

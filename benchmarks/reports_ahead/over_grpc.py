@@ -63,10 +63,8 @@ async def over_grpc(plane: Plane, change: Callable[[Plane], None] | None) -> Fig
                 give_up()
                 while not await _answers(stub):
                     await asyncio.sleep(0.01)
-                waits_s: list[float] = []
-                probe = asyncio.create_task(resume.ask_again_and_again(stub, waits_s))
-                figures = await _lead(stub, plane)
-                probe.cancel()
+                async with resume.waits_of_another(stub) as waits_s:
+                    figures = await _lead(stub, plane)
                 return replace(figures, longest_s=max(waits_s))
 
 

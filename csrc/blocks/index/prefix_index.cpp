@@ -317,18 +317,22 @@ void PrefixIndex::set_hash(EntryId e, const Hash& hash) {
   entries_[e].has_hash = 1;
 }
 
-// Of the entry and of those before it that have none. Those of a prompt are mostly asked for from
-// its beginning on.
+// Of the entry and of those before it that have none.
 void PrefixIndex::compute_hash(EntryId e) const {
-  std::vector<EntryId> path;  // to it, from behind the last one that has its hash
-  for (; !entries_[e].has_hash; e = entries_[e].parent) path.push_back(e);
   // What the index holds does not change.
   auto* self = const_cast<PrefixIndex*>(this);
+  const auto follow = [&](EntryId parent, EntryId child) {
+    const size_t num_bytes = block_size_ * sizeof(int32_t);
+    self->set_hash(child, chained_hash(hashes_[parent], tokens_.row(child), num_bytes));
+  };
+  // Those of a prompt are mostly asked for from its beginning on.
+  EntryId parent = entries_[e].parent;
+  if (entries_[parent].has_hash) return follow(parent, e);
+  std::vector<EntryId> path{e};  // to it, from behind the last one that has its hash
+  for (; !entries_[parent].has_hash; parent = entries_[parent].parent) path.push_back(parent);
   for (; !path.empty(); path.pop_back()) {
-    const EntryId next = path.back();
-    self->set_hash(next,
-                   chained_hash(hashes_[e], tokens_.row(next), block_size_ * sizeof(int32_t)));
-    e = next;
+    follow(parent, path.back());
+    parent = path.back();
   }
 }
 

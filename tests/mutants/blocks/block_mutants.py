@@ -34,8 +34,8 @@ FAULTS = {
     ),
     "hash_of_the_tokens_alone": Mutant(
         "index/prefix_index.cpp",
-        "chained_hash(hashes_[e], tokens_.row(next),",
-        "chained_hash(Hash{}, tokens_.row(next),",
+        "chained_hash(hashes_[parent], tokens_.row(child),",
+        "chained_hash(Hash{}, tokens_.row(child),",
     ),
     "published_before_it_is_written": Mutant(
         "index/publish.cpp",
