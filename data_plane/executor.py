@@ -157,12 +157,13 @@ class Executor:
         """Give the calling thread a stream of its own, beside other work on the device."""
         self.kernels.streams.use_own_stream()
 
-    def finish(self) -> None:
-        """Wait until the device has finished all work queued on it. Raises InternalError when it
-        has failed, of which plans that have run know nothing.
+    def finish(self, *, raises: bool = False) -> None:
+        """Wait until the device has finished all work queued on it. When it has failed, running
+        plans have; with ``raises`` InternalError is raised too, as plans that have run know of no
+        failure.
         """
         with self._command.lock, self._command("finish"):
-            self._plans.quiesce(raises=True)
+            self._plans.quiesce(raises=raises)
 
     def block_source(self) -> data_pb2.BlockSource:
         """Identifies this process as the source of the blocks that ``read_blocks`` returns."""

@@ -266,7 +266,7 @@ class ExecuteStream:
             layer.out,
         )
         if layer.is_in_place:
-            executor.finish()
+            executor.finish(raises=True)
         if layer.out is not None:
             output = None
         elif layer.output is not None and output is not None:

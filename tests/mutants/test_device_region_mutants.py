@@ -14,7 +14,6 @@ MEMORY = "csrc/cuda/device/shared_memory.cu"
 REGIONS = "data_plane/server/local/device_regions.py"
 CONNECTION = "data_plane/server/local/connection.py"
 ENDPOINT = "data_plane/server/local/endpoint.py"
-EXECUTOR = "data_plane/executor.py"
 PACKETS = "kvplane/transport/local/packets.py"
 STREAM = "data_plane/server/execute_stream.py"
 ENGINE = "kvplane/transformers/device_region.py"
@@ -32,7 +31,7 @@ BASIC = {
         "nothing_of_anybody",
     ),
     "outputs_are_answered_before_they_are_there": Fault(
-        STREAM, "executor.finish()", "pass", RPC, "has_done_the_layer"
+        STREAM, "executor.finish(raises=True)", "pass", RPC, "has_done_the_layer"
     ),
     "regions_are_freed_while_engines_have_them": Fault(
         REGIONS,
@@ -129,7 +128,7 @@ MORE = {
         STREAM, "if layer.is_in_place:", "if layer.out is not None:", RPC, "only_written"
     ),
     "finished_plans_know_of_no_failure": Fault(
-        EXECUTOR, "self._plans.quiesce(raises=True)", "self._plans.quiesce()", RPC, "finished_plan"
+        STREAM, "executor.finish(raises=True)", "executor.finish()", RPC, "finished_plan"
     ),
     "outputs_are_overwritten_on_another_stream": Fault(
         LAYERS, "            region.follow()\n", "            pass\n", UNIT, "between_the_two"
