@@ -44,8 +44,8 @@ BASIC = {
 MORE = {
     "any_region_is_this_one": Fault(
         STREAM,
-        "self._regions.get(place.region_id)",
-        "self._regions[1]",
+        "        region = self._regions.get(place.region_id)\n",
+        "        region = self._regions[1]\n",
         LOCAL,
         "does_not_fit",
     ),

@@ -21,7 +21,9 @@ Pool::Pool(PoolConfig config)
         make_policy(config_.eviction_policy, config_.num_blocks[tier - 1]));
   index_.set_listener(this);
   for (const Tier tier : {kDevice, kHost})
-    store(tier).on_evict = [this, tier](Block b, Eviction why) { evicted(tier, b, why); };
+    store(tier).on_evict = [this, tier](Span<Block> blocks, Eviction why) {
+      evicted(tier, blocks, why);
+    };
 }
 
 void Pool::set_time(double now_s) {
@@ -29,24 +31,35 @@ void Pool::set_time(double now_s) {
   retention_.expire(now_s);
 }
 
+// Short, as it is called for each block.
 void Pool::changed(Change change, EntryId e, Tier tier) {
-  const Entry& entry = index_[e];
-  if (change == Change::kStored && entry.retention)
-    store(tier).set_priority(entry.block(tier), retention_.priority(e));
-  if (change == Change::kRemoved && entry.retention && !entry.has_blocks() && !entry.num_arriving)
-    retention_.lost(e);
-  if (log_.is_on() && !index_.is_named(entry.root)) return;  // it was said to be gone
+  if (index_[e].retention) retained_changed(change, e, tier);
+  if (log_.is_on()) return log_change(change, e, tier);
   ++revision_;
-  if (log_.is_on()) log_.add(revision_, change, index_, e, tier);
 }
 
-void Pool::evicted(Tier tier, Block b, Eviction why) {
-  const Entry& entry = index_[index_.entry_of(tier, b)];
+[[gnu::noinline]] void Pool::retained_changed(Change change, EntryId e, Tier tier) {
+  const Entry& entry = index_[e];
+  if (change == Change::kStored)
+    store(tier).set_priority(entry.block(tier), retention_.priority(e));
+  if (change == Change::kRemoved && !entry.has_blocks() && !entry.num_arriving) retention_.lost(e);
+}
+
+[[gnu::noinline]] void Pool::log_change(Change change, EntryId e, Tier tier) {
+  if (!index_.is_named(index_.root_of(e))) return;  // it was said to be gone
+  log_.add(++revision_, change, index_, e, tier);
+}
+
+void Pool::evicted(Tier tier, Span<Block> blocks, Eviction why) {
   BlockTimes& times = block_times_[tier - 1];
-  ++times.num_evictions[static_cast<size_t>(why)];
-  times.lifetime.add(now_s_ - entry.published_s);
-  times.idle.add(now_s_ - entry.used_s);
-  if (tier == kDevice && why != Eviction::kOwn && store(kHost).num_blocks) save(*allocating_, b);
+  times.num_evictions[static_cast<size_t>(why)] += blocks.size;
+  for (int64_t i = 0; i < blocks.size; ++i) {
+    const Entry& entry = index_[index_.entry_of(tier, blocks[i])];
+    times.lifetime.add(now_s_ - entry.published_s);
+    times.idle.add(now_s_ - entry.used_s);
+  }
+  if (tier == kDevice && why != Eviction::kOwn && store(kHost).num_blocks)
+    for (int64_t i = 0; i < blocks.size; ++i) save(*allocating_, blocks[i]);
 }
 
 // Sessions

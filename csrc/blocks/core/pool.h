@@ -76,13 +76,6 @@ struct ColumnError : std::exception {
   std::string text;
 };
 
-template <typename T>
-struct Span {
-  const T* data = nullptr;
-  int64_t size = 0;
-  const T& operator[](int64_t i) const { return data[i]; }
-};
-
 inline bool any_negative(const int32_t* values, int64_t num) {
   int32_t all = 0;
   for (int64_t i = 0; i < num; ++i) all |= values[i];
@@ -317,7 +310,9 @@ class Pool final : private Listener {
   struct SwapPlan;
 
   void changed(Change change, EntryId entry, Tier tier) override;
-  void evicted(Tier tier, Block b, Eviction why);
+  void retained_changed(Change change, EntryId entry, Tier tier);
+  void log_change(Change change, EntryId entry, Tier tier);
+  void evicted(Tier tier, Span<Block> blocks, Eviction why);
   std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
 
   // Forgetting (forget.cpp)
@@ -344,7 +339,7 @@ class Pool final : private Listener {
                     SwapPlan& plan) const;
   void do_swap(Session& session, Tier destination, SwapPlan& plan);
   bool is_lost(const Sequence& sequence) const;
-  void set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t first, int64_t end);
+  void set_leaders(uint32_t index, const int32_t* tokens, EntryId last, int64_t first, int64_t end);
   void clear_leaders(Sequence& sequence, uint32_t index, int64_t from);
   int64_t fewest_tokens(const Sequence& sequence) const;
   int64_t truncate_one(Session& session, uint32_t index, int64_t num);
@@ -444,12 +439,13 @@ class Pool final : private Listener {
   void end_receipted(Session& session);
   void advance(Session& session, uint32_t index, int64_t done);
   bool set_chain(Session& session, Sequence& sequence);
-  void enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens, Block b);
-  EntryId entry_for(const Sequence& sequence, uint32_t index, const int32_t* tokens);
+  void enter(Session& session, Sequence& sequence, uint32_t index, Block b);
+  EntryId entry_for(const Sequence& sequence, uint32_t index);
   struct Given;
   Failure check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
                          const int32_t* tokens, std::vector<Given>& given);
-  void announce(EntryId root, EntryId entry);
+  bool announce(EntryId root, EntryId entry);
+  void publish_fresh();
   void announce_promoted();
   void cut_to_written(Session& session, uint32_t index, const Origins& origins, int64_t next_plan);
 
@@ -494,7 +490,9 @@ class Pool final : private Listener {
   DryRun dry_;
   Session* allocating_ = nullptr;  // for whom device blocks are allocated now
   std::vector<Block> scratch_;
-  std::vector<Block> cut_;  // scratch of cut_table
+  std::vector<Block> cut_;      // scratch of cut_table
+  std::vector<Block> entered_;  // by publish
+  std::vector<Block> fresh_;    // see publish_fresh
 };
 
 }  // namespace kvplane::blocks

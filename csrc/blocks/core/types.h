@@ -29,6 +29,13 @@ enum Tier : uint8_t { kDevice = 1, kHost = 2 };
 // Above every plan's number: what waits for the fence of an ended session.
 constexpr int64_t kEnded = std::numeric_limits<int64_t>::max();
 
+template <typename T>
+struct Span {
+  const T* data = nullptr;
+  int64_t size = 0;
+  const T& operator[](int64_t i) const { return data[i]; }
+};
+
 // Of a value that is not negative.
 inline int64_t div_ceil(int64_t value, int64_t divisor) {
   return value / divisor + (value % divisor != 0);

@@ -28,6 +28,7 @@ class IdleTree {
   bool is_idle(uint32_t block) const { return nodes_[block].idle(); }
   void prefetch(uint32_t block) const { __builtin_prefetch(&nodes_[block], 1); }
   uint32_t num_idle() const { return num_idle_; }
+  uint32_t parent_of(uint32_t block) const { return parent_of(nodes_[block]); }
 
  private:
   struct Node {

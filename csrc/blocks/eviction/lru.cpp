@@ -12,7 +12,10 @@ LeastRecentlyUsed::LeastRecentlyUsed(uint32_t num_blocks)
 
 void LeastRecentlyUsed::publish(const uint32_t* blocks, const uint64_t*, size_t num_blocks,
                                 uint32_t parent) {
-  for (size_t i = 0; i < num_blocks; ++i) tree_.publish(blocks[i], i ? blocks[i - 1] : parent);
+  for (size_t i = 0; i < num_blocks; ++i) {
+    if (i + kAhead < num_blocks) tree_.prefetch(blocks[i + kAhead]);
+    tree_.publish(blocks[i], i ? blocks[i - 1] : parent);
+  }
 }
 
 void LeastRecentlyUsed::set_parent(uint32_t block, uint32_t parent) {

@@ -41,6 +41,9 @@ class EvictionPolicy {
 
   virtual size_t num_idle() const = 0;
 
+  // The block that holds the prefix before that of `block`, or kNoBlock.
+  virtual uint32_t parent_of(uint32_t block) const = 0;
+
   virtual bool uses_keys() const = 0;
 };
 

@@ -12,6 +12,8 @@ namespace {
 constexpr size_t kMinKeys = 64;
 constexpr size_t kMaxDelayed = 32;
 constexpr uint32_t kAhead = 8;  // how far entries are fetched from memory
+// Of a block, most often: with a number that it knows the compiler needs no loop and no call.
+constexpr uint32_t kUsualTokens = 16;
 
 size_t power_of_two_above(size_t n) {
   size_t size = kMinKeys;
@@ -73,6 +75,13 @@ bool PrefixIndex::has_tokens(EntryId e, const int32_t* tokens) const {
   int32_t differs = 0;
   for (uint32_t i = 0; i < block_size_; ++i) differs |= own[i] ^ tokens[i];
   return differs == 0;
+}
+
+void PrefixIndex::put_tokens(EntryId e, const int32_t* tokens) {
+  if (block_size_ == kUsualTokens)
+    std::memcpy(tokens_.row(e), tokens, kUsualTokens * sizeof(int32_t));
+  else
+    std::memcpy(tokens_.row(e), tokens, block_size_ * sizeof(int32_t));
 }
 
 // Entries of a prompt mostly lie one after another: `next`, used after `e`, says which way. Returns
@@ -196,6 +205,7 @@ bool PrefixIndex::set_block(EntryId e, Tier tier, Block b) {
   }
   List list{entry.spares, entry.spares, 0};
   spare_links_.push_front(list, b);
+  ++num_spares_;
   entry.spares = list.head;
   return false;
 }
@@ -205,7 +215,6 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
   if (e == kNoEntry) return kNoBlock;
   entry_of_[tier - 1][b] = kNoEntry;
   Entry& entry = entries_[e];
-  prefetch_after(e, entry.parent);
   --entries_[entry.root].num_uses;
   if (entry.block(tier) != b) {
     remove_spare(entry, b);
@@ -226,13 +235,6 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
 void PrefixIndex::set_leader(EntryId e, uint32_t leader, uint32_t uid) {
   entries_[e].leader = leader;
   entries_[e].leader_uid = uid;
-}
-
-void PrefixIndex::clear_leader(EntryId e, uint32_t leader, uint32_t uid) {
-  Entry& entry = entries_[e];
-  if (entry.leader != leader || entry.leader_uid != uid) return;
-  entry.leader = kNoEntry;
-  prune(e);
 }
 
 void PrefixIndex::prune(EntryId e) {
@@ -261,16 +263,18 @@ void PrefixIndex::prune(EntryId e) {
 }
 
 EntryId PrefixIndex::add_root(const Hash& hash) {
-  const EntryId e = new_entry(kNoEntry);
+  const EntryId e = new_entry();
+  entries_[e].root = e;
   set_hash(e, hash);
   return e;
 }
 
 EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash* hash) {
-  const EntryId e = new_entry(parent);
+  const EntryId e = new_entry();
   if (hash) set_hash(e, *hash);
   Entry& entry = entries_[e];
-  std::memcpy(tokens_.row(e), tokens, block_size_ * sizeof(int32_t));
+  entry.parent = parent;
+  put_tokens(e, tokens);
   Entry& above = entries_[parent];
   entry.root = above.root;
   entry.next = above.child;
@@ -286,8 +290,27 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash* hash
   return e;
 }
 
-// With nothing but its parent.
-EntryId PrefixIndex::new_entry(EntryId parent) {
+void PrefixIndex::add_led(EntryId parent, const int32_t* tokens, int64_t num, uint32_t leader,
+                          uint32_t uid, std::vector<EntryId>& added) {
+  for (int64_t i = 0; i < num; ++i, tokens += block_size_) {
+    if (i == 0) {
+      parent = add(parent, tokens);
+    } else {  // as `add`, of what has no siblings
+      const EntryId e = new_entry();
+      put_tokens(e, tokens);
+      Entry& above = entries_[parent];
+      above.child = e;
+      entries_[e].parent = parent;
+      entries_[e].root = above.root;
+      parent = e;
+    }
+    set_leader(parent, leader, uid);
+    added.push_back(parent);
+  }
+}
+
+// With nothing.
+EntryId PrefixIndex::new_entry() {
   EntryId e;
   if (free_.empty()) {
     e = entries_.add();
@@ -306,8 +329,6 @@ EntryId PrefixIndex::new_entry(EntryId parent) {
   const uint32_t uid = entry.uid;
   entry = Entry{};
   entry.uid = uid;
-  entry.parent = parent;
-  entry.root = e;
   ++num_entries_;
   return e;
 }
@@ -339,6 +360,7 @@ void PrefixIndex::compute_hash(EntryId e) const {
 void PrefixIndex::remove_spare(Entry& entry, Block b) {
   List list{entry.spares, kEnd, 1};
   spare_links_.remove(list, b);
+  --num_spares_;
   entry.spares = list.head;
 }
 

@@ -133,6 +133,10 @@ class PrefixIndex {
 
   // Changes
   EntryId find_or_add(EntryId parent, const int32_t* tokens);
+  // Adds entries for `num` blocks of tokens, each below the one before it and with this leader. The
+  // first is below `parent`, which has no such child yet.
+  void add_led(EntryId parent, const int32_t* tokens, int64_t num, uint32_t leader, uint32_t uid,
+               std::vector<EntryId>& added);
   // As find_or_add, when the chained hash is known.
   EntryId find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash);
   // Hides an entry, and all below it, from every look-up. Returns the root, without a name, under
@@ -153,11 +157,17 @@ class PrefixIndex {
   // that took its place, kNoBlock when none did. Entries that nothing needs are removed.
   Block clear_block(Tier tier, Block b);
   void set_leader(EntryId e, uint32_t leader, uint32_t uid);
-  void clear_leader(EntryId e, uint32_t leader, uint32_t uid);
+  void clear_leader(EntryId e, uint32_t leader, uint32_t uid) {
+    Entry& entry = entries_[e];
+    if (entry.leader != leader || entry.leader_uid != uid) return;
+    entry.leader = kNoEntry;
+    if (!entry.has_blocks()) prune(e);
+  }
   // Removes the entry, and then its ancestors, as far as nothing needs them.
   void prune(EntryId e);
 
   size_t num_entries() const { return num_entries_; }
+  size_t num_spares() const { return num_spares_; }
   // Of the columns that have an element a block, and of the entries with their tokens.
   size_t num_bytes_of_blocks() const;
   size_t num_bytes_of_entries() const;
@@ -181,11 +191,12 @@ class PrefixIndex {
   // The hash of an entry with a parent is computed when somebody asks for it, unless `hash` is it.
   EntryId add(EntryId parent, const int32_t* tokens, const Hash* hash = nullptr);
   EntryId add_root(const Hash& hash);
-  EntryId new_entry(EntryId parent);
+  EntryId new_entry();
   void set_hash(EntryId e, const Hash& hash);
   void compute_hash(EntryId e) const;
   void unlink(const Entry& entry);
   bool has_tokens(EntryId e, const int32_t* tokens) const;
+  void put_tokens(EntryId e, const int32_t* tokens);
   EntryId prefetch_after(EntryId e, EntryId next) const;
   EntryId lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const;
   void remove_spare(Entry& entry, Block b);
@@ -214,7 +225,8 @@ class PrefixIndex {
   size_t num_entries_ = 0;            // roots too
   std::vector<EntryId> entry_of_[2];  // by tier
   Links spare_links_;                 // device blocks
-  std::vector<Key> keys_;             // open addressing, linear probing
+  size_t num_spares_ = 0;
+  std::vector<Key> keys_;  // open addressing, linear probing
   size_t num_keys_ = 0;
   std::vector<Delayed> delayed_;
   std::unordered_map<std::string, EntryId> roots_;

@@ -99,22 +99,24 @@ void Pool::publish(Session& session, uint32_t index) {
     if (complete <= sequence.num_published) return;
   }
   if (!set_chain(session, sequence)) return;
-  const auto prefetch = [&](int64_t i) {
-    const int64_t led = i - sequence.first_led;
-    if (0 <= led && led < static_cast<int64_t>(sequence.led.size()))
-      index_.prefetch(sequence.led[static_cast<size_t>(led)]);
-    if (!sequence.live) return;
-    if (const Block b = sequence.table.at(table_store_, i); b != kNoBlock)
-      store(kDevice).prefetch(b);
-  };
-  for (; sequence.num_published < complete; ++sequence.num_published) {
-    const int64_t i = sequence.num_published;
-    if (i + kAhead < complete) prefetch(i + kAhead);
-    const Block b = sequence.live
-                        ? sequence.table.at(table_store_, i)
-                        : sequence.ghosts[static_cast<size_t>(i - sequence.first_ghost)].first;
-    enter(session, sequence, index, &sequence.tokens.at(token_store_, i * block_size_), b);
+  entered_.clear();
+  if (sequence.live)
+    sequence.table.runs(table_store_, sequence.num_published, complete,
+                        [&](const Block* items, int64_t num) {
+                          entered_.insert(entered_.end(), items, items + num);
+                        });
+  else
+    for (int64_t i = sequence.num_published; i < complete; ++i)
+      entered_.push_back(sequence.ghosts[static_cast<size_t>(i - sequence.first_ghost)].first);
+  for (size_t k = 0; k < entered_.size(); ++k, ++sequence.num_published) {
+    if (k + kAhead < entered_.size()) {
+      const auto led = static_cast<size_t>(sequence.num_published + kAhead - sequence.first_led);
+      if (led < sequence.led.size()) index_.prefetch(sequence.led[led]);
+      if (const Block b = entered_[k + kAhead]; b != kNoBlock) store(kDevice).prefetch(b);
+    }
+    enter(session, sequence, index, entered_[k]);
   }
+  publish_fresh();
 }
 
 // Makes sure that the chain is the entry of the last published block: if that was removed,
@@ -142,38 +144,52 @@ bool Pool::set_chain(Session& session, Sequence& sequence) {
 }
 
 // The entry of the first block that is not published.
-EntryId Pool::entry_for(const Sequence& sequence, uint32_t index, const int32_t* tokens) {
-  const int64_t i = sequence.num_published - sequence.first_led;
-  if (0 <= i && i < static_cast<int64_t>(sequence.led.size())) {
-    const EntryId e = sequence.led[static_cast<size_t>(i)];
+EntryId Pool::entry_for(const Sequence& sequence, uint32_t index) {
+  // Beyond all of them if it is before the first one.
+  const auto i = static_cast<size_t>(sequence.num_published - sequence.first_led);
+  if (i < sequence.led.size()) {
+    const EntryId e = sequence.led[i];
     const Entry& entry = index_[e];
     if (entry.leader == index && entry.leader_uid == sequence.uid && entry.parent == sequence.chain)
       return e;
   }
-  return index_.find_or_add(sequence.chain, tokens);
+  return index_.find_or_add(
+      sequence.chain, &sequence.tokens.at(token_store_, sequence.num_published * block_size_));
 }
 
 // Enters a written block after the sequence's chain.
-void Pool::enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens,
-                 Block b) {
-  const EntryId e = entry_for(sequence, index, tokens);
+void Pool::enter(Session& session, Sequence& sequence, uint32_t index, Block b) {
+  const EntryId e = entry_for(sequence, index);
   Entry& entry = index_[e];
   sequence.chain = e;
   sequence.chain_uid = entry.uid;
-  if (b != kNoBlock && index_.entry_of(kDevice, b) == kNoEntry) {
-    if (index_.set_block(e, kDevice, b)) {
-      entry.published_s = static_cast<float>(now_s_);
-      entry.used_s = entry.published_s;
-      ++counters_.num_publications;
-      store(kDevice).published(b);
-      announce(session.root, e);
+  BlockStore& device = store(kDevice);
+  if (b != kNoBlock && index_.entry_of(kDevice, b) == kNoEntry && index_.set_block(e, kDevice, b)) {
+    entry.published_s = static_cast<float>(now_s_);
+    entry.used_s = entry.published_s;
+    ++counters_.num_publications;
+    const bool has_below = announce(session.root, e);
+    if (!has_below && device.state(b) == State::kHeld) {
+      fresh_.push_back(b);
+    } else {
+      publish_fresh();
+      device.published(b);
     }
+  } else {
+    publish_fresh();
   }
-  if (entry.leader != kNoEntry) index_.clear_leader(e, index, sequence.uid);
+  index_.clear_leader(e, index, sequence.uid);
+}
+
+// The blocks that were entered last, each after the one before it.
+void Pool::publish_fresh() {
+  if (!fresh_.empty()) store(kDevice).published(fresh_);
+  fresh_.clear();
 }
 
 // The data planes are told of the entry's block, and again of those below it, which name it.
-void Pool::announce(EntryId root, EntryId e) {
+// Returns whether there are such.
+bool Pool::announce(EntryId root, EntryId e) {
   EntryId c = index_[e].child;
   while (c != kNoEntry && index_[c].block(kDevice) == kNoBlock) c = index_[c].next;
   // Written a field at a time: put together first, it would be read before it has been stored.
@@ -182,6 +198,7 @@ void Pool::announce(EntryId root, EntryId e) {
   item.entry = e;
   item.uid = index_[e].uid;
   item.below = c != kNoEntry;
+  return item.below;
 }
 
 std::vector<Pool::Announcement> Pool::take_announcements(size_t max_entries) {

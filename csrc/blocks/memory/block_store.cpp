@@ -11,6 +11,8 @@ namespace {
 
 // How far ahead blocks are fetched from memory.
 constexpr uint32_t kAhead = 8;
+// Blocks that are taken, and perhaps evicted, together.
+constexpr int64_t kAtOnce = 32;
 
 }  // namespace
 
@@ -48,19 +50,24 @@ void BlockStore::open(Slot slot, uint32_t owner) {
 void BlockStore::close(Slot slot) { own_[slot] = Own{}; }
 
 void BlockStore::allocate(Slot slot, int64_t num, std::vector<Block>& out) {
-  for (; num > 0; --num) {
-    const Block b = take(slot);
-    ++infos_[b].generation;
-    infos_[b].ref_count = 1;
-    infos_[b].keep = false;
-    infos_[b].state = State::kHeld;
-    ++num_in_[static_cast<int>(State::kHeld)];
-    out.push_back(b);
+  num_in_[static_cast<int>(State::kHeld)] += static_cast<uint32_t>(num);
+  out.resize(out.size() + static_cast<size_t>(num));
+  for (Block* blocks = out.data() + out.size() - num; num > 0;) {
+    const int64_t num_taken = take(slot, blocks, std::min(num, kAtOnce));
+    for (const Block* const end = blocks + num_taken; blocks < end; ++blocks) {
+      Info& info = infos_[*blocks];
+      ++info.generation;
+      info.ref_count = 1;
+      info.keep = false;
+      info.state = State::kHeld;
+    }
+    num -= num_taken;
   }
 }
 
-// A block that is in no state any more, and neither published nor a spare.
-Block BlockStore::take(Slot slot) {
+// Blocks, up to `most` of them, that are in no state any more, and neither published nor spares.
+// Returns how many, at least one.
+int64_t BlockStore::take(Slot slot, Block* blocks, int64_t most) {
   Own& own = own_[slot];
   Block b;
   if (!free_.empty()) {
@@ -70,55 +77,62 @@ Block BlockStore::take(Slot slot) {
   } else if (own.plain.size) {
     b = own.plain.tail;
     leave(b);
-  } else if (policy_->num_idle() + num_retained_ + num_reserved(own.owner)) {
-    return evict(own.owner);
+  } else if (num_idle_ + num_retained_ + num_reserved(own.owner)) {
+    return evict(own.owner, blocks, most);
   } else {
     b = own.kept.head;
     leave(b);
   }
   if (infos_[b].published) {
     ++num_evictions_;
-    if (on_evict) on_evict(b, Eviction::kOwn);
+    if (on_evict) on_evict({&b, 1}, Eviction::kOwn);
     policy_->unpublish(b);
   }
   forget(b);
-  return b;
+  blocks[0] = b;
+  return 1;
 }
 
-Block BlockStore::evict(uint32_t owner) {
-  const Block b = pop_cached(owner);
-  // Blocks of a sequence mostly lie one after another.
-  const uint32_t step = b - last_evicted_, later = b + kAhead * step;
-  if ((step == 1 || step == uint32_t(-1)) && later < num_blocks) prefetch(later);
-  last_evicted_ = b;
-  --num_in_[static_cast<int>(State::kCached)];
-  ++num_evictions_;
-  if (on_evict) on_evict(b, infos_[b].priority ? Eviction::kRetained : Eviction::kPolicy);
-  forget(b);
-  return b;
+int64_t BlockStore::evict(uint32_t owner, Block* blocks, int64_t most) {
+  const int64_t num = pop_cached(owner, blocks, most);
+  for (int64_t i = 0; i < num; ++i) {
+    prefetch(blocks[i]);
+    index_.prefetch(index_.entry_of(tier, blocks[i]));
+  }
+  num_in_[static_cast<int>(State::kCached)] -= static_cast<uint32_t>(num);
+  num_evictions_ += static_cast<uint64_t>(num);
+  if (on_evict)
+    on_evict({blocks, num}, infos_[blocks[0]].priority ? Eviction::kRetained : Eviction::kPolicy);
+  for (int64_t i = 0; i < num; ++i) {
+    infos_[blocks[i]].place = kNowhere;
+    forget(blocks[i]);
+  }
+  return num;
 }
 
-// The cached block to be evicted next, in no list any more and no longer known to the policy. Of
-// the owner's reserve after all others of its priority.
-Block BlockStore::pop_cached(uint32_t owner) {
-  Block b;
-  if (policy_->num_idle()) {
-    policy_->pop(&b, 1);
+// The cached blocks to be evicted next, no longer known to the policy; one by one where a spare may
+// take the place of one, which the policy must know before it gives another. Of the owner's reserve
+// after all others of its priority.
+int64_t BlockStore::pop_cached(uint32_t owner, Block* blocks, int64_t most) {
+  if (num_idle_) {
+    const int64_t num = index_.num_spares() ? 1 : std::min(most, int64_t{num_idle_});
+    policy_->pop(blocks, static_cast<size_t>(num));
+    num_idle_ -= static_cast<uint32_t>(num);
+    return num;
+  }
+  const Reserve* own = reserve_of(owner);
+  int priority = 0;
+  while (!retained_[priority].size && !(own && own->lists[priority].size)) ++priority;
+  Block b = retained_[priority].head;
+  if (retained_[priority].size) {
+    remove(retained_[priority], b);
+    --num_retained_;
   } else {
-    const Reserve* own = reserve_of(owner);
-    int priority = 0;
-    while (!retained_[priority].size && !(own && own->lists[priority].size)) ++priority;
-    if (retained_[priority].size) {
-      b = retained_[priority].head;
-      remove(retained_[priority], b);
-      --num_retained_;
-    } else {
-      b = pop_reserved(*reserves_[owner]);
-    }
-    policy_->unpublish(b);
+    b = pop_reserved(*reserves_[owner]);
   }
-  infos_[b].place = kNowhere;
-  return b;
+  policy_->unpublish(b);
+  blocks[0] = b;
+  return 1;
 }
 
 // The block, in no state, no longer holds what it held.
@@ -142,6 +156,17 @@ void BlockStore::published(Block b) {
   tell_policy();
 }
 
+void BlockStore::published(const std::vector<Block>& blocks) {
+  keys_.clear();
+  for (const Block b : blocks) {
+    infos_[b].published = true;
+    if (policy_uses_keys_) keys_.push_back(key_of(index_.entry_of(tier, b)));
+  }
+  const EntryId first = index_.entry_of(tier, blocks[0]);
+  policy_->publish(blocks.data(), policy_uses_keys_ ? keys_.data() : nullptr, blocks.size(),
+                   index_[index_[first].parent].block(tier));
+}
+
 void BlockStore::unpublish(Block b) {
   leave(b);
   tell_policy();
@@ -152,9 +177,14 @@ void BlockStore::unpublish(Block b) {
 
 void BlockStore::publish_to_policy(Block b, EntryId e) {
   infos_[b].published = true;
-  uint64_t key = 0;
-  if (policy_uses_keys_) std::memcpy(&key, index_.hash(e).data(), sizeof key);
+  const uint64_t key = policy_uses_keys_ ? key_of(e) : 0;
   policy_->publish(&b, policy_uses_keys_ ? &key : nullptr, 1, index_[index_[e].parent].block(tier));
+}
+
+uint64_t BlockStore::key_of(EntryId e) const {
+  uint64_t key;
+  std::memcpy(&key, index_.hash(e).data(), sizeof key);
+  return key;
 }
 
 void BlockStore::share(const Block* blocks, size_t num) {
@@ -261,10 +291,12 @@ void BlockStore::settle(Block b) {
 void BlockStore::tell_policy() {
   if (!no_longer_idle_.empty()) {
     policy_->remove_idle(no_longer_idle_.data(), no_longer_idle_.size());
+    num_idle_ -= static_cast<uint32_t>(no_longer_idle_.size());
     no_longer_idle_.clear();
   }
   if (!idle_.empty()) {
     policy_->add_idle(idle_.data(), idle_.size());
+    num_idle_ += static_cast<uint32_t>(idle_.size());
     idle_.clear();
   }
 }
@@ -392,6 +424,11 @@ void BlockStore::check() const {
                                                : State::kFree;
     require(infos_[b].state == want, b, "in another state than its counts say");
     require(infos_[b].published == published, b, "published, or not, and does not know it");
+    if (published) {
+      const EntryId parent = index_[index_.entry_of(tier, b)].parent;  // a root, if it was detached
+      require(index_.is_root(parent) || policy_->parent_of(b) == index_[parent].block(tier), b,
+              "the policy has another parent");
+    }
     ++num_in[static_cast<int>(want)];
     require((infos_[b].num_pending == 0) == (infos_[b].owner == kNoSlot), b, "pending for nobody");
     const bool kept = infos_[b].keep || published;
@@ -413,7 +450,8 @@ void BlockStore::check() const {
   for (int s = 0; s < kNumStates; ++s) require(num_in[s] == num_in_[s], 0, "states are miscounted");
   require(free_.size() == num_in[static_cast<int>(State::kFree)], 0, "the free list differs");
   for (const Block b : free_) require(infos_[b].state == State::kFree, b, "listed as free");
-  require(policy_->num_idle() == num_policy, 0, "the policy has other blocks");
+  require(num_idle_ == num_policy && policy_->num_idle() == num_policy, 0,
+          "the policy has other blocks");
   require(num_retained == num_retained_, 0, "retained blocks are miscounted");
   require(num_reserved == num_reserved_, 0, "reserved blocks are miscounted");
   int64_t floors = 0;

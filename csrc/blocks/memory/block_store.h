@@ -51,8 +51,8 @@ class BlockStore {
   const Tier tier;
   const uint32_t num_blocks;
 
-  // Called with a block that is about to be evicted, still published.
-  std::function<void(Block, Eviction)> on_evict;
+  // Called with blocks that are about to be evicted, still published.
+  std::function<void(Span<Block>, Eviction)> on_evict;
 
   // Queries
   int64_t generation(Block b) const { return infos_[b].generation; }
@@ -127,6 +127,9 @@ class BlockStore {
   void add_pending(Block b, Slot slot);
   // The block is published now, or no longer.
   void published(Block b);
+  // So are these, which are held, the prefix of each a block longer than that of the one before it;
+  // nothing else below them is published.
+  void published(const std::vector<Block>& blocks);
   // It is published no longer; a spare takes its place if there is one.
   void unpublish(Block b);
   // Spares that took the place of blocks allocated since the last call.
@@ -157,6 +160,7 @@ class BlockStore {
     infos_[b].state = State::kCached;
     infos_[b].place = kPolicy;
     policy_->add_idle(&b, 1);
+    ++num_idle_;
   }
   void restored_rest(Block b) {
     if (!infos_[b].published) free_.push_back(b);
@@ -204,6 +208,7 @@ class BlockStore {
 
   void forget(Block b);
   void publish_to_policy(Block b, EntryId e);
+  uint64_t key_of(EntryId e) const;
   void push_back(List& list, Block b);
   void remove(List& list, Block b);
   void settle(Block b);
@@ -216,9 +221,9 @@ class BlockStore {
     return owner < reserves_.size() ? reserves_[owner].get() : nullptr;
   }
   void tell_policy();
-  Block take(Slot slot);
-  Block evict(uint32_t owner);
-  Block pop_cached(uint32_t owner);
+  int64_t take(Slot slot, Block* blocks, int64_t most);
+  int64_t evict(uint32_t owner, Block* blocks, int64_t most);
+  int64_t pop_cached(uint32_t owner, Block* blocks, int64_t most);
 
   PrefixIndex& index_;
   std::unique_ptr<EvictionPolicy> policy_;
@@ -229,13 +234,14 @@ class BlockStore {
   std::vector<Own> own_;           // by slot
   List retained_[kNumPriorities];  // cached ones, oldest first
   uint32_t num_retained_ = 0;
+  uint32_t num_idle_ = 0;                           // of the policy
   std::vector<std::unique_ptr<Reserve>> reserves_;  // by owner; null: it never had a floor
   uint32_t num_reserved_ = 0;
   int64_t floors_ = 0;  // their sum
   uint32_t num_in_[kNumStates] = {};
   uint64_t num_evictions_ = 0;
-  Block last_evicted_ = 0;
   std::vector<Block> promoted_;
+  std::vector<uint64_t> keys_;  // scratch of published
   // What the policy is told when an operation has settled its blocks.
   std::vector<Block> no_longer_idle_;
   std::vector<Block> idle_;

@@ -430,19 +430,27 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
 }
 
 // Lets later sequences of the session share the prompt's blocks from `first` on before they are
-// published. `e` is the entry before them.
-void Pool::set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t first,
+// published. `last` is the entry before them.
+void Pool::set_leaders(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,
                        int64_t end) {
+  EntryId e = last;
   Sequence& sequence = sequences_[index];
   sequence.first_led = first;
   sequence.led.reserve(static_cast<size_t>(std::max<int64_t>(0, end - first)));
   for (int64_t i = first; i < end; ++i) {
-    e = index_.find_or_add(e, tokens + i * block_size_);
+    e = index_.find(e, tokens + i * block_size_);
+    if (e == kNoEntry) break;  // nor is anything below it
     if (index_[e].leader == kNoEntry) index_.set_leader(e, index, sequence.uid);
     sequence.led.push_back(e);
-    if (const int64_t stop = (i + 1) * block_size_; stop % Tokens::kItems == 0)
-      piece_hints_.set(e, sequence.tokens.pieces[static_cast<size_t>(stop / Tokens::kItems - 1)]);
   }
+  const auto num_found = static_cast<int64_t>(sequence.led.size());
+  if (num_found) last = sequence.led.back();
+  index_.add_led(last, tokens + (first + num_found) * block_size_, end - first - num_found, index,
+                 sequence.uid, sequence.led);
+  const int64_t piece_blocks = Tokens::kItems / block_size_;
+  for (int64_t i = div_ceil(first + 1, piece_blocks) * piece_blocks; i <= end; i += piece_blocks)
+    piece_hints_.set(sequence.led[static_cast<size_t>(i - 1 - first)],
+                     sequence.tokens.pieces[static_cast<size_t>(i / piece_blocks - 1)]);
 }
 
 }  // namespace kvplane::blocks

@@ -205,7 +205,20 @@ FAULTS = {
         "if (plan <= session.done) return",
         "if (plan != kEnded) return",
     ),
-    "a_block_keeps_its_generation": Mutant("memory/block_store.cpp", "++infos_[b].generation;", ""),
+    "a_block_keeps_its_generation": Mutant("memory/block_store.cpp", "++info.generation;", ""),
+    "evicted_together_where_a_spare_takes_a_place": Mutant(
+        "memory/block_store.cpp", "index_.num_spares() ? 1 :", ""
+    ),
+    "spares_are_not_counted": Mutant("index/prefix_index.cpp", "  ++num_spares_;\n", ""),
+    "published_after_a_block_that_is_not_before_it": Mutant(
+        "index/publish.cpp", "  } else {\n    publish_fresh();\n  }\n", "  }\n"
+    ),
+    "what_is_below_is_published_before_its_parent": Mutant(
+        "index/publish.cpp", "if (!has_below && device.state(b) == State::kHeld)", "if (true)"
+    ),
+    "added_below_what_has_siblings_without_a_key": Mutant(
+        "index/prefix_index.cpp", "if (i == 0) {", "if (false) {"
+    ),
     "a_pool_forgets_generations_that_its_smallest_shard_lacks": Mutant(
         "memory/block_store.cpp",
         "more_generations_.assign(generations.begin() + num_blocks, generations.end());",

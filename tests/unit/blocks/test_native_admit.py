@@ -252,5 +252,36 @@ def test_a_block_that_equals_a_published_one_takes_over_its_prefix() -> None:
     assert caller.pool.match(b"root", tokens)[0] == 2
 
 
+@pytest.mark.timeout(60)  # an eviction that finds nothing would look for ever
+def test_blocks_evicted_beside_one_whose_spare_takes_its_place_leave_nothing_behind() -> None:
+    pool = new_pool(8, block_size=1, window_tokens=3)
+    first, second, other = Caller(pool), Caller(pool), Caller(pool)
+    admitted(first, 1, [1, 2, 3])
+    admitted(second, 1, [1, 2, 3], skip=True)
+    second.begin()
+    assert second.append((1, 3, 1, [4], 0))[1] == []  # the window passes two of its blocks
+    ran(second)
+    first.begin()
+    first.free(1)
+    ran(first)
+    other.begin()
+    assert len(other.admit(1, [10, 11, 12, 13, 14])) == 3  # evicts the last two of the first prompt
+    other.finish()
+    pool.check_integrity()
+    second.begin()
+    second.free(1)
+    ran(second)
+    other.receipted()
+    other.begin()
+    other.free(1)
+    ran(other)
+    pool.check_integrity()
+    assert pool.usage(DEVICE) == (8, 0, 8, 0, 0)
+    other.begin()
+    assert len(other.admit(2, list(range(20, 28)))) == 3
+    ran(other)
+    pool.check_integrity()
+
+
 def _column(indices: list[int]) -> bytes:
     return b"".join(i.to_bytes(4, "little") for i in indices)

@@ -29,6 +29,7 @@ class ReuseRate final : public EvictionPolicy {
   void pop(uint32_t* blocks, size_t num_blocks) override;
   void unpublish(uint32_t block) override;
   size_t num_idle() const override { return tree_.num_idle(); }
+  uint32_t parent_of(uint32_t block) const override { return tree_.parent_of(block); }
   bool uses_keys() const override { return true; }
 
  private:
