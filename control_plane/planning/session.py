@@ -160,6 +160,8 @@ class Session:
 
 def _varint(value: int) -> bytes:
     """In protobuf's encoding."""
+    if value < 1 << 14:  # in two bytes at most, as most are
+        return bytes((value & 0x7F | 0x80, value >> 7) if value > 0x7F else (value,))
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

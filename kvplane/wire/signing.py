@@ -40,7 +40,8 @@ def sign(key: bytes, type_tag: str, payload: bytes) -> bytes:
 
 def sign_digest(key: bytes, type_tag: str, payload_digest: bytes) -> bytes:
     """The 32-byte signature of the payload whose ``digest`` this is."""
-    inner, outer = (state.copy() for state in _begun(key))
+    begun = _begun(key)
+    inner, outer = begun[0].copy(), begun[1].copy()
     inner.update(type_tag.encode() + b"\0" + payload_digest)
     outer.update(inner.digest())
     signature: bytes = outer.digest()

@@ -12,8 +12,6 @@ namespace {
 constexpr size_t kMinKeys = 64;
 constexpr size_t kMaxDelayed = 32;
 constexpr uint32_t kAhead = 8;  // how far entries are fetched from memory
-// Of a block, most often: with a number that it knows the compiler needs no loop and no call.
-constexpr uint32_t kUsualTokens = 16;
 
 size_t power_of_two_above(size_t n) {
   size_t size = kMinKeys;
@@ -75,13 +73,6 @@ bool PrefixIndex::has_tokens(EntryId e, const int32_t* tokens) const {
   int32_t differs = 0;
   for (uint32_t i = 0; i < block_size_; ++i) differs |= own[i] ^ tokens[i];
   return differs == 0;
-}
-
-void PrefixIndex::put_tokens(EntryId e, const int32_t* tokens) {
-  if (block_size_ == kUsualTokens)
-    std::memcpy(tokens_.row(e), tokens, kUsualTokens * sizeof(int32_t));
-  else
-    std::memcpy(tokens_.row(e), tokens, block_size_ * sizeof(int32_t));
 }
 
 // Entries of a prompt mostly lie one after another: `next`, used after `e`, says which way. Returns
@@ -434,7 +425,7 @@ size_t PrefixIndex::num_bytes_of_entries() const {
 }
 
 void PrefixIndex::check() const {
-  size_t num_found = 0, num_keys = 0;
+  size_t num_found = 0, num_keys = 0, num_spares = 0;
   size_t num_blocks[2] = {0, 0};
   std::unordered_map<EntryId, uint32_t> below;  // blocks, by root
   std::unordered_map<EntryId, Hash> expected;
@@ -482,6 +473,7 @@ void PrefixIndex::check() const {
               "a spare is left where no block is published");
       for (Block b = entry.spares; b != kNoBlock; b = next_spare(b)) {
         ++num_blocks[0];
+        ++num_spares;
         require(entry_of(kDevice, b) == e, "a spare is another entry's");
       }
     });
@@ -489,6 +481,7 @@ void PrefixIndex::check() const {
   for (const auto& named : root_names_)
     require(below[named.first] == num_blocks_below(named.first), "a root's blocks are miscounted");
   require(num_found == num_entries_, "entries are lost");
+  require(num_spares == num_spares_, "spares are miscounted");
   do_delayed();
   require(num_keys_ == num_keys, "the hash table differs");
   for (int t = 0; t < 2; ++t) {

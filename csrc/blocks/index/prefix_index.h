@@ -20,6 +20,7 @@
 // Invariant: an entry has a block, a child, a leader or a copy under way, or is removed.
 #pragma once
 
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -196,7 +197,13 @@ class PrefixIndex {
   void compute_hash(EntryId e) const;
   void unlink(const Entry& entry);
   bool has_tokens(EntryId e, const int32_t* tokens) const;
-  void put_tokens(EntryId e, const int32_t* tokens);
+  void put_tokens(EntryId e, const int32_t* tokens) {
+    constexpr uint32_t kUsual = 16;  // a number that the compiler knows needs no call
+    if (block_size_ == kUsual)
+      std::memcpy(tokens_.row(e), tokens, kUsual * sizeof(int32_t));
+    else
+      std::memcpy(tokens_.row(e), tokens, block_size_ * sizeof(int32_t));
+  }
   EntryId prefetch_after(EntryId e, EntryId next) const;
   EntryId lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const;
   void remove_spare(Entry& entry, Block b);

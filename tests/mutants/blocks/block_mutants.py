@@ -210,9 +210,6 @@ FAULTS = {
         "memory/block_store.cpp", "index_.num_spares() ? 1 :", ""
     ),
     "spares_are_not_counted": Mutant("index/prefix_index.cpp", "  ++num_spares_;\n", ""),
-    "published_after_a_block_that_is_not_before_it": Mutant(
-        "index/publish.cpp", "  } else {\n    publish_fresh();\n  }\n", "  }\n"
-    ),
     "what_is_below_is_published_before_its_parent": Mutant(
         "index/publish.cpp", "if (!has_below && device.state(b) == State::kHeld)", "if (true)"
     ),
