@@ -6,10 +6,12 @@ for every plan, and runs none.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cached_prefixes import CachedPrefixes, cached_prefixes
 from control_wire import RawShard, Stub
 from registration_messages import LAYOUT
 
@@ -36,11 +38,27 @@ Block = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class State:
-    """What a refusal must leave as it is: the pool's usage, every sequence and its table."""
+    """What a refusal must leave as it is: the pool's usage, every sequence and its table, and by
+    namespace what is cached and how it is retained.
+    """
 
     usage: pb.PoolUsage
     num_sequences: int
     sequences: tuple[tuple[int, SequenceState, tuple[Block, ...]], ...]
+    cached: dict[str, CachedPrefixes]
+
+
+class StoppedClock:
+    """Seconds of a control plane, which pass only when a test lets them."""
+
+    def __init__(self) -> None:
+        self._now_s = time.monotonic()
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        self._now_s += seconds
 
 
 class World:
@@ -52,6 +70,12 @@ class World:
         self.stub = stub
         self.callers: list[Caller] = []
         self.shard: RawShard
+
+    def stop_clock(self) -> StoppedClock:
+        """Stop the control plane's clock. It still does every quarter of a second what is due."""
+        clock = StoppedClock()
+        self.server.core._clock = clock
+        return clock
 
     async def register(self, layout: Layout = LAYOUT, **hello: Any) -> RawShard:
         """A data plane registers a pool, ``POOL`` unless ``hello`` says otherwise."""
@@ -93,7 +117,12 @@ class World:
                 except SequenceNotFoundError:
                     continue
                 sequences.append((number, state, await caller.table(sequence_id)))
-        return State(pool.usage, pool.num_sequences, tuple(sequences))
+        sessions = {caller.session.namespace: caller.session for caller in self.callers}
+        cached = {
+            namespace: await cached_prefixes(self.stub, POOL, session)
+            for namespace, session in sessions.items()
+        }
+        return State(pool.usage, pool.num_sequences, tuple(sequences), cached)
 
 
 class Caller:

@@ -1,0 +1,66 @@
+"""What a namespace has cached, as the wire shows it: which blocks are found, how each is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from control_wire import PATIENCE_S, Stub
+
+from kvplane import Session
+from kvplane.clients.prefix_feed import BlocksStored, CaughtUp, FeedReader, StoredBlock
+from kvplane.v1 import control_pb2 as pb
+
+Kept = tuple[int, int, int, int, int, int]
+"""Tier, index, generation, references, hits and the priority of a retention."""
+
+
+@dataclass(frozen=True)
+class CachedPrefixes:
+    """``blocks``: the hash and the tier of each that is found. ``kept``: by the longest prefixes,
+    how each of their blocks is kept. The time that a retention still lasts is not shown.
+    """
+
+    revision: int
+    blocks: frozenset[tuple[bytes, int]]
+    kept: frozenset[tuple[bytes, tuple[Kept, ...]]]
+
+
+async def cached_prefixes(stub: Stub, pool_id: str, session: Session) -> CachedPrefixes:
+    """All that is cached in the session's namespace. Asking counts as no use of it."""
+    stored, revision = await snapshot(stub, pool_id, session.namespace)
+    kept = set()
+    by_hash = {block.block_hash: block for block in stored}
+    parents = {block.parent_hash for block in stored}
+    for block_hash in by_hash.keys() - parents:
+        blocks = await session.explain_prefix(prompt_of(block_hash, by_hash))
+        explained = tuple(
+            (b.tier, b.index, b.generation, b.ref_count, b.num_hits, b.priority) for b in blocks
+        )
+        kept.add((block_hash, explained))
+    found = frozenset((block.block_hash, block.tier) for block in stored)
+    return CachedPrefixes(revision, found, frozenset(kept))
+
+
+async def snapshot(stub: Stub, pool_id: str, namespace: str) -> tuple[list[StoredBlock], int]:
+    """The blocks that a new follower is told first, and their revision."""
+    call, reader = stub.Watch(pb.WatchRequest(pool_id=pool_id, namespace=namespace)), FeedReader()
+    stored: list[StoredBlock] = []
+    try:
+        while True:
+            for event in reader.read(await asyncio.wait_for(call.read(), PATIENCE_S)):
+                if isinstance(event, BlocksStored):
+                    stored += event.blocks
+                elif isinstance(event, CaughtUp):
+                    return stored, event.revision
+    finally:
+        call.cancel()
+
+
+def prompt_of(block_hash: bytes, by_hash: dict[bytes, StoredBlock]) -> list[int]:
+    """The tokens of the prefix that ends with this block, from its first block that is known on."""
+    blocks: list[StoredBlock] = []
+    while (block := by_hash.get(block_hash)) is not None:
+        blocks.append(block)
+        block_hash = block.parent_hash
+    return [token_id for block in reversed(blocks) for token_id in block.token_ids]
