@@ -1,0 +1,179 @@
+"""Sessions that are asked for blocks, over a socket: what they are told, what they lose when they
+do not yield, and that the prefixes which they wrote are found all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+from operations_world import BLOCK, Caller, StoppedClock, World, prompt
+
+from kvplane import ops
+from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
+from kvplane.results import SessionNews, news_of
+from kvplane.v1 import control_pb2 as pb
+
+StartWorld = Callable[..., Awaitable[World]]
+
+PATIENCE_S = 30.0
+GRACE_S = 1.0
+"""How long others wait before a session is asked, and then how long it has."""
+PAST_GRACE_S = 1.25
+
+
+@pytest.fixture
+async def world(start_world: StartWorld) -> World:
+    return await start_world(num_device_blocks=8, num_host_blocks=0)
+
+
+@pytest.fixture
+async def clock(world: World) -> StoppedClock:
+    return world.stop_clock()
+
+
+@pytest.fixture
+async def senior(world: World, clock: StoppedClock) -> Caller:
+    """The session that was opened first."""
+    return await world.caller()
+
+
+@pytest.fixture
+async def junior(world: World, senior: Caller) -> Caller:
+    return await world.caller()
+
+
+async def told(caller: Caller) -> SessionNews:
+    """What is pushed to the session; its next step's answer has the same."""
+    assert await caller.session.wait_for_news(PATIENCE_S)
+    answered = (await caller.step()).news
+    assert news_of(caller.session.take_notices()[-1]) == answered
+    return answered
+
+
+async def hears_nothing(caller: Caller) -> bool:
+    return not await caller.session.wait_for_news(0.5)  # two times of what is due
+
+
+async def block_growth(senior: Caller, junior: Caller) -> pb.Operation:
+    """The junior session holds half of the pool and the senior one the other half. Returns what the
+    latter asks for in vain.
+    """
+    await senior.admit(1, prompt(4, extra=0))
+    await junior.admit(1, prompt(3, seed=1), fork_sequence_ids=[2])
+    growth = ops.append(1, [5], 1, first_position=4 * BLOCK)
+    assert (await senior.later(growth)).reason == pb.SHORTAGE_REASON_BLOCKS
+    return growth
+
+
+async def test_growth_that_is_blocked_cuts_who_is_asked_and_does_not_yield(
+    world, clock, senior, junior
+) -> None:
+    growth = await block_growth(senior, junior)
+    assert await hears_nothing(junior)
+    clock.advance(PAST_GRACE_S)
+    asked = await told(junior)
+    assert asked.sequences_asked == (1, 2)
+    assert asked.num_blocks_asked >= 4, "what both refer to may count for each"
+    assert asked.deadline_s == GRACE_S
+    assert not asked.cut
+    assert await hears_nothing(junior)
+    table = await junior.table(1)
+    assert len(table) == 4, "it has until the deadline"
+    clock.advance(PAST_GRACE_S)
+    assert dict((await told(junior)).cut) == dict.fromkeys((1, 2), pb.CUT_REASON_GROWTH)
+    await senior.do(growth)
+    assert (await senior.table(1))[-1][:2] == table[-1][:2], "the block that held no prefix"
+    assert (await world.counters()).num_cut_sequences == 2
+    third = await world.caller()
+    assert await third.num_cached(prompt(3, seed=1)) == 3 * BLOCK
+    await senior.do(ops.free([1]))
+    assert (await third.admit(1, prompt(3, seed=1))).num_cached_tokens == 3 * BLOCK
+
+
+async def test_what_a_plan_in_flight_writes_is_found_though_its_sequence_is_cut(
+    world, clock, senior, junior
+) -> None:
+    """Its blocks wait for the receipt: they are nobody else's before."""
+    await senior.admit(1, prompt(4, extra=0))
+    admitted = await junior.session.step([ops.admit(1, prompt(3, seed=1))])
+    growth = ops.append(1, [5], 1, first_position=4 * BLOCK)
+    await senior.later(growth)
+    clock.advance(PAST_GRACE_S)
+    assert (await told(junior)).sequences_asked == (1,)
+    clock.advance(PAST_GRACE_S)
+    assert await junior.session.wait_for_news(PATIENCE_S)
+    dropped = await junior.session.step([])  # its plan is in flight too
+    assert dict(dropped.news.cut) == {1: pb.CUT_REASON_GROWTH}
+    third = await world.caller()
+    assert await third.num_cached(prompt(3, seed=1)) == 0
+    assert (await senior.later(growth)).num_blocks_pending == 4
+    for result in (admitted, dropped):
+        junior.session.add_receipt(world.shard.receipt(result.plan))
+    await junior.session.submit_receipts()
+    await senior.do(growth)
+    assert await third.num_cached(prompt(3, seed=1)) == 3 * BLOCK
+
+
+async def test_who_is_past_its_turn_is_asked_and_then_cut_for_who_waits(
+    world, clock, senior, junior
+) -> None:
+    await senior.admit(1, prompt(6))
+    await junior.step(ops.admit(5, prompt(2, seed=1, extra=0), wait=True))
+    for token_id in range(5):  # it goes on, and so is not idle
+        clock.advance(6)
+        await senior.grow(1, token_id)
+    assert await hears_nothing(senior)
+    clock.advance(0.5)
+    asked = await told(senior)
+    assert (asked.num_blocks_asked, asked.sequences_asked) == (7, (1,))
+    assert asked.deadline_s == GRACE_S
+    assert await hears_nothing(junior)
+    clock.advance(PAST_GRACE_S)
+    assert dict((await told(senior)).cut) == {1: pb.CUT_REASON_TURN}
+    assert [grant.sequence_id for grant in (await told(junior)).granted] == [5]
+    assert await (await world.caller()).num_cached(prompt(6)) == 6 * BLOCK
+
+
+async def test_who_is_asked_and_frees_enough_loses_nothing(world, clock, senior, junior) -> None:
+    await senior.admit(1, prompt(4, extra=0))
+    await junior.admit(1, prompt(1, seed=1))
+    await junior.admit(2, prompt(1, seed=2))
+    growth = ops.append(1, [5], 1, first_position=4 * BLOCK)
+    await senior.later(growth)
+    clock.advance(PAST_GRACE_S)
+    assert (await told(junior)).sequences_asked == (2,), "its newest"
+    await junior.do(ops.free([2]))
+    clock.advance(PAST_GRACE_S)
+    await senior.do(growth)
+    assert await hears_nothing(junior)
+    assert len(await junior.table(1)) == 2
+    assert (await world.counters()).num_cut_sequences == 0
+
+
+async def test_a_sequence_that_was_cut_is_answered_as_revoked_until_it_is_freed(
+    clock, senior, junior
+) -> None:
+    growth = await block_growth(senior, junior)
+    clock.advance(PAST_GRACE_S)
+    await told(junior)
+    clock.advance(PAST_GRACE_S)
+    await told(junior)
+    await senior.do(growth)
+    for operation, field in (
+        (ops.append(1, [5], 1, first_position=3 * BLOCK + 1), "sequence_ids[0]"),
+        (ops.fork(1, 3), "parent_sequence_ids[0]"),
+        (ops.truncate(1, BLOCK), "sequence_ids[0]"),
+        (ops.swap_out([1]), "sequence_ids[0]"),
+    ):
+        (failure,) = await junior.refuse(operation)
+        assert failure.error.reason == "SEQUENCE_REVOKED"
+        await junior.fail(operation, SequenceRevokedError, field)
+    for ask in (junior.session.describe_sequence, junior.session.block_table):
+        with pytest.raises(SequenceNotFoundError):
+            await ask(1)
+    await junior.do(ops.free([1]))
+    await junior.fail(ops.truncate(1, BLOCK), SequenceNotFoundError, "sequence_ids[0]")
+    await senior.do(ops.free([1]))
+    assert (await junior.admit(2, prompt(3, seed=1))).num_cached_tokens == 3 * BLOCK
+    await junior.grow(2, 7)
