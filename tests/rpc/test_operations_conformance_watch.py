@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 import grpc.aio
 import pytest
+from cached_prefixes import snapshot
 from control_wire import Stub
 from operations_world import DEVICE, HOST, POOL, Caller, World, prompt
 
@@ -23,6 +24,7 @@ from kvplane.clients.prefix_feed import (
 )
 from kvplane.errors import PoolNotFoundError, RevisionTooOldError
 from kvplane.v1 import control_pb2 as pb
+from kvplane.wire.columns import fixed
 from kvplane.wire.error_codec import from_rpc_error
 
 StartWorld = Callable[..., Awaitable[World]]
@@ -183,6 +185,81 @@ async def test_a_revision_of_another_run_is_too_old(world, caller) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await asyncio.wait_for(call.read(), 10)
     assert type(from_rpc_error(refused.value)) is RevisionTooOldError
+
+
+async def overrun(start_world: StartWorld) -> tuple[World, Caller]:
+    """A pool that keeps four changes, and its caller."""
+    world = await start_world(num_kept_changes=4)
+    return world, await world.caller()
+
+
+async def test_a_follower_that_comes_back_too_late_is_told_to_start_again(
+    start_world: StartWorld,
+) -> None:
+    world, caller = await overrun(start_world)
+    async with following(world.client) as follower:
+        await caller.admit(1, prompt(1))
+        await follower.until(await revision_of(caller))
+        since = follower.revision
+    incarnation = world.server.core.incarnation
+    for seed in range(1, 6):
+        await caller.admit(1 + seed, prompt(1, seed))
+    request = pb.WatchRequest(pool_id=POOL, since_revision=since, incarnation=incarnation)
+    call = world.stub.Watch(request)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asyncio.wait_for(call.read(), 10)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    error = from_rpc_error(refused.value)
+    assert (type(error), error.field) == (RevisionTooOldError, "since_revision")
+    assert "start again from a snapshot" in str(error)
+    request.since_revision = await revision_of(caller) - 4
+    call = world.stub.Watch(request)
+    answer = await asyncio.wait_for(call.read(), 10)
+    assert len(answer.changes.changes[0].stored.hashes) == 4 * 16, "so many are kept"
+    call.cancel()
+
+
+async def test_a_follower_that_is_overrun_is_told_so_on_its_stream(start_world: StartWorld) -> None:
+    """One step changes more than is kept."""
+    world, caller = await overrun(start_world)
+    call = world.stub.Watch(pb.WatchRequest(pool_id=POOL))
+    assert (await asyncio.wait_for(call.read(), 10)).snapshot.last
+    await caller.admit(1, prompt(5))
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await asyncio.wait_for(call.read(), 10)
+    assert type(from_rpc_error(ended.value)) is RevisionTooOldError
+
+
+async def test_a_follower_that_is_overrun_takes_a_snapshot_and_ends_equal(
+    start_world: StartWorld,
+) -> None:
+    world, caller = await overrun(start_world)
+    async with following(world.client) as follower:
+        await caller.admit(1, prompt(1))
+        await follower.until(await revision_of(caller))
+        await caller.admit(2, prompt(6, seed=1))
+        await caller.do(ops.free([1]))
+        await caller.do(ops.forget(prompt(1, extra=0)))
+        await follower.until(await revision_of(caller))
+        assert follower.num_snapshots >= 2
+        hashes = (await caller.session.lookup_prefix(prompt(6, seed=1))).hashes
+        assert b"".join(sorted(block_hash for block_hash, _ in follower.held)) == b"".join(
+            sorted(fixed(hashes, 16))
+        )
+
+
+async def test_followers_that_are_overrun_again_and_again_end_equal(
+    start_world: StartWorld,
+) -> None:
+    world = await start_world(num_device_blocks=12, num_host_blocks=6, num_kept_changes=4)
+    callers = [await world.caller() for _ in range(2)]
+    async with following(world.client) as one, following(world.client) as other:
+        await churn(world, callers, random.Random(2))
+        last = await revision_of(callers[0])
+        await asyncio.gather(one.until(last), other.until(last))
+        assert min(one.num_snapshots, other.num_snapshots) >= 2
+        stored, _ = await snapshot(world.stub, POOL, "")
+        assert one.held == other.held == {(each.block_hash, each.tier): each for each in stored}
 
 
 async def test_a_data_plane_that_restarts_clears_the_feed(world, caller) -> None:
