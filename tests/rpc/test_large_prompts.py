@@ -1,0 +1,104 @@
+"""Prompts that no pool holds, over a socket: each is refused with the reason, and costs others
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from operations_world import BLOCK, Caller, World, prompt
+
+from kvplane import ControlClient, ops
+from kvplane.errors import InvalidRequestError, QuotaExceededError
+from kvplane.v1 import control_pb2 as pb
+
+StartWorld = Callable[..., Awaitable[World]]
+
+NUM_TOKENS = 10_000_000
+ROOM_BYTES = 1 << 26
+"""The most of a message, where such a prompt is to be read at all; by default it is not."""
+
+
+@pytest.fixture(scope="module")
+def token_ids() -> bytes:
+    return bytes(4 * NUM_TOKENS)
+
+
+@pytest.fixture
+async def world(start_world: StartWorld) -> World:
+    return await start_world(max_message_bytes=ROOM_BYTES)
+
+
+@pytest.fixture
+async def caller(world: World) -> Caller:
+    return await world.caller()
+
+
+async def test_a_prompt_larger_than_the_pool_never_fits(caller, token_ids) -> None:
+    await caller.admit(1, prompt(1))
+    for wait in (False, True):
+        shortage = await caller.never(ops.admit(2, token_ids, wait=wait))
+        assert shortage.num_blocks_needed == NUM_TOKENS // BLOCK
+        assert shortage.reason == pb.SHORTAGE_REASON_BLOCKS
+    append = ops.append(1, token_ids, NUM_TOKENS, first_position=BLOCK + 1)
+    assert (await caller.never(append)).reason == pb.SHORTAGE_REASON_BLOCKS
+    await caller.grow(1, 5)
+
+
+async def test_a_token_that_is_wrong_is_named_in_a_prompt_of_any_length(
+    world, caller, token_ids
+) -> None:
+    wrong = token_ids[:-4] + b"\xff" * 4
+    field = f"token_ids[{NUM_TOKENS - 1}]"
+    await caller.fail(ops.admit(1, wrong), InvalidRequestError, field)
+    await caller.fail(ops.admit(1, token_ids[:-1]), InvalidRequestError, "token_ids")
+    await caller.fail(ops.retain(wrong, time_to_live_s=1), InvalidRequestError, "token_ids")
+    for ask in (
+        caller.session.lookup_prefix,
+        caller.session.explain_prefix,
+        world.client.find_prefix,
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            await ask(wrong)
+        assert refused.value.field == "token_ids"
+    await caller.admit(1, prompt(1))
+
+
+async def numbers(world: World) -> list[int]:
+    """The last number of each session that the control plane has answered."""
+    return [each.last_number for each in await world.client.list_sessions("pool")]
+
+
+async def test_a_message_over_the_limit_uses_no_number_and_changes_nothing(
+    start_world: StartWorld, token_ids
+) -> None:
+    """Of the default limit: gRPC refuses it unread, so no field of it is named."""
+    world = await start_world()
+    caller = await world.caller()
+    await caller.admit(1, prompt(1))
+    before, sessions = await world.state(), await numbers(world)
+    with pytest.raises(QuotaExceededError, match="larger than max"):
+        await caller.session.step([ops.admit(2, token_ids)])
+    assert await numbers(world) == sessions
+    assert await world.state() == before
+    await caller.grow(1, 5)
+
+
+async def test_others_are_served_while_a_large_prompt_is_refused(world, caller, token_ids) -> None:
+    """They have connections of their own, as engines do."""
+    async with ControlClient(world.server.address) as client:
+        other = await client.open_session("pool", world.layout)
+        num_steps, number = 0, caller.session.last_number
+        refused = asyncio.create_task(caller.session.step([ops.admit(1, token_ids)]))
+        while not refused.done():
+            for operation in (ops.admit(1, prompt(1)), ops.free([1])):
+                result = await other.step([operation])
+                assert not result.results[0].failures
+                other.add_receipt(world.shard.receipt(result.plan))
+            num_steps += 1
+        (outcome,) = (await refused).results
+        assert outcome.failures[0].status == pb.OPERATION_STATUS_NEVER
+        assert caller.session.last_number == number + 1
+        assert num_steps > 1, "nobody was served meanwhile"
