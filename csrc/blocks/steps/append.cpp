@@ -255,13 +255,13 @@ std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const
     const Sequence* sequence = find(slot, columns.sequence_ids[item]);
     const int64_t first = columns.first_positions[item], num_slots = columns.num_slots[item];
     const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
-    const int64_t end = first + num_slots, cover = end + num_ahead;
-    const bool fits = sequence && sequence->tier == kDevice && sequence->num_scheduled == first &&
-                      num_slots >= 0 && num_ahead >= 0 &&
-                      !(num_slots && sequence->computed_by == session.number) &&
-                      div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting;
+    const bool is_next = sequence && sequence->tier == kDevice &&
+                         sequence->num_scheduled == first && num_slots >= 0 && num_ahead >= 0 &&
+                         !(num_slots && sequence->computed_by == session.number);
+    // Of any other `first` there may be no end.
+    const int64_t end = is_next ? first + num_slots : 0, cover = end + num_ahead;
     int64_t num = 0;
-    if (fits) {
+    if (is_next && div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting) {
       const Sketch now = look(session, sequence->id);
       num = num_needed(session, *sequence, now, first, end, cover);
       if (config_.max_owner_blocks && num &&

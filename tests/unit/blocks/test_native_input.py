@@ -139,6 +139,14 @@ def test_numbers_to_compute_at_the_extremes(caller: Caller) -> None:
     assert caller.admit(4, [8] * 5, max_total=-(2**63), num_compute=0) == (4, 1, 0)
 
 
+@pytest.mark.parametrize("first", [2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("num_slots", [2**31 - 1, -(2**31)])
+def test_the_growth_of_what_has_no_end_is_none(caller: Caller, first: int, num_slots: int) -> None:
+    """Nor is it counted: sanitizers see that."""
+    columns = i64([1, 9]), i64([first] * 2), i32([num_slots] * 2), i32([num_slots] * 2)
+    assert caller.pool.growth(caller.slot, *columns) == bytes(8)
+
+
 def test_ten_million_tokens_are_refused_at_once(caller: Caller) -> None:
     assert caller.admit(2, [1] * 10_000_000)[1] == Code.NEVER
 
