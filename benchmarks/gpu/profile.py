@@ -1,5 +1,7 @@
 """Runs one kernel under Nsight Compute, and prints what it says in a few lines.
 
+    python -m benchmarks.gpu.profile metrics       the names of the figures, for ncu
+    python -m benchmarks.gpu.profile kernel NAME   the kernel that does the work, for ncu
     python -m benchmarks.gpu.profile run NAME      the program to profile; needs a GPU
     python -m benchmarks.gpu.profile say NCU.csv   the figures, from `ncu --csv --page raw`
 
@@ -24,6 +26,8 @@ SHAPES: Final = {
     "speculative": Shape(16, 4 + 4096, new=4),
     "prefill": Shape(1, 4096, new=4096),
 }
+KERNELS: Final = {"decode": "attend_short", "speculative": "attend_short", "prefill": "attend_long"}
+"""Which kernel attends to a shape's rows. The call launches others too, some with nothing to do."""
 METRICS: Final = {
     "gpu__time_duration.sum": "time",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram %",
@@ -66,6 +70,8 @@ def main(words: Sequence[str]) -> int:
         run(words[1], this_gpu(Once()))
     elif len(words) == 2 and words[0] == "say":
         print("\n".join(say(Path(words[1]))))
+    elif len(words) == 2 and words[0] == "kernel" and words[1] in KERNELS:
+        print(KERNELS[words[1]])
     elif words == ["metrics"]:
         print(",".join(METRICS))
     else:

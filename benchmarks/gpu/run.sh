@@ -142,7 +142,7 @@ steps() {
 }
 
 profile() {
-  local failed=0 name metrics
+  local failed=0 name kernel metrics
   [ "$SIZE" != --quick ] || return 0
   say "timing six shapes with each split"
   within "$PROFILE_S" "$PYTHON" -m benchmarks.gpu.measure --survey >"$OUT/survey.log" 2>&1 ||
@@ -151,8 +151,10 @@ profile() {
   command -v ncu >/dev/null || { say "ncu is not installed"; return "$failed"; }
   metrics=$("$PYTHON" -m benchmarks.gpu.profile metrics)
   for name in decode speculative prefill; do
-    # The second call of each kernel; it may not be allowed to read the counters here.
-    within "$PROFILE_S" ncu --csv --page raw --metrics "$metrics" -k regex:attend --launch-skip 1 \
+    # The second launch of the kernel that attends: the first warms up. A call launches others whose
+    # names begin alike and that may have nothing to do. ncu may not be allowed to read the counters.
+    kernel=$("$PYTHON" -m benchmarks.gpu.profile kernel "$name")
+    within "$PROFILE_S" ncu --csv --page raw --metrics "$metrics" -k "$kernel" --launch-skip 1 \
       --launch-count 1 "$PYTHON" -m benchmarks.gpu.profile run "$name" \
       >"$OUT/ncu-$name.csv" 2>&1 || say "ncu could not profile $name: $OUT/ncu-$name.csv"
     "$PYTHON" -m benchmarks.gpu.profile say "$OUT/ncu-$name.csv" | briefly 1

@@ -11,13 +11,17 @@
 
 #include "emulator.h"
 
+#include <cxxabi.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <random>
 #include <string>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -108,6 +112,8 @@ struct Crew {
 };
 
 std::mutex one_launch;
+constexpr size_t kMostLaunched = 256;
+std::deque<const std::type_info*> launched;  // the latest launches, each by its call's type
 std::mt19937_64 random_bits;
 // Launches use the two pairs in turn, so that a kernel that begins early has no order with the one
 // before that comes from the fibers.
@@ -339,6 +345,8 @@ void launch(Index grid_size, Index block_size, size_t shared_bytes, std::functio
   if (grid_size.x == 0 || grid_size.y == 0 || grid_size.z == 0) {
     throw EmulationError("a grid must have at least one block");
   }
+  launched.push_back(&thread.target_type());
+  if (launched.size() > kMostLaunched) launched.pop_front();
   if (!is_early) finish();
   pair = pair == crews[0] ? crews[1] : crews[0];
   begins_early = is_early;
@@ -464,3 +472,21 @@ void wait_for_copies(int num_groups_left) {
 }
 
 }  // namespace kvplane::emulator
+
+// For tests, which find it by name in the library: the launches since the last call of it, the
+// latest 256 at most, one a line. A line holds the kernel's name and template arguments.
+extern "C" __attribute__((visibility("default"))) const char* kvplane_launched_kernels() {
+  using namespace kvplane::emulator;
+  static std::string lines;
+  const std::lock_guard<std::mutex> lock(one_launch);
+  lines.clear();
+  for (const std::type_info* type : launched) {
+    int status = 0;
+    char* const name = abi::__cxa_demangle(type->name(), nullptr, nullptr, &status);
+    lines += status == 0 ? name : type->name();
+    lines += '\n';
+    std::free(name);
+  }
+  launched.clear();
+  return lines.c_str();
+}

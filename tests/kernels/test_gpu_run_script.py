@@ -38,6 +38,7 @@ case "$*" in
   *"-m pytest"*) seq 200; seq 50 | sed "s/^/FAILED test_x - wrong /"; echo "3 failed"; exit 1 ;;
   *--survey*) seq 90 | sed "s/^/survey: /" ;;
   *"profile metrics"*) echo "dram,issue" ;;
+  *"profile kernel"*) echo "attend_short" ;;
   *"profile say"*) echo "profile: attend_short: dram % 80" ;;
   *gpu.step*) seq 90; echo "a captured step: the same bits as by layers" ;;
   *gpu.measure*) seq 400; seq 90 | sed "s/^/WRONG /"; seq 90 | sed "s/^/MISSED  /"
