@@ -187,12 +187,14 @@ def test_a_tier_of_nothing_is_not_pinned() -> None:
 
 class FakeDriver:
     """Stands for the driver of a machine that has none: pins nothing, and says with which GPU
-    current it was asked.
+    current it was asked, and for what memory.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
         self.answer = answer
         self.asked: list[tuple[str, torch.device | None]] = []
+        self.memory: list[tuple[int, int]] = []
+        self.flags = 0
         self._current: torch.device | None = None
         monkeypatch.setattr(torch.cuda, "device", self._on)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
@@ -205,6 +207,8 @@ class FakeDriver:
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         self.asked.append(("register", self._current))
+        self.memory.append((address, num_bytes))
+        self.flags = flags
         return self.answer
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -221,6 +225,17 @@ def test_a_large_tier_is_pinned_for_the_gpu_of_its_pool(monkeypatch: pytest.Monk
     unpin()
     assert tensor.shape == LARGE
     assert driver.asked == [("register", GPU), ("unregister", GPU)]
+    assert driver.memory == [(tensor.data_ptr(), tensor.nbytes)]
+
+
+def test_kernels_of_every_gpu_can_reach_a_pinned_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered without these flags cannot be reached by the kernel that swaps blocks, or
+    not by every GPU.
+    """
+    portable, mapped = 1, 2  # as CUDA numbers cudaHostRegisterPortable and cudaHostRegisterMapped
+    driver = FakeDriver(monkeypatch, 0)
+    pinned.empty(LARGE, torch.float32, GPU, "num_host_blocks")
+    assert driver.flags == portable | mapped
 
 
 def test_a_tier_that_can_not_be_pinned_leaves_no_error_to_others(

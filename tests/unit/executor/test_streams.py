@@ -19,7 +19,7 @@ from plan_author import HOST, drop, fork, ref, set_blocks, span, tokens, transfe
 
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.kernels.device.cuda_streams import DeviceStreams
+from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams
 from data_plane.memory.upload import upload
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError
@@ -33,6 +33,7 @@ class Recorder:
     def __init__(self) -> None:
         self.current = 0
         self.num_streams = 1
+        self.urgent: set[int] = set()
         self.done_before: list[set[int]] = []
         self.seen_by_host: set[int] = set()
         self._seen: defaultdict[int, set[int]] = defaultdict(set)
@@ -42,6 +43,8 @@ class Recorder:
 
     def new_stream(self, *, urgent: bool = False) -> int:
         self.num_streams += 1
+        if urgent:
+            self.urgent.add(self.num_streams - 1)
         return self.num_streams - 1
 
     def set_stream(self, stream: int) -> None:
@@ -115,6 +118,33 @@ def test_the_callers_own_work_goes_on_beside_swaps_until_the_next_command() -> N
     with streams.computing():
         layer = recorder.work()
     assert swap in recorder.done_before[layer]
+
+
+def test_swaps_go_before_layers_where_both_could_run() -> None:
+    recorder = Recorder()
+    streams = DeviceStreams(recorder)
+    with streams.swapping():
+        swaps = recorder.current
+    streams.use_own_stream()
+    with streams.computing():
+        computes = recorder.current
+    assert recorder.urgent == {swaps} and computes not in (0, swaps)
+
+
+def test_a_gpu_gives_an_urgent_stream_a_higher_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.device, int]] = []
+
+    def stream(device: torch.device, priority: int = 0) -> None:
+        asked.append((device, priority))
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    device = torch.device("cuda", 1)
+    runtime = CudaRuntime(device)
+    runtime.new_stream(urgent=True)
+    runtime.new_stream()
+    (first, urgent), (second, usual) = asked
+    assert first == second == device
+    assert urgent < usual == 0  # CUDA's lower numbers go first
 
 
 def test_a_failing_device_is_an_internal_error_and_swaps_are_still_waited_for() -> None:
