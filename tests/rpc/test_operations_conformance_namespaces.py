@@ -126,6 +126,8 @@ async def test_different_images_of_equal_placeholders_share_only_what_is_before_
     position = BLOCK + offset
     tokens = about_an_image(position)
     cat, dog = (with_images(tokens, {position: image}, BLOCK) for image in (CAT, DOG))
+    differ = [first != second for first, second in zip(cat, dog, strict=True)]
+    assert all(differ[BLOCK : 2 * BLOCK]), "all of the hash is in the first block with the image"
     one, other = await world.caller(), await world.caller()
     await one.admit(1, cat)
     assert (await other.admit(1, dog)).num_cached_tokens == BLOCK, "the text's first block"

@@ -57,6 +57,17 @@ async def test_a_retention_over_the_quota_leaves_earlier_ones_as_they_are(
     assert await priorities(caller) == [0, 0, 0]
 
 
+async def test_a_prefix_that_is_retained_again_is_kept_no_shorter_and_no_lower(
+    clock, caller
+) -> None:
+    """Another engine of the tenant may have asked for it first."""
+    await caller.do(ops.retain(prompt(2), time_to_live_s=1, priority=100))
+    await caller.do(ops.retain(prompt(2), time_to_live_s=2 * TIME_S, priority=10))
+    for passed_s, priority in ((0, 100), (2, PRIORITY), (TIME_S, 10), (TIME_S, 0)):
+        clock.advance(passed_s)
+        assert await priorities(caller) == [priority, priority, 0]
+
+
 async def test_a_retention_that_is_wrong_leaves_the_one_it_repeats_as_it_is(clock, caller) -> None:
     for operation, field in (
         (ops.retain(prompt(2), time_to_live_s=10 * TIME_S, priority=101), "priority"),
