@@ -1,0 +1,182 @@
+"""The tests of the control plane's operations over a socket fail when a step is taken out of a copy
+of the tree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from source_faults import Fault, assert_noticed
+
+SHARING = "control_plane/planning/sharing/sharing.py"
+YIELDING = "tests/rpc/test_operations_conformance_yielding.py"
+RETENTIONS = "tests/rpc/test_operations_conformance_retentions.py"
+NAMESPACES = "tests/rpc/test_operations_conformance_namespaces.py"
+WATCH = "tests/rpc/test_operations_conformance_watch.py"
+QUESTIONS = "tests/rpc/test_operations_conformance_questions.py"
+TOLD = "tests/rpc/test_told_streams.py"
+SHARERS = "tests/unit/core/test_many_sharers.py"
+
+QUICK = {
+    "what_was_written_goes_with_who_is_cut": Fault(
+        SHARING,
+        "            session.native.cut(session.slot, sequence_id)\n",
+        "            session.native.cut(session.slot, sequence_id)\n"
+        "            session.native.forget_roots([session.root], True)\n",
+        YIELDING,
+    ),
+    "every_stream_is_looked_at": Fault(
+        "control_plane/server/registration_server.py",
+        "        for key in self._core.take_told():\n",
+        "        self._core.take_told()\n        for key in [*self._streams]:\n",
+        TOLD,
+    ),
+}
+MORE = {
+    "who_has_to_yield_is_not_told": Fault(
+        SHARING,
+        "member.tell_pressure(group, decision.num_blocks, decision.deadline_s - now_s)",
+        "pass",
+        YIELDING,
+    ),
+    "news_are_not_pushed": Fault(
+        "control_plane/server/service.py",
+        "stream = self._step_streams.get(session_id)\n            if stream is not None:",
+        "stream = None\n            if stream is not None:",
+        YIELDING,
+    ),
+    "who_was_cut_is_unknown": Fault(
+        "control_plane/planning/steps/failures.py",
+        "case _native.NOT_FOUND if a in member.revoked",
+        "case _native.NOT_FOUND if False",
+        YIELDING,
+        "revoked",
+    ),
+    "growth_cuts_nobody": Fault(
+        "control_plane/planning/admission/yielding.py",
+        "        (num_for_growth, _juniors(turns, blocked)),\n",
+        "",
+        YIELDING,
+        "growth",
+    ),
+    "turns_do_not_end": Fault(
+        "control_plane/planning/admission/yielding.py",
+        "is_past = ends_s < now_s",
+        "is_past = False",
+        YIELDING,
+        "turn",
+    ),
+    "who_frees_enough_is_cut_all_the_same": Fault(
+        "control_plane/planning/admission/yielding.py",
+        "            if num_found >= num_lacking:\n                break\n",
+        "",
+        YIELDING,
+        "frees_enough",
+    ),
+    "a_refused_retention_is_done_in_part": Fault(
+        "control_plane/planning/steps/prefixes.py",
+        "    if len(done) == 5:\n",
+        "    if len(done) == 5:\n        session.native.retain(\n"
+        "            session.slot,\n"
+        "            message.token_ids[: 8 * pool.block_size],\n"
+        "            message.priority,\n"
+        "            pool.now_s + time_to_live_s,\n"
+        "            pool.num_retainable_blocks(),\n        )\n",
+        RETENTIONS,
+        "over_the_quota",
+    ),
+    "a_retention_is_checked_too_late": Fault(
+        "control_plane/planning/steps/prefixes.py",
+        "    if not 1 <= message.priority <= MAX_PRIORITY:\n",
+        "    session.native.retain(\n"
+        "        session.slot, message.token_ids, 7, session.pool.now_s + time_to_live_s, 10**6\n"
+        "    )\n    if not 1 <= message.priority <= MAX_PRIORITY:\n",
+        RETENTIONS,
+        "repeats",
+    ),
+    "namespaces_are_not_kept_apart": Fault(
+        "control_plane/planning/core.py",
+        "root = root_of(fingerprint, tenant, request.namespace)",
+        'root = root_of(fingerprint, tenant, "")',
+        NAMESPACES,
+        "weights or adapter",
+    ),
+    "searches_ignore_the_namespace": Fault(
+        "control_plane/planning/queries.py",
+        "root = root_of(pool.layout.fingerprint, tenant, request.namespace)",
+        'root = root_of(pool.layout.fingerprint, tenant, "")',
+        NAMESPACES,
+        "named",
+    ),
+    "a_follower_that_is_overrun_is_not_told": Fault(
+        "control_plane/planning/watching.py",
+        "        if found is None:\n",
+        "        if found is None:\n            return None\n        if found is None:\n",
+        WATCH,
+        "overrun",
+    ),
+    "a_follower_that_is_overrun_goes_on": Fault(
+        "control_plane/planning/watching.py",
+        "        if found is None:\n",
+        "        while found is None:\n"
+        "            self._revision += 1\n"
+        "            found = pool.lead.changes_since(\n"
+        "                pool.native_revision_of(self._revision), self._root, _MAX_ELEMENTS\n"
+        "            )\n        if found is None:\n",
+        WATCH,
+        "overrun",
+    ),
+    "negative_tokens_are_looked_up": Fault(
+        "control_plane/planning/steps/checks.py",
+        "if not value[3::4].isascii():",
+        "if False:",
+        QUESTIONS,
+    ),
+    "a_part_of_a_token_is_left_out": Fault(
+        "control_plane/planning/steps/checks.py", "if len(value) % 4:", "if False:", QUESTIONS
+    ),
+    "all_followers_are_asked": Fault(
+        "control_plane/planning/pools/registration.py",
+        "        for pool in self.touched:\n",
+        "        for pool in self._pools.values():\n"
+        "            for follower in pool.followers:\n                follower.wake()\n"
+        "        for pool in self.touched:\n",
+        TOLD,
+        "pools_streams",
+    ),
+    "everybody_is_told_news_of_one": Fault(
+        SHARING,
+        "        notices = [(i, self.members[i].news) for i in self.with_news]\n",
+        "        notices = [(i, self.members[i]._news()) for i in self.members]\n",
+        TOLD,
+        "has_news",
+    ),
+    "all_sessions_are_looked_at": Fault(
+        "control_plane/planning/core.py",
+        "        session.expires_at_s = now_s + self._config.lease_s\n        self._touch",
+        "        session.expires_at_s = now_s + self._config.lease_s\n"
+        "        sum(each.num_held() for each in self._sessions.values())\n        self._touch",
+        SHARERS,
+        "thousand_sessions",
+    ),
+    "forks_go_up_to_the_first": Fault(
+        "control_plane/planning/sharing/groups.py",
+        "        group = self._by_id[sequence_id] = self._by_id[parent_id]\n",
+        "        self.of(parent_id) if parent_id < 2 else self.fork(parent_id - 1, parent_id)\n"
+        "        group = self._by_id[sequence_id] = self._by_id[parent_id]\n",
+        SHARERS,
+        "chain",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", QUICK.values(), ids=QUICK.keys())
+def test_the_tests_catch(fault: Fault, tmp_path: Path) -> None:
+    assert_noticed(fault, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", MORE.values(), ids=MORE.keys())
+def test_the_tests_catch_too(fault: Fault, tmp_path: Path) -> None:
+    assert_noticed(fault, tmp_path)
