@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.estimate [--copy-gb-s 4400] [--multiprocessors 132]
 
-A call reads each key and value once at the copy bandwidth. Beside that it takes 7 to 12 µs, more
-over 8-bit pages and for heads of 64 and 256: for the plan, the launches and the combination of
-splits, and for the rings of tiles, which fill and drain once in each block. A block alone reads 80
+A call reads each key and value once at the copy bandwidth. Beside that it takes 5 to 9 µs, more
+over 8-bit pages and for heads of 64 and 256: for the launches and the combination of splits, and
+for the rings of tiles, which fill and drain once in each block. The plan is not in it: a step makes
+one for all of its layers, in 2 to 4 µs, more for many sequences. A block alone reads 80
 GB/s, with 64 KiB in flight for 0.8 µs, so a batch of few items takes longer. Products take their
 time at 200 to 280 TFLOP/s. A prefix that decodes share is read once for each 32 rows of a KV head,
 and partial results are written and read, as many as without sharing. Prints the estimate of each
@@ -24,10 +25,14 @@ from benchmarks.gpu.cases import shapes
 from benchmarks.gpu.cases.shapes import Shape
 from benchmarks.gpu.verdict import OF_COPY, OVER_ALONE, OVER_BF16, case_of
 
-OVERHEAD_S: Final = (7e-6, 12e-6)
-OVERHEAD_OF_8_BITS_S: Final = (9e-6, 16e-6)  # more instructions for a byte
-OVERHEAD_OF_WIDE_HEADS_S: Final = (10e-6, 25e-6)  # 256: few stages, one block at once
-OVERHEAD_OF_NARROW_ROWS_S: Final = (10e-6, 18e-6)  # 64: as many instructions for half the bytes
+OVERHEAD_S: Final = (5e-6, 9e-6)
+OVERHEAD_OF_8_BITS_S: Final = (7e-6, 13e-6)  # more instructions for a byte
+OVERHEAD_OF_WIDE_HEADS_S: Final = (8e-6, 22e-6)  # 256: few stages, one block at once
+OVERHEAD_OF_NARROW_ROWS_S: Final = (8e-6, 15e-6)  # 64: as many instructions for half the bytes
+PLAN_S: Final = (1.5e-6, 3e-6)  # one warp, and its launch
+PLAN_OF_32_SEQUENCES_S: Final = (0.4e-6, 0.8e-6)
+FAMILIES_S: Final = (2e-6, 6e-6)  # comparing tables, where some may begin with the same blocks
+SEQUENCES_OF_WARP: Final = 32
 BLOCK_BYTES_PER_S: Final = 80e9
 FLOPS_PER_S: Final = (280e12, 200e12)
 SHORT_ROWS: Final = 32
@@ -74,6 +79,14 @@ def _seconds_shared(shape: Shape, copy_bytes_per_s: float, split_tokens: int) ->
     reads = num_bytes / copy_bytes_per_s
     least, most = (max(reads, shape.flops / rate) for rate in FLOPS_PER_S)
     return least + OVERHEAD_S[0], most + OVERHEAD_S[1]
+
+
+def plan_seconds(shape: Shape, may_share: bool) -> Range:
+    """Of the plan of a step, which is no part of ``seconds``."""
+    steps = math.ceil(shape.batch / SEQUENCES_OF_WARP)
+    parts = zip(PLAN_S, PLAN_OF_32_SEQUENCES_S, FAMILIES_S, strict=True)
+    least, most = (own + steps * more + may_share * kin for own, more, kin in parts)
+    return least, most
 
 
 def seconds_alone(

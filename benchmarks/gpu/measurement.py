@@ -39,6 +39,11 @@ class Measurement:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._began
 
+    @property
+    def copy_gb_s(self) -> float | None:
+        """The copy bandwidth of the device; None where it was not measured."""
+        return next((row["p50"] for row in self.rows if row["name"] == "copy_bandwidth"), None)
+
     def add(self, name: str, unit: str, value: float, **about: Any) -> None:
         """Print and keep a row."""
         row = {"name": name, "unit": unit, "p50": float(f"{value:.6g}"), **about}

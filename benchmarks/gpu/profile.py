@@ -44,7 +44,7 @@ def run(name: str, machine: Machine) -> None:
     """Call the kernels twice: the first call warms up."""
     call = Problem(SHAPES[name], machine.device).attention(machine.kernels())
     for _ in range(2):
-        call()
+        call.run()
     machine.wait()
 
 

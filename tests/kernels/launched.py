@@ -9,8 +9,8 @@ from types import ModuleType
 
 # In the type of a launch's call. A kernel with template arguments is there with its parameters:
 # `launch_when<&(void kvplane::cuda::attend_short<__half, 64, 1, 4>(kvplane::cuda::Work)), ...`
-_PLACE = r"(?:kvplane::cuda::|\(anonymous namespace\)::)*"
-_KERNEL = re.compile(rf"launch_when<&\(?(?:void )?{_PLACE}(\w+)(?:<([^()]*)>)?[,(]")
+_KERNEL = re.compile(r"launch_when<&\(?(?:void )?(\w+)(?:<([^()]*)>)?[,(]")
+_PLACES = re.compile(r"kvplane::cuda::|\(anonymous namespace\)::")
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ def launched_kernels(module: ModuleType) -> list[Launched]:
 
 
 def _launched(line: str) -> Launched:
-    found = _KERNEL.search(line)
+    found = _KERNEL.search(_PLACES.sub("", line))
     assert found is not None, line
     name, arguments = found.groups()
     listed = arguments.split(", ") if arguments else []
-    return Launched(name, tuple(part.rpartition("::")[2] for part in listed))
+    return Launched(name, tuple(listed))

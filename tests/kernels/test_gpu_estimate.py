@@ -21,7 +21,15 @@ def test_an_estimate_stands_beside_each_goal(capsys: pytest.CaptureFixture[str])
     assert lines[0].startswith("batch 16 × 4096, heads 32/8 of 128, blocks of 16: ")
     assert lines[0].endswith("of copy; goal 90% of copy") and lines[1].endswith("goal 1.7 × bf16")
     least, most = estimate.share_of_copy(Shape(16, 4096), 4400)
-    assert 0.7 < least < most < 0.9 < estimate.share_of_copy(Shape(256, 32768), 4400)[0] < 1
+    assert 0.85 < least < most < 0.95 < estimate.share_of_copy(Shape(256, 32768), 4400)[0] < 1
+
+
+def test_the_plan_of_a_step_is_no_part_of_a_call() -> None:
+    few, many = (estimate.plan_seconds(Shape(batch, 4096), False) for batch in (16, 256))
+    assert 1e-6 < few[0] < few[1] < many[1] < 15e-6 and few[0] < many[0]
+    shared = estimate.plan_seconds(Shape(16, 4096), True)
+    assert shared[0] > few[0] and shared[1] > few[1]
+    assert estimate.OVERHEAD_S == (5e-6, 9e-6)
 
 
 def test_an_estimate_knows_what_few_items_and_products_cost() -> None:

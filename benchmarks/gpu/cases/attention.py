@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import estimate
 from benchmarks.gpu.cases.peers import Make, peers_of
-from benchmarks.gpu.cases.problem import MAX_ERROR, Problem
+from benchmarks.gpu.cases.problem import MAX_ERROR, Call, Problem
 from benchmarks.gpu.cases.shapes import SPLITS, Shape
 from benchmarks.gpu.device.machine import DEFAULT_SPLIT
 from benchmarks.gpu.measurement import Measurement
@@ -36,7 +36,8 @@ def measure_attention(
     m: Measurement, shapes: Sequence[Shape], *, with_peers: bool = True, all_splits: bool = False
 ) -> None:
     """A row for each shape and split that fits, ``decode`` or ``append``, and one for each peer.
-    For decode over a shared prefix, ``shared``, and without sharing reads, ``shared/alone``.
+    For decode over a shared prefix, ``shared``, and without sharing reads, ``shared/alone``. Of
+    ours ``us`` is without the plan, whose time is ``plan_us``: a step makes it once for all layers.
 
     all_splits: of appends, too.
     """
@@ -68,11 +69,11 @@ def _measure(m: Measurement, shape: Shape, with_peers: bool, all_splits: bool) -
         ours.append((f"{kind}/alone", DEFAULT_SPLIT, False))
     for name, split, share_reads in ours:
         kernels = m.machine.kernels(split, share_reads=share_reads)
-        run = problem.attention(kernels)
-        answer = run()
+        call = problem.attention(kernels)
+        answer = call.run()
         kernels.check_faults()
         if _is_right(m, f"{name} split={split} {shape}", problem, answer, right):
-            _time(m, name, shape, run, split=split)
+            _time(m, name, shape, call.run, **_about_ours(m, name, shape, call, split))
     if not with_peers:
         return
     for peer, make in peers_of(problem).items():
@@ -96,16 +97,10 @@ def _is_right(
     return m.is_right(name, whole and error <= MAX_ERROR, said, [_case(problem.shape)])
 
 
-def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **about: int) -> None:
+def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **about: Any) -> None:
     """Time ``run``: decode in GB/s of keys and values, append in tokens/s."""
     seconds = m.machine.watch.seconds(run)
-    about_all = {**shape.named(), **about, "us": float(f"{seconds * 1e6:.5g}")}
-    about_all |= _estimated(m, name, shape, about)
-    if "split" in about:
-        about_all["host_us"] = float(f"{m.machine.watch.host_seconds(run) * 1e6:.4g}")
-    in_kernels = m.machine.watch.kernel_seconds(run) if "split" in about else None
-    if in_kernels is not None:
-        about_all["kernels_us"] = float(f"{in_kernels * 1e6:.5g}")
+    about_all = {**shape.named(), "us": _in_us(seconds), **about}
     if shape.new == 1:
         m.add(name, "GB/s", shape.kv_bytes / seconds / 1e9, **about_all)
     else:
@@ -113,11 +108,26 @@ def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **
         m.add(name, "tokens/s", shape.batch * shape.new / seconds, tflops=tflops, **about_all)
 
 
-def _estimated(m: Measurement, name: str, shape: Shape, about: dict[str, int]) -> dict[str, Any]:
-    """The model's times for our kernels, where the copy bandwidth is known."""
-    copy = next((row["p50"] for row in m.rows if row["name"] == "copy_bandwidth"), None)
-    if copy is None or "split" not in about:
-        return {}
+def _about_ours(m: Measurement, name: str, shape: Shape, call: Call, split: int) -> dict[str, Any]:
+    """What a row of ours has beside the time: other times, and the model's where the copy bandwidth
+    is known.
+    """
+    watch, run = m.machine.watch, call.run
+    about: dict[str, Any] = {"split": split, "plan_us": _in_us(watch.seconds(call.plan))}
+    about["host_us"] = _in_us(watch.host_seconds(run))
+    in_kernels = watch.kernel_seconds(run)
+    if in_kernels is not None:
+        about["kernels_us"] = _in_us(in_kernels)
+    copy = m.copy_gb_s
+    if copy is None:
+        return about
     seconds = estimate.seconds_alone if name.endswith("/alone") else estimate.seconds
-    times = seconds(shape, copy * 1e9, m.machine.num_multiprocessors, about["split"])
-    return {"estimated_us": [float(f"{time * 1e6:.4g}") for time in times]}
+    times = seconds(shape, copy * 1e9, m.machine.num_multiprocessors, split)
+    about["estimated_us"] = [_in_us(time) for time in times]
+    may_share = shape.shared > 0 and not name.endswith("/alone")
+    about["estimated_plan_us"] = [_in_us(t) for t in estimate.plan_seconds(shape, may_share)]
+    return about
+
+
+def _in_us(seconds: float) -> float:
+    return float(f"{seconds * 1e6:.5g}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.cases.shapes import KV_DTYPES, Shape
-from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.arguments import AttentionArguments, HostLengths
 from data_plane.kernels.backends.cuda import CudaKernels
 from kvplane.attention_options import AttentionOptions
 
@@ -18,6 +20,16 @@ bf16 have about 0.003."""
 FP8_KEY_SCALE: Final = 1 / 16
 FP8_VALUE_SCALE: Final = 1 / 32
 _PART_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of our kernels, with all memory allocated beforehand."""
+
+    run: Callable[[], torch.Tensor]
+    """Attends, with a plan that is there."""
+    plan: Callable[[], object]
+    """Makes that plan again, as the first layer of a step does."""
 
 
 class Problem:
@@ -48,6 +60,11 @@ class Problem:
         self.query = torch.randn(rows, dtype=torch.bfloat16, device=device)
         self.starts = torch.arange(shape.batch + 1, device=device) * shape.new
         self.lens = torch.full((shape.batch,), shape.context, device=device)
+        self.lengths = HostLengths(
+            np.arange(shape.batch + 1, dtype=np.int64) * shape.new,
+            np.full(shape.batch, shape.context, dtype=np.int64),
+            tables_may_share=shape.shared > 0,
+        )
         self.scale = shape.head**-0.5
         self.key_scales, self.value_scales = (
             torch.tensor([scale], device=device) if self.is_fp8 else None
@@ -55,7 +72,7 @@ class Problem:
         )
 
     def arguments(self) -> AttentionArguments:
-        """The arguments of our kernels."""
+        """The arguments of our kernels, with the lengths on the host, as the executor has them."""
         return AttentionArguments(
             self.query,
             self.pages,
@@ -66,20 +83,29 @@ class Problem:
             self.key_scales,
             self.value_scales,
             self.shape.new,
+            self.lengths,
         )
 
-    def attention(self, kernels: CudaKernels) -> Callable[[], torch.Tensor]:
-        """A call of our kernels, with all memory allocated beforehand."""
+    def attention(self, kernels: CudaKernels) -> Call:
+        """Our kernels' call. The plan is outside of what is timed, as it is for peers that plan:
+        the layers of a step share one.
+        """
         out = torch.full_like(self.query, torch.nan)
         arguments = self.arguments()
-        num_bytes = kernels.attention_workspace_bytes(arguments)
-        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        num_partials = int(kernels.count_partials(arguments).sum())
+        memory = kernels.empty(kernels.plan_bytes(arguments))
+        plan = kernels.plan(arguments, memory=memory, num_partials=num_partials)
+        workspace = kernels.empty(plan.workspace_bytes)
 
         def run() -> torch.Tensor:
-            # Made for each call, as the executor does: the measurement includes the checks.
-            return kernels.paged_attention(self.arguments(), out=out, workspace=workspace)
+            # Made for each call, as the executor does: the host's time includes the checks.
+            there = self.arguments()
+            return kernels.paged_attention(there, out=out, workspace=workspace, plan=plan)
 
-        return run
+        def plan_again() -> object:
+            return kernels.plan(arguments, memory=memory, num_partials=num_partials)
+
+        return Call(run, plan_again)
 
     def kv_of(self, sequence: int, dtype: torch.dtype) -> torch.Tensor:
         """A sequence's keys and values, scaled, [2, kv_heads, context, head]."""
