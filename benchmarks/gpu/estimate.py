@@ -9,7 +9,9 @@ one for all of its layers, in 2 to 4 µs, more for many sequences. A block alone
 GB/s, with 64 KiB in flight for 0.8 µs, so a batch of few items takes longer. Products take their
 time at 200 to 280 TFLOP/s. A prefix that decodes share is read once for each 32 rows of a KV head,
 and partial results are written and read, as many as without sharing. Prints the estimate of each
-case that has a target, beside its goal. If hardware shows other times, the model is wrong, and with
+case that has a target, beside its goal: for an H200, unless other figures are given.
+benchmarks.gpu.measure prints them for the device that it runs on, by its own copy bandwidth, before
+it measures any attention. If hardware shows other times, the model is wrong, and with
 it what docs/cuda.md says about speed.
 """
 
@@ -140,14 +142,18 @@ def times_bf16(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> Rang
     return low, high
 
 
+def lines(copy_gb_s: float, num_multiprocessors: int) -> list[str]:
+    """One for each case that has a target."""
+    held, _ = shapes.by_target(shapes.DECODES)
+    return [say(shape, copy_gb_s, num_multiprocessors) for shape in (*held, *shapes.SHARED)]
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.estimate")
     parser.add_argument("--copy-gb-s", type=float, default=H200_COPY_GB_S)
     parser.add_argument("--multiprocessors", type=int, default=H200_MULTIPROCESSORS)
     arguments = parser.parse_args(words)
-    held, _ = shapes.by_target(shapes.DECODES)
-    for shape in (*held, *shapes.SHARED):
-        print(say(shape, arguments.copy_gb_s, arguments.multiprocessors))
+    print("\n".join(lines(arguments.copy_gb_s, arguments.multiprocessors)))
 
 
 if __name__ == "__main__":

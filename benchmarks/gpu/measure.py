@@ -5,9 +5,9 @@
 Needs a GPU and a build of csrc with KVPLANE_CUDA=ON, as benchmarks/gpu/run.sh makes it. GB/s count
 each byte that has to be moved once: the keys and values of the contexts for decode, reads and
 writes of a copy, what crosses the link for a swap. Contexts are in blocks in random order. A result
-is checked before it is timed. Prints a line for each row, saves rows as they come, and prints the
-targets last, also when it is interrupted. The exit code is 1 when a result was wrong, 2 when there
-is no GPU to use.
+is checked before it is timed. Prints the estimates for this GPU, by the copy bandwidth that it has
+just measured, and a line for each row; saves rows as they come, and prints the targets last, also
+when it is interrupted. The exit code is 1 when a result was wrong, 2 when there is no GPU to use.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.gpu import estimate
 from benchmarks.gpu.cases import shapes
 from benchmarks.gpu.cases.attention import estimated_seconds, measure_attention
 from benchmarks.gpu.cases.bandwidth import measure_bandwidths
@@ -89,12 +90,24 @@ def measure_all(m: Measurement, watch: Stopwatch, quick: bool, seconds: float) -
     print(f"{num_shapes} shapes, about {expected:.0f} s, {seconds:.0f} s at most", flush=True)
     measure_bandwidths(m)
     print(f"bandwidths: {m.elapsed_s:.0f} s", flush=True)
+    say_estimates(m)
     measure_copies(m)
     print(f"copies: {m.elapsed_s:.0f} s", flush=True)
     held, others = shapes.by_target(decodes)
     for some in (held, shapes.SHARED, appends, others):
         measure_attention(m, some)
     print(f"attention: {m.elapsed_s:.0f} s", flush=True)
+
+
+def say_estimates(m: Measurement) -> None:
+    """What the model gives for this device, by the copy bandwidth that was just measured."""
+    copy, count = m.copy_gb_s, m.machine.num_multiprocessors
+    if copy is None:
+        print("estimate: none, as no copy bandwidth was measured", flush=True)
+        return
+    print(f"estimate: by {copy:.0f} GB/s of copies and {count} multiprocessors, as measured here")
+    for line in estimate.lines(copy, count):
+        print(f"estimate: {line}", flush=True)
 
 
 def main(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from test_gpu_benchmark import emulated
 
-from benchmarks.gpu import estimate
+from benchmarks.gpu import estimate, measure
 from benchmarks.gpu.cases import shapes
 from benchmarks.gpu.cases.shapes import Shape
+from benchmarks.gpu.device.timing import Stopwatch
+from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.verdict import BANDWIDTH_TARGET, verdicts
 
 
@@ -22,6 +25,40 @@ def test_an_estimate_stands_beside_each_goal(capsys: pytest.CaptureFixture[str])
     assert lines[0].endswith("of copy; goal 90% of copy") and lines[1].endswith("goal 1.7 × bf16")
     least, most = estimate.share_of_copy(Shape(16, 4096), 4400)
     assert 0.85 < least < most < 0.95 < estimate.share_of_copy(Shape(256, 32768), 4400)[0] < 1
+
+
+def test_a_run_estimates_by_what_it_measured_of_the_device(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An H100 copies less in a second than an H200, which the model takes by default."""
+    m = Measurement(emulated(), seconds=60)
+    measure.say_estimates(m)
+    assert "no copy bandwidth was measured" in capsys.readouterr().out
+    m.add("copy_bandwidth", "GB/s", 2900.0)
+    said = capsys.readouterr().out
+    measure.say_estimates(m)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert said and first.startswith("estimate: by 2900 GB/s of copies and 1 multiprocessors")
+    assert lines == [f"estimate: {line}" for line in estimate.lines(2900.0, 1)]
+    assert lines != [f"estimate: {line}" for line in estimate.lines(estimate.H200_COPY_GB_S, 1)]
+
+
+def test_estimates_come_before_any_attention_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bandwidths(m: Measurement) -> None:
+        m.add("copy_bandwidth", "GB/s", 2900.0)
+
+    monkeypatch.setattr(measure, "measure_bandwidths", bandwidths)
+    monkeypatch.setattr(measure, "measure_copies", lambda m: None)
+    said_before: list[str] = []
+
+    def attention(m: Measurement, shapes: object) -> None:
+        said_before.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(measure, "measure_attention", attention)
+    measure.measure_all(Measurement(emulated(), 1), Stopwatch(), True, 1)
+    assert "estimate: batch" in said_before[0] and "estimate:" not in "".join(said_before[1:])
 
 
 def test_the_plan_of_a_step_is_no_part_of_a_call() -> None:

@@ -41,7 +41,8 @@ case "$*" in
   *"profile kernel"*) echo "attend_short" ;;
   *"profile say"*) echo "profile: attend_short: dram % 80" ;;
   *gpu.step*) seq 90; echo "a captured step: the same bits as by layers" ;;
-  *gpu.measure*) seq 400; seq 90 | sed "s/^/WRONG /"; seq 90 | sed "s/^/MISSED  /"
+  *gpu.measure*) seq 90 | sed "s/^/estimate: by /"
+    seq 400; seq 90 | sed "s/^/WRONG /"; seq 90 | sed "s/^/MISSED  /"
     seq 6 | sed "s/^/missed: /"; echo "met: copies (1 of 1 cases)"; echo "wrong results: 90" ;;
 esac
 """
@@ -110,7 +111,7 @@ def part_of(call: str) -> str:
         return "profile"
     if "-m pytest" in call:
         return "conform"
-    return "measure" if "gpu.estimate" in call or "--seconds" in call else ""
+    return "measure" if "--seconds" in call else ""
 
 
 def test_a_part_that_fails_does_not_stop_the_others_and_the_run_fails(
@@ -141,9 +142,10 @@ def test_what_is_printed_fits_on_a_screen_and_the_rest_is_kept(
     assert len(lines) <= 60
     assert "FAILED test_x - wrong 1" in lines and "3 failed" in lines
     assert "survey: 90" in lines and "MISSED  1" in lines
+    assert "estimate: by 1" in lines and "estimate: by 2" not in lines
     assert "met: copies (1 of 1 cases)" in lines
     assert "a captured step: the same bits as by layers" in lines
-    for log in ("steps", "step", "survey", "conformance", "measure"):
+    for log in ("steps", "step", "survey", "conformance", "measure", "estimates"):
         assert len((tmp_path / "out" / f"{log}.log").read_text().splitlines()) >= 90
 
 
