@@ -15,6 +15,7 @@ import torch
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
+from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
@@ -175,7 +176,7 @@ class LLM:
         _log.info("torch threads=%d %s", torch.get_num_threads(), waiting())
         self._closing = ExitStack()
         with self._closing:
-            loop = LoopThread("engine-planes")
+            loop = CallerLoop("engine-planes")
             self._closing.callback(loop.close)
             is_embedded = config.data_plane == "embedded"
             plane = self._closing.enter_context(ExitStack())  # to end after the session

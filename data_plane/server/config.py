@@ -187,7 +187,7 @@ class DataPlaneConfig(ServingConfig):
         " the same path; none means that of temporary files.",
     )
     local_spin_s: float = setting(
-        0.002,
+        0.00005,
         help="How long after a message of such an engine to look for its next one instead of"
         " sleeping. It takes a core for as long, and spares the time that waking up takes.",
         unit="s",

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from data_plane.kernels.backend import Kernels
@@ -25,6 +26,7 @@ from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
+from kvplane.sync.passing_thread import call_in_passing
 from kvplane.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -44,7 +46,9 @@ class DataPlaneServer(PlaneServer):
     def __init__(self, config: DataPlaneConfig, kernels: Kernels | None = None) -> None:
         """Allocate the pools and bind the address; ``start`` then serves."""
         self.metrics = DataPlaneMetrics(config.pool_id)
-        self.executor = build_executor(config, self.metrics.observe_command, kernels)
+        self.executor = call_in_passing(
+            partial(build_executor, config, self.metrics.observe_command, kernels)
+        )
         self.registered = asyncio.Event()
         self.lost = asyncio.Event()
         """The device has failed for good: only a new process can use it again."""

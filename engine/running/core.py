@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import threading
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,7 +30,7 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.results import StepResult
-from kvplane.sync.loop_thread import wait
+from kvplane.sync.loop_thread import Pending, wait
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.v1 import types_pb2 as types
@@ -61,7 +60,7 @@ class _Asked:
     """A step that was sent to the control plane."""
 
     intents: list[Intent]
-    answer: Future[StepResult]
+    answer: Pending[StepResult]
     span: Any
     """In which the step is traced."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Final
 
 from kvplane import tracing
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.observability import logs
 from kvplane.serving.settings import log_settings
+from kvplane.sync.passing_thread import call_in_passing
 
 from ..llm import LLM
 from .app import ServingApp
@@ -24,7 +26,7 @@ def run(config: ServeConfig) -> int:
     logs.setup(config.log_level, config.log_format)
     log_settings(config, _LOGGER)
     tracing.setup("kvplane-engine")
-    with LLM.from_config(config) as llm:
+    with call_in_passing(partial(LLM.from_config, config)) as llm:
         worker = EngineWorker(llm, config.max_requests)
         app = ServingApp(
             worker,

@@ -7,22 +7,43 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
+Given = TypeVar("Given", covariant=True)
+
+
+class Pending(Protocol[Given]):
+    """A coroutine that was begun."""
+
+    def result(self) -> Given:
+        """Wait for what it returns, or raises."""
+        ...
+
+    def cancel(self) -> object:
+        """Give it up."""
+        ...
 
 
 class LoopThread:
     """Runs coroutines and waits for them. What they raise is raised to the caller."""
 
-    def __init__(self, name: str) -> None:
-        self._loop = _new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """``loop``: None for a new one."""
+        self._loop = _new_event_loop() if loop is None else loop
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Start a coroutine; its result is waited for by ``wait``."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def send(self, coroutine: Coroutine[Any, Any, Result]) -> Pending[Result]:
+        """Start a coroutine whose request is to travel while its caller does something else; its
+        result is waited for by ``wait``, in this thread.
+        """
+        return self.begin(coroutine)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The coroutine's result. An interrupt while waiting cancels it."""
@@ -47,13 +68,17 @@ class LoopThread:
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
+        self._is_closing.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    def _serve(self) -> None:
+        self._loop.run_forever()
 
-def wait(future: Future[Result]) -> Result:
-    """What ``begin`` began gives. An interrupt while waiting cancels it."""
+
+def wait(future: Pending[Result]) -> Result:
+    """What ``begin`` or ``send`` began gives. An interrupt while waiting cancels it."""
     try:
         return future.result()
     except BaseException:

@@ -18,7 +18,7 @@ from kvplane.errors import InternalError, KvplaneError, SessionNotFoundError, St
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, StepResult
 from kvplane.session import Session
-from kvplane.sync.loop_thread import LoopThread, wait
+from kvplane.sync.loop_thread import LoopThread, Pending, wait
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
@@ -74,7 +74,7 @@ class ControlLink:
         self._session = self._loop.run(session)
         return self._session
 
-    def begin_step(self, operations: Sequence[pb.Operation]) -> Future[StepResult]:
+    def begin_step(self, operations: Sequence[pb.Operation]) -> Pending[StepResult]:
         """Send one step, with all receipts that were added, and do not wait for its answer. The
         next step, and every other call, is made after it.
         """
@@ -87,7 +87,7 @@ class ControlLink:
                 self._last_plan_number = session.last_number
             return result
 
-        return self._loop.begin(step())
+        return self._loop.send(step())
 
     def step(self, operations: Sequence[pb.Operation]) -> StepResult:
         """One step, with all receipts that were added."""

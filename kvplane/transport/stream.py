@@ -28,7 +28,7 @@ class Stream(Generic[Request, Response]):
     def __init__(self, open_call: Callable[[], Any]) -> None:
         self._open_call = open_call
         self._call: Any = None
-        self._reading: asyncio.Future[Any] | None = None  # begun by `arrives`
+        self._reading: asyncio.Future[Any] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -45,6 +45,7 @@ class Stream(Generic[Request, Response]):
         """Raises the KvplaneError that the stream ended with, or PlaneUnavailableError."""
         if self._call is None:
             raise PlaneUnavailableError("the stream is not open")
+        self._expect()
         await self._or_drop(self._call.write(request))
 
     async def receive(self) -> Response:
@@ -60,11 +61,15 @@ class Stream(Generic[Request, Response]):
         if not self.is_open:
             await asyncio.sleep(timeout_s)
             return False
+        done, _ = await asyncio.wait({self._expect()}, timeout=timeout_s)
+        return bool(done)
+
+    def _expect(self) -> asyncio.Future[Any]:
+        """Ask for the next message; it is asked for once."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._call.read())
             self._reading.add_done_callback(lambda read: read.cancelled() or read.exception())
-        done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
-        return bool(done)
+        return self._reading
 
     def drop(self) -> None:
         """Forgets the call; answers still under way are lost."""

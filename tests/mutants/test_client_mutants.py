@@ -10,6 +10,8 @@ from source_faults import Fault, assert_noticed
 MISTAKES = "tests/rpc/test_common_mistakes.py::test_a_mistake_is_answered_with_what_to_do"
 ARRAYS = "tests/unit/client/test_tensor_arrays.py"
 ERRORS = "tests/rpc/test_sdk_errors.py"
+LOOP = "tests/unit/client/test_caller_loop.py"
+CALLER_LOOP = "kvplane/sync/caller_loop.py"
 PAGE = "tests/rpc/test_page.py"
 PAGE_SERVER = "control_plane/server/page/page_server.py"
 SESSION = "kvplane/session/session.py"
@@ -31,8 +33,31 @@ BASIC = {
         "if False:",
         f"{PAGE}::test_a_listed_operator_is_let_in_by_its_token",
     ),
+    "a_caller_loses_the_loop_to_another": Fault(
+        CALLER_LOOP,
+        "if threading.current_thread() is self._thread:",
+        "if True:",
+        LOOP,
+        "several_threads",
+    ),
 }
 MORE = {
+    "a_loop_waits_long_for_its_caller": Fault(
+        CALLER_LOOP, "_IDLE_S: Final = 0.05", "_IDLE_S: Final = 0.5", LOOP, "by_itself"
+    ),
+    "a_request_leaves_with_its_answer": Fault(
+        CALLER_LOOP, "_TURNS_TO_SEND: Final = 2", "_TURNS_TO_SEND: Final = 0", LOOP, "sent_at_once"
+    ),
+    "an_interrupted_wait_goes_on": Fault(
+        CALLER_LOOP, "task.cancel()\n            raise", "raise", LOOP, "interrupt"
+    ),
+    "a_data_plane_makes_its_pools_where_it_serves": Fault(
+        "data_plane/server/server.py",
+        "self.executor = call_in_passing(",
+        "self.executor = (lambda function: function())(",
+        "tests/rpc/test_data_registration.py",
+        "torchs_helpers",
+    ),
     "a_receipt_may_be_none": Fault(
         SESSION,
         "if receipt is None:",

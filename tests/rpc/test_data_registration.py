@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_server import author_of, config_of, serving
@@ -12,6 +13,8 @@ from plan_author import DEVICE, blocks_of, publications, set_blocks, span, token
 from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
+from data_plane.executor import Executor
+from data_plane.server.build import build_executor
 from data_plane.server.registration_stream import BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer
 from kvplane.clients.data_client import DataClient
@@ -209,6 +212,21 @@ async def test_an_embedded_data_plane_registers_and_serves_from_a_thread(tmp_pat
         await asyncio.to_thread(plane.stop)
         await side.stop()
     assert "data-plane-loop" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_no_thread_of_a_data_plane_has_torchs_helpers_from_making_the_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_in: list[threading.Thread] = []
+
+    def make(*arguments: Any) -> Executor:
+        made_in.append(threading.current_thread())
+        return build_executor(*arguments)
+
+    monkeypatch.setattr("data_plane.server.server.build_executor", make)
+    async with serving(tmp_path):
+        assert len(made_in) == 1
+        assert not made_in[0].is_alive()
 
 
 async def test_an_embedded_data_plane_with_no_control_plane_says_so(tmp_path: Path) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 
+from engine.serving.config import ServeConfig
+from engine.serving.server import run
 from engine.threads import tune_torch, waiting
 
 
@@ -32,3 +37,18 @@ def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setenv(name, "7")
     tune_torch(4)
     assert waiting() == f"{name}=7"
+
+
+def test_a_server_loads_its_model_in_a_thread_that_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded_in: list[threading.Thread] = []
+
+    def load(config: ServeConfig) -> None:
+        loaded_in.append(threading.current_thread())
+        raise FileNotFoundError(config.model)
+
+    monkeypatch.setattr("engine.llm.LLM.from_config", load)
+    with pytest.raises(FileNotFoundError):
+        run(ServeConfig(model=tmp_path))
+    assert not loaded_in[0].is_alive()

@@ -1,0 +1,109 @@
+"""An asyncio loop that runs in the thread that waits for it.
+
+    caller:  send ── compute ── result ── send ── ...        nothing for 50 ms
+    loop:    runs               runs      runs               runs in a thread of its own
+
+A step's answer then costs no switch between threads, and while the caller computes no other thread
+takes Python's lock from it. In a thread of its own the loop renews leases and reads what comes
+while the caller computes for long, or waits for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Generic, TypeVar
+
+from .loop_thread import LoopThread
+
+Result = TypeVar("Result")
+
+_IDLE_S: Final = 0.05  # without a caller, after which the loop runs by itself
+_ASK_AGAIN_S: Final = 0.01
+# A request is written in a coroutine's first turn, and its answer is asked for in the second.
+_TURNS_TO_SEND: Final = 2
+
+
+class CallerLoop(LoopThread):
+    """For one caller at a time: another one waits until the first has its result."""
+
+    def __init__(self, name: str) -> None:
+        self._turn = threading.Lock()  # held by the thread that runs the loop
+        self._used_s = time.monotonic()  # by a caller
+        # Not uvloop's: in the main thread that one makes a pair of sockets each time it runs.
+        super().__init__(name, asyncio.new_event_loop())
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """The coroutine's result. An interrupt while waiting cancels it."""
+        with self._borrowed():
+            return self._finish(self._loop.create_task(coroutine))
+
+    def send(self, coroutine: Coroutine[Any, Any, Result]) -> _Sent[Result]:
+        """Run a coroutine until its request is under way."""
+        with self._borrowed():
+            task = self._loop.create_task(coroutine)
+            for _ in range(_TURNS_TO_SEND):
+                self._loop.call_soon(self._loop.stop)
+                self._loop.run_forever()
+        return _Sent(self, task)
+
+    def finish(self, task: asyncio.Task[Result]) -> Result:
+        """The result of a task of this loop. An interrupt while waiting cancels it."""
+        if task.done():
+            return task.result()
+        with self._borrowed():
+            return self._finish(task)
+
+    def _finish(self, task: asyncio.Task[Result]) -> Result:
+        try:
+            return self._loop.run_until_complete(task)
+        except BaseException:
+            task.cancel()
+            raise
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        """Run the loop in this thread, and nowhere else."""
+        self._used_s = time.monotonic()
+        while not self._turn.acquire(blocking=False):
+            self._loop.call_soon_threadsafe(self._stop_serving)
+            if self._turn.acquire(timeout=_ASK_AGAIN_S):
+                break
+        try:
+            yield
+        finally:
+            self._used_s = time.monotonic()
+            self._turn.release()
+
+    def _stop_serving(self) -> None:
+        """Called by the loop: only its own thread gives it away."""
+        if threading.current_thread() is self._thread:
+            self._loop.stop()
+
+    def _serve(self) -> None:
+        while not self._is_closing.is_set():
+            left_s = self._used_s + _IDLE_S - time.monotonic()
+            if left_s > 0:
+                self._is_closing.wait(left_s)
+                continue
+            with self._turn:
+                self._loop.run_forever()
+
+
+class _Sent(Generic[Result]):
+    """A coroutine whose request is under way."""
+
+    def __init__(self, loop: CallerLoop, task: asyncio.Task[Result]) -> None:
+        self._loop = loop
+        self._task = task
+
+    def result(self) -> Result:
+        """What it returns, or raises."""
+        return self._loop.finish(self._task)
+
+    def cancel(self) -> None:
+        """Give it up."""
+        self._loop.post(self._task.cancel)

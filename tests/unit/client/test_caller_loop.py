@@ -1,0 +1,157 @@
+"""A loop that runs in the thread that waits for it, and in one of its own when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvplane.sync.caller_loop import CallerLoop
+from kvplane.sync.loop_thread import wait
+from kvplane.sync.passing_thread import call_in_passing
+
+LONG_S = 0.2  # for which nobody waits; the loop runs by itself long before
+
+
+@pytest.fixture
+def loop() -> Iterator[CallerLoop]:
+    made = CallerLoop("test-loop")
+    yield made
+    made.close()
+
+
+async def thread_after(turns: int) -> str:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    return threading.current_thread().name
+
+
+def test_a_coroutine_runs_in_the_thread_that_waits_for_it(loop: CallerLoop) -> None:
+    assert loop.run(thread_after(3)) == threading.current_thread().name
+
+
+def test_what_it_raises_is_raised_to_the_caller(loop: CallerLoop) -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("so")
+
+    with pytest.raises(ValueError, match="so"):
+        loop.run(fail())
+    with pytest.raises(ValueError, match="so"):
+        wait(loop.send(fail()))
+
+
+def test_a_request_is_sent_at_once_and_the_rest_runs_when_it_is_waited_for(
+    loop: CallerLoop,
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def ask() -> str:
+        seen.append(("sent", threading.current_thread().name))
+        await asyncio.sleep(0)
+        seen.append(("asked for the answer", threading.current_thread().name))
+        await asyncio.sleep(0)
+        seen.append(("answered", threading.current_thread().name))
+        return "answer"
+
+    here = threading.current_thread().name
+    sent = loop.send(ask())
+    assert seen == [("sent", here), ("asked for the answer", here)]
+    assert wait(sent) == "answer"
+    assert seen[2:] == [("answered", here)]
+    assert wait(sent) == "answer"
+
+
+def test_it_runs_by_itself_while_nobody_waits(loop: CallerLoop) -> None:
+    async def ask() -> str:
+        await asyncio.sleep(0.01)
+        return threading.current_thread().name
+
+    sent = loop.send(ask())
+    time.sleep(LONG_S)
+    assert wait(sent) == "test-loop"
+    assert loop.begin(thread_after(1)).result(10) == "test-loop"
+
+
+def test_a_caller_takes_it_back_again_and_again(loop: CallerLoop) -> None:
+    here = threading.current_thread().name
+    for i in range(30):
+        assert loop.run(thread_after(2)) == here
+        time.sleep(0.045 + 0.0005 * i)  # about when it begins to run by itself
+        assert wait(loop.send(thread_after(4))) == here
+
+
+def test_callers_of_several_threads_all_have_their_results(loop: CallerLoop) -> None:
+    async def echo(i: int) -> int:
+        await asyncio.sleep(0.001)
+        return i
+
+    found: list[int] = []
+
+    def call(first: int) -> None:
+        found.extend(loop.run(echo(first + i)) for i in range(40))
+
+    threads = [threading.Thread(target=call, args=(100 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [100 * i + j for i in range(4) for j in range(40)]
+
+
+def test_an_interrupt_cancels_what_is_waited_for(loop: CallerLoop) -> None:
+    ended = threading.Event()
+
+    async def wait_long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(wait_long())
+    assert ended.wait(10)
+    assert loop.run(thread_after(1)) == threading.current_thread().name
+
+
+def test_a_request_that_was_sent_can_be_given_up(loop: CallerLoop) -> None:
+    ended = threading.Event()
+
+    async def wait_long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    loop.send(wait_long()).cancel()
+    assert ended.wait(10)
+
+
+def test_closing_ends_what_runs_and_the_thread() -> None:
+    loop = CallerLoop("test-loop")
+    task = loop.begin(asyncio.sleep(60))
+    loop.close()
+    assert task.cancelled()
+    assert "test-loop" not in [thread.name for thread in threading.enumerate()]
+    loop.close()
+
+
+def test_a_call_in_passing_leaves_no_thread() -> None:
+    threads: list[threading.Thread] = []
+
+    def call() -> str:
+        threads.append(threading.current_thread())
+        return "made"
+
+    assert call_in_passing(call) == "made"
+    assert threads[0] is not threading.current_thread()
+    assert not threads[0].is_alive()
+    with pytest.raises(ZeroDivisionError):
+        call_in_passing(lambda: 1 // 0)
