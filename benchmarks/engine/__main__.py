@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.threads import tune_torch, waiting
+from kvplane.serving.event_loop import tune_grpc
 
 
 def main(argv: Sequence[str]) -> None:
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
     given.threads = numbers[0]
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     tune_torch(given.threads)
+    tune_grpc()  # as the planes' programs and the engine's do
     run(given)
 
 

@@ -104,9 +104,10 @@ def measure(
         prompts = workload.prompts(first_seed + run)
         wanted: Prompts | None = None
         for name, side in of.items():
-            began_s = time.perf_counter()
-            tokens = side(prompts, workload.num_new)
-            seconds = time.perf_counter() - began_s
+            with side() as answer:
+                began_s = time.perf_counter()
+                tokens = answer(prompts, workload.num_new)
+                seconds = time.perf_counter() - began_s
             wanted = tokens if wanted is None else wanted
             if run > 0:
                 row.seconds[name].append(seconds)

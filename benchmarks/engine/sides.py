@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ MODELS = {
 }
 
 Prompts = list[list[int]]
-Side = Callable[[Prompts, int], Prompts]
+Answer = Callable[[Prompts, int], Prompts]
+Side = Callable[[], AbstractContextManager[Answer]]
+"""What has to be there while a side answers is made on entry, and ends before others answer."""
 
 
 def make_model(name: str, folder: Path) -> Path:
@@ -93,8 +95,8 @@ def generate(
     return output[:, width:].tolist()
 
 
-def generate_batch(manager: Any, prompts: Prompts, num_new: int) -> Prompts:
-    """Continuous batching, whose manager goes on running."""
+def answer_by(manager: Any, prompts: Prompts, num_new: int) -> Prompts:
+    """Continuous batching."""
     ids = manager.add_requests(inputs=prompts, max_new_tokens=num_new)
     tokens: dict[str, list[int]] = {}
     while len(tokens) < len(ids):
@@ -116,6 +118,8 @@ def sides(
 ) -> Iterator[tuple[dict[str, Side], StepTimes | None]]:
     """The chosen sides over one model, all with the same linear layers, and the times of the
     embedded engine's steps.
+
+    Torch's threads are those of one thread at a time: see ``call_in_passing``.
     """
     times = None
     of: dict[str, Side] = {}
@@ -125,18 +129,16 @@ def sides(
         planes = closing.enter_context(Planes(folder / "logs", ["--model", str(folder), *blocks]))
         for name in chosen:
             if name == "generate":
-                of[name] = partial(generate, first)
+                of[name] = partial(nullcontext, partial(generate, first))
             elif name == "generate_batch":
-                model = share_linears(load(folder, linears), first)
-                manager = closing.enter_context(continuous_batching(model))
-                of[name] = partial(generate_batch, manager)
+                of[name] = partial(continuous_batching, share_linears(load(folder, linears), first))
             elif name == "plane_cache":
                 model = share_linears(load(folder, linears), first)
                 closing.callback(close_planes, model)
                 with torch.no_grad():
                     PlaneCache(model, num_device_blocks=NUM_BLOCKS).close()
                 model.set_attn_implementation("kvplane")
-                of[name] = partial(generate, model, on_planes=True)
+                of[name] = partial(nullcontext, partial(generate, model, on_planes=True))
             else:
                 own: dict[str, Any] = {}
                 if name == "embedded":
@@ -150,16 +152,17 @@ def sides(
                     linears=linears,
                     **own,
                 )
-                of[name] = partial(answer, closing.enter_context(llm))
+                of[name] = partial(nullcontext, partial(answer, closing.enter_context(llm)))
                 share_linears(llm._core._loaded.model, first)
                 if name == "embedded":
                     times = StepTimes(llm)
         yield of, times
 
 
-def continuous_batching(model: PreTrainedModel) -> Any:
-    """Transformers' manager, as a context."""
-    return model.continuous_batching_context_manager(  # type: ignore[operator]
+@contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[Answer]:
+    """Transformers' manager, warm. The thread that it computes in ends with it."""
+    manager = model.continuous_batching_context_manager(  # type: ignore[operator]
         generation_config=GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(
             num_blocks=NUM_PAGES, max_batch_tokens=512
@@ -167,3 +170,6 @@ def continuous_batching(model: PreTrainedModel) -> Any:
         block=True,
         timeout=5,
     )
+    with manager as started:
+        answer_by(started, [[3, 4, 5]], 2)
+        yield partial(answer_by, started)
