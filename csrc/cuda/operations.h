@@ -36,8 +36,13 @@ struct AttentionPlan {
   std::array<int64_t, 12> settings;  // what it was made for
 };
 
+// What the host knows of the batch's queries, in one number. In the lower 32 bits: no sequence has
+// more query tokens. In the upper ones: no short sequence has more, which is less where others are
+// long; only the width of tiles depends on it, and no bit of the result. 0: not known.
+constexpr int kBitsOfQueryLen = 32;
+
 struct AttentionOptions {
-  int64_t max_query_len;  // no sequence has more query tokens; 0: not known
+  int64_t max_query_len;  // as above
   int64_t split_tokens;   // short sequences are cut at multiples of it; a multiple of 64
   void* workspace;        // on the device; 256-byte aligned
   int64_t workspace_bytes;

@@ -11,9 +11,11 @@ import pytest
 import torch
 from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
 from kernel_cases import FP8, Batch, Case, assert_as_exact_as_torch, assert_same_bits, build
+from launched import Launched, launched_kernels
 
-from data_plane.kernels.arguments import AttentionArguments, HostLengths
+from data_plane.kernels.arguments import AttentionArguments, HostLengths, SharedPlans
 from data_plane.kernels.backends.cuda import CudaKernels
+from kvplane.errors import InvalidRequestError
 
 E4M3, _ = FP8
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
@@ -43,6 +45,11 @@ def of_lengths(
     there = [torch.empty(n, dtype=torch.int64) for n in (len(starts), len(contexts))]
     lengths = HostLengths(starts, contexts)
     return AttentionArguments(query, pages, tables, *there, lengths=lengths)
+
+
+def launches_of(backend: DeviceBackend) -> list[Launched]:
+    """Since the last call. A GPU does not tell."""
+    return [] if backend.device.type == "cuda" else launched_kernels(backend.native)
 
 
 @pytest.mark.parametrize("window", (0, 300))
@@ -97,6 +104,45 @@ def test_wide_tiles_of_speculative_rows_change_no_bit(
     narrow = backend.paged_attention(batch.to_attend())
     wide = backend.paged_attention(replace(batch.to_attend(), max_query_len=query_len))
     assert_same_bits(wide, narrow)
+
+
+@pytest.mark.parametrize(
+    ("lens", "columns"),
+    (
+        (((1, 100), (1, 300)), 1),
+        (((1, 100), (40, 90)), 1),  # decodes beside a prefill
+        (((3, 100), (1, 300), (40, 90)), 2),
+        (((40, 90), (2, 70), (8, 300)), 4),
+        (((40, 90), (9, 300), (2, 70)), 1),  # nine tokens of four heads are a long sequence
+        (((40, 90),), 1),
+    ),
+)
+@pytest.mark.parametrize("with_plan", (False, True))
+def test_tiles_are_as_wide_as_the_widest_short_sequence_beside_a_prefill_too(
+    backend: DeviceBackend, lens: tuple[tuple[int, int], ...], columns: int, with_plan: bool
+) -> None:
+    """A column is eight rows. Keys and values are read once for each tile of rows."""
+    batch = build(Case(lens=lens, heads=(4, 1), head_size=64, dtype=BFLOAT))
+    expected, _ = batch.attend()
+    arguments = replace(with_lengths(batch), max_query_len=max(length for length, _ in lens))
+    if with_plan:
+        arguments = replace(arguments, plans=SharedPlans())
+    launches_of(backend)
+    out = backend.paged_attention(arguments)
+    assert_same_bits(out, expected)
+    for launch in launches_of(backend):
+        if launch.kernel == "attend_short":
+            assert launch.arguments[2] == str(columns)
+
+
+@pytest.mark.parametrize("wrong", (-1, (1 << 30) + 1, 1 << 32, 1 << 40))
+def test_a_bound_on_query_tokens_that_no_batch_can_have_is_refused(
+    backend: DeviceBackend, wrong: int
+) -> None:
+    arguments = build(Case(lens=((1, 20),), heads=(2, 1), head_size=16, dtype=BFLOAT)).to_attend()
+    with pytest.raises(InvalidRequestError) as caught:
+        backend.paged_attention(replace(arguments, max_query_len=wrong))
+    assert caught.value.field == "max_query_len"
 
 
 def test_memory_is_for_the_splits_that_there_are(backend: DeviceBackend) -> None:

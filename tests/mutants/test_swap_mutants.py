@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parent / "emulator"))
+
+from mutated_tree import Fault, assert_found
+
 TESTS = "tests/kernels/test_swap_paths.py"
 SOURCE = "csrc/cuda/cache/blocks.cu"
 
@@ -54,25 +54,4 @@ MUTANTS = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_in_the_swaps_is_found(name: str, tmp_path: Path) -> None:
-    for part in ("csrc", "data_plane", "kvplane", "tests/kernels"):
-        ignored = shutil.ignore_patterns("build", "*.so", "__pycache__")
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=ignored)
-    built = ROOT / "build" / "emulated"
-    built.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "emulated").symlink_to(built)
-    old, new = MUTANTS[name]
-    text = (tmp_path / SOURCE).read_text()
-    assert text.count(old) == 1, f"{SOURCE} has it {text.count(old)} times"
-    (tmp_path / SOURCE).write_text(text.replace(old, new))
-    path = os.pathsep.join(str(p) for p in (tmp_path, tmp_path / "tests" / "kernels"))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-c", os.devnull, "--rootdir", "."]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-W", "ignore", TESTS],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout + done.stderr
+    assert_found(tmp_path, Fault(SOURCE, *MUTANTS[name]), TESTS)

@@ -156,12 +156,19 @@ void check_split(int64_t split_tokens) {
   require_in_range(split_tokens % kSplitUnit, 0, 1, named("split_tokens modulo 64"));
 }
 
+// No sequence has more query tokens; 0: not known.
+int64_t most_query_tokens(const AttentionOptions& options) {
+  return options.max_query_len & ((int64_t{1} << kBitsOfQueryLen) - 1);
+}
+
 void check_sizes(const PagedAttentionParams& p, const AttentionOptions& options) {
   constexpr int64_t kMaxGroup = 1 << 16;
   require_in_range(max_context(p), 0, kMaxPosition, named("block_tables' tokens"));
   require_in_range(group_of(p), 1, kMaxGroup, named("query's heads for each KV head"));
   require_in_range(p.num_tokens, 0, kMaxPosition / group_of(p), named("query's tokens"));
-  require_in_range(options.max_query_len, 0, kMaxPosition, named("max_query_len"));
+  require_in_range(options.max_query_len, 0, std::numeric_limits<int64_t>::max(),
+                   named("max_query_len"));
+  require_in_range(most_query_tokens(options), 0, kMaxPosition, named("max_query_len"));
 }
 
 // The workspace: room for a plan, which a call without one makes there; then what the kernels leave
@@ -174,12 +181,15 @@ Scratch scratch_in(void* workspace, const PagedAttentionParams& p, int64_t max_p
           reinterpret_cast<float*>(partials + states_bytes)};
 }
 
-// The rows of a short sequence that share a tile. Where other sequences are long, most short ones
-// are decodes.
-int64_t rows_of_short_sequence(const PagedAttentionParams& p, int64_t max_query_len) {
+// The rows of a short sequence that share a tile: those of the widest one. Where it is not known,
+// because some sequence may be long, most short ones are decodes.
+int64_t rows_of_short_sequence(const PagedAttentionParams& p, const AttentionOptions& options) {
   const int64_t group = group_of(p);
-  const bool is_known = max_query_len > 0 && is_short(max_query_len, group);
-  return is_known ? max_query_len * group : group;
+  const int64_t of_short = options.max_query_len >> kBitsOfQueryLen;
+  for (const int64_t most : {of_short, most_query_tokens(options)}) {
+    if (most > 0 && is_short(most, group)) return most * group;
+  }
+  return group;
 }
 
 // The rows of a tile of several decodes; 0 where no two of them can share one,
@@ -204,18 +214,17 @@ Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int
   work.plan = plan_in(plan_memory, p.num_sequences);
   work.cutting = cutting_of(p, options.split_tokens);
   work.faults = context.faults;
-  work.max_query_len = static_cast<int32_t>(options.max_query_len);
+  work.max_query_len = static_cast<int32_t>(most_query_tokens(options));
   work.short_tile_rows =
-      on_tensor_cores
-          ? short_tile_rows(rows_of_short_sequence(p, options.max_query_len), p.pages.head_size)
-          : kRowsOfFmaTile;
+      on_tensor_cores ? short_tile_rows(rows_of_short_sequence(p, options), p.pages.head_size)
+                      : kRowsOfFmaTile;
   work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
   work.long_parts = long_parts(p.pages.value_head_size);
   work.shared_rows = on_tensor_cores ? shared_rows_of(p, options) : 0;
   return work;
 }
 
-constexpr size_t kRoomOfSettings = 0;
+constexpr size_t kRoomOfSettings = 0, kShortTilesOfSettings = 10;
 
 // All that the plan kernel looks at beside the lengths and the tables.
 std::array<int64_t, 12> settings_of(const Work& work) {
@@ -292,6 +301,11 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
   const int64_t max_partials = has_plan ? options.plan->settings[kRoomOfSettings] : room;
   void* const memory = has_plan ? options.plan->memory : options.workspace;
   Work work = work_of(p, options, max_partials, memory, context);
+  if (has_plan) {
+    // As wide as they were planned: a call with a plan need not count its query tokens again.
+    const int64_t rows = options.plan->settings[kShortTilesOfSettings] & 0xFFFFFFFF;
+    work.short_tile_rows = static_cast<int32_t>(rows);
+  }
   work.scratch = scratch_in(options.workspace, p, max_partials);
   if (has_plan && (max_partials > room || settings_of(work) != options.plan->settings)) {
     throw std::invalid_argument("must be of this batch, and of no more workspace than there is");
@@ -305,7 +319,7 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
   const Launch how = {max_items, context.stream, has_plan ? Begins::kInOrder : Begins::kEarly};
   if (work.long_tile_rows > 0) {
     const bool are_all_short =
-        options.max_query_len > 0 && is_short(options.max_query_len, work.cutting.group);
+        work.max_query_len > 0 && is_short(work.max_query_len, work.cutting.group);
     launch_on_tensor_cores(work, how, are_all_short);
   } else {
     launch_fma(work, how);

@@ -1,0 +1,51 @@
+"""Faults planted in how calls are planned on the host and on the device are found. None of them
+changes a bit of a result: what they change is the order of the work, how often keys and values are
+read, and how much memory is taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "emulator"))
+
+from mutated_tree import Fault, assert_found
+
+ORDER, WIDTH, RINGS, MEMORY = (
+    f"tests/kernels/test_{name}.py"
+    for name in ("cuda_long_order", "cuda_splits", "cuda_small_devices", "workspace_bounds")
+)
+PLAN, ATTENTION, SHORT = (
+    f"csrc/cuda/attention/{name}"
+    for name in ("plan.cu", "attention.cu", "short/attention_short.cuh")
+)
+KERNELS, STEPS = (f"data_plane/kernels/{name}.py" for name in ("backends/cuda", "step_memory"))
+
+# Each fault, and the tests that find it.
+MUTANTS = {
+    "tiles_beside_a_prefill_are_those_of_decodes": (
+        Fault(ATTENTION, "{of_short, most_query_tokens(options)}", "{most_query_tokens(options)}"),
+        WIDTH,
+    ),
+    "the_host_does_not_say_how_wide_short_sequences_are": (
+        Fault(KERNELS, "return of_short << _BITS_OF_QUERY_LEN | ", "return "),
+        WIDTH,
+    ),
+    "long_sequences_are_taken_for_wide_short_ones": (
+        Fault(KERNELS, "query_lens[is_short].max", "query_lens.max"),
+        WIDTH,
+    ),
+}
+ON_PUSH = ("the_host_does_not_say_how_wide_short_sequences_are",)  # nothing is compiled
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [n if n in ON_PUSH else pytest.param(n, marks=pytest.mark.nightly) for n in MUTANTS]
+)
+def test_a_fault_in_planning_is_found(name: str, tmp_path: Path) -> None:
+    fault, tests = MUTANTS[name]
+    assert_found(tmp_path, fault, tests)
