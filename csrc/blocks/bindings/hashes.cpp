@@ -30,10 +30,11 @@ py::bytes bind_prompt_hashes(const py::bytes& root, const py::bytes& token_ids,
                              int64_t block_size_tokens) {
   if (block_size_tokens < 1) throw py::value_error("block_size_tokens must be at least 1");
   const std::string_view tokens = token_ids;
-  const size_t block_bytes = static_cast<size_t>(block_size_tokens) * sizeof(int32_t);
   std::string hashes;
-  hashes.reserve(tokens.size() / block_bytes * sizeof(Hash));
   Hash hash = root_hash(std::string_view(root));
+  if (static_cast<uint64_t>(block_size_tokens) > tokens.size()) return py::bytes(hashes);
+  const size_t block_bytes = static_cast<size_t>(block_size_tokens) * sizeof(int32_t);
+  hashes.reserve(tokens.size() / block_bytes * sizeof(Hash));
   for (size_t end = block_bytes; end <= tokens.size(); end += block_bytes) {
     hash = chained_hash(hash, tokens.data() + end - block_bytes, block_bytes);
     hashes.append(hash.begin(), hash.end());

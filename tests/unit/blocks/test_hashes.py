@@ -41,3 +41,8 @@ def test_hashes_of_a_prompt_are_those_of_its_full_blocks(block_size: int, num_to
 def test_blocks_of_no_tokens_have_no_hashes() -> None:
     with pytest.raises(ValueError, match="block_size_tokens must be at least 1"):
         kvplane_blocks.prompt_hashes(b"root", bytes(64), 0)
+
+
+@pytest.mark.parametrize("block_size", [17, 2**61, 2**62, 2**62 + 1, 2**63 - 1])
+def test_a_block_of_more_tokens_than_there_are_is_not_full(block_size: int) -> None:
+    assert kvplane_blocks.prompt_hashes(b"root", bytes(64), block_size) == b""
