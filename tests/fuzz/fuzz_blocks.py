@@ -1,8 +1,8 @@
 """What the fuzzer runs: random bytes become calls of kvplane_blocks, which must answer or refuse.
 
-    python tests/fuzz/fuzz_blocks.py [LIBFUZZER_OPTION...] [FOLDER_OF_INPUTS | INPUT...]
+    python tests/fuzz/fuzz_blocks.py TARGET [LIBFUZZER_OPTION...] [FOLDER_OF_INPUTS | INPUT...]
 
-The first byte of an input picks one of TARGETS. A target may raise only what a caller is told of.
+A target may raise only what a caller is told of, and in the end whatever it made must be whole.
 Run by test_fuzz_blocks.py with a build that counts coverage; with a file it runs that input alone.
 """
 
@@ -16,9 +16,18 @@ import atheris.core_with_libfuzzer as libfuzzer
 import kvplane_blocks
 import xxhash
 from kvplane_blocks import _native
-from pool_calls import fuzz_pool
+from plain_requests import PLAIN_CALLS, fuzz_plain_bytes
+from pool_calls import STEP_CALLS, end, end_some, fence
+from pool_world import World, make_calls, new_core, number, settings
+from prefix_calls import PREFIX_CALLS
+from query_calls import QUERY_CALLS
+from rebuild_calls import rebuilt
+from watch_calls import WATCH_CALLS, check_followers
 
 NUM_COUNTERS = 1 << 16  # kNumCounters of csrc/blocks/tests/coverage.cpp
+BLOCK_TOKENS = (4, 4, 1)
+CALLS = STEP_CALLS + PREFIX_CALLS + QUERY_CALLS + WATCH_CALLS
+UNSETTLED = (end, end_some, fence)
 
 
 def fuzz_hashes(data: atheris.FuzzedDataProvider) -> None:
@@ -26,6 +35,7 @@ def fuzz_hashes(data: atheris.FuzzedDataProvider) -> None:
     expected = xxhash.xxh3_128_digest(b"kvplane.v1.tenant\0" + root)
     assert kvplane_blocks.root_hash(root) == expected
 
+    block_tokens = number(data, 9)
     parent = data.ConsumeBytes(data.ConsumeIntInRange(0, 40))
     tokens = data.ConsumeBytes(data.remaining_bytes())
     try:
@@ -34,15 +44,58 @@ def fuzz_hashes(data: atheris.FuzzedDataProvider) -> None:
         assert len(parent) != 16
     else:
         assert len(parent) == 16 and found == xxhash.xxh3_128_digest(parent + tokens)
+    try:
+        hashes = kvplane_blocks.prompt_hashes(root, tokens, block_tokens)
+    except ValueError:
+        assert block_tokens < 1
+    else:
+        assert len(hashes) == len(tokens) // (4 * block_tokens) * 16
 
 
-TARGETS = (fuzz_hashes, fuzz_pool)
+def new_world(data: atheris.FuzzedDataProvider, least: int, most: int) -> World:
+    """A pool of so many layer groups."""
+    same, block_tokens = settings(data), data.PickValueInList([*BLOCK_TOKENS])
+    num = data.ConsumeIntInRange(least, most)
+    return World(data, [new_core(data, block_tokens, same) for _ in range(num)], block_tokens)
 
 
-def run(data: bytes) -> None:
-    """One input."""
-    provider = atheris.FuzzedDataProvider(data)
-    TARGETS[provider.ConsumeIntInRange(0, len(TARGETS) - 1)](provider)
+def fuzz_pool(data: atheris.FuzzedDataProvider) -> None:
+    world = new_world(data, 1, 1)
+    make_calls(world, CALLS, unsettled=UNSETTLED)
+    check_followers(world)
+
+
+def fuzz_groups(data: atheris.FuzzedDataProvider) -> None:
+    world = new_world(data, 2, 3)
+    make_calls(world, CALLS, unsettled=UNSETTLED)
+    check_followers(world)
+
+
+def fuzz_plain_steps(data: atheris.FuzzedDataProvider) -> None:
+    """Half of the calls are requests as bytes."""
+    calls = STEP_CALLS + PREFIX_CALLS
+    make_calls(new_world(data, 1, 2), PLAIN_CALLS * len(calls) + calls, unsettled=UNSETTLED)
+
+
+def fuzz_rebuild(data: atheris.FuzzedDataProvider) -> None:
+    """The pool goes on when it is built."""
+    same, block_tokens = settings(data), data.PickValueInList([*BLOCK_TOKENS])
+    cores = [rebuilt(data, block_tokens, same) for _ in range(data.ConsumeIntInRange(1, 2))]
+    whole = [core for core in cores if core is not None]
+    for core in whole:
+        core.check_integrity()
+    if len(whole) == len(cores):
+        make_calls(World(data, whole, block_tokens), CALLS, unsettled=UNSETTLED)
+
+
+TARGETS = {
+    "hashes": fuzz_hashes,
+    "pool": fuzz_pool,
+    "groups": fuzz_groups,
+    "plain-bytes": fuzz_plain_bytes,
+    "plain-steps": fuzz_plain_steps,
+    "rebuild": fuzz_rebuild,
+}
 
 
 def count_native_code() -> None:
@@ -60,7 +113,13 @@ def count_native_code() -> None:
         tell(ctypes.c_void_p(start), ctypes.c_void_p(start + num_bytes))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    program, target, *options = sys.argv
+    fuzz = TARGETS[target]
     count_native_code()
-    atheris.Setup(sys.argv, run)
+    atheris.Setup([program, *options], lambda data: fuzz(atheris.FuzzedDataProvider(data)))
     atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

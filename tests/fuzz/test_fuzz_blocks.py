@@ -11,15 +11,74 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from plain_requests import seeds
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "fuzz" / "fuzz_blocks.py"
 NUM_RUNS = int(os.environ.get("KVPLANE_FUZZ_RUNS", "1000000"))
+# Of a hundred inputs. Those of bytes alone take microseconds each, the others milliseconds.
+SHARES = {
+    "hashes": 5,
+    "plain-bytes": 55,
+    "plain-steps": 10,
+    "pool": 15,
+    "groups": 10,
+    "rebuild": 5,
+}
+# Some twenty calls. Long inputs from the start: short ones make too few calls.
+OPTIONS = ("-max_len=200", "-len_control=0", "-rss_limit_mb=4096")
+
+
+class Fault(NamedTuple):
+    """``right`` is in ``file`` once; the fuzzer finds that ``wrong`` takes its place, and prints
+    ``seen``.
+    """
+
+    target: str
+    file: str
+    right: str
+    wrong: str
+    seen: str = "AddressSanitizer"
+
+
+FAULTS = {
+    "a hash has any size": Fault(
+        "hashes",
+        "bindings/hashes.cpp",
+        "parent.size() != hash.size()",
+        "parent.size() < hash.size()",
+    ),
+    "a message has any size": Fault(
+        "plain-bytes", "steps/plain_step.cpp", "data_.size() - at_ < sizeof(value)", "at_ < 1"
+    ),
+    "a column may be short": Fault(
+        "plain-steps", "steps/plain_step.cpp", "column.size != num", "column.size > num"
+    ),
+    "an abort is of one group": Fault(
+        "groups",
+        "steps/abort.cpp",
+        "groups[g]->abort_one(slot, next_plan);",
+        "groups[0]->abort_one(slot, next_plan);",
+        "AssertionError",
+    ),
+    "a parent is any block": Fault(
+        "rebuild",
+        "recovery/rebuild.cpp",
+        'check_indices(columns.parent_indices, -1, it.num_blocks[0], "parent_indices");',
+        "",
+    ),
+    "what is retained never ends": Fault(
+        "pool", "index/forget.cpp", "  retention_.end_below(top);\n", "", "AssertionError"
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +92,34 @@ def atheris() -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of csrc/blocks, of which only what changes is compiled."""
+    ignored = shutil.ignore_patterns("build")
+    folder = tmp_path_factory.mktemp("faults") / "blocks"
+    return shutil.copytree(ROOT / "csrc" / "blocks", folder, ignore=ignored)
+
+
+@contextmanager
+def planted(fault: Fault, copied: Path) -> Iterator[None]:
+    source = copied / fault.file
+    sound = source.read_text()
+    assert sound.count(fault.right) == 1
+    source.write_text(sound.replace(fault.right, fault.wrong))
+    try:
+        yield
+    finally:
+        source.write_text(sound)
+
+
 def fuzz(
-    atheris: Path, *arguments: str, sources: Path, build: Path
+    atheris: Path, target: str, *options: str, corpus: Path, sources: Path, build: Path
 ) -> subprocess.CompletedProcess[str]:
+    """From the inputs in ``corpus`` on, to which the fuzzer adds."""
+    corpus.mkdir(parents=True, exist_ok=True)
+    if target == "plain-bytes":
+        for i, seed in enumerate(seeds()):
+            (corpus / f"seed {i}").write_bytes(seed)
     environment = {
         "KVPLANE_PYTHON": sys.executable,
         "KVPLANE_COVERAGE": "ON",
@@ -43,35 +127,45 @@ def fuzz(
         "BUILD": str(build),
         "PYTHONPATH": str(atheris),
     }
+    command = ["scripts/sanitize_blocks.sh", sys.executable, str(PROGRAM), target]
     return subprocess.run(
-        ["scripts/sanitize_blocks.sh", sys.executable, str(PROGRAM), *arguments],
+        [*command, *OPTIONS, *options, str(corpus)],
         cwd=ROOT,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         check=False,
     )
 
 
-def test_no_input_of_a_million_breaks_the_module(atheris: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", SHARES)
+def test_no_input_of_a_million_breaks_the_module(
+    atheris: Path, target: str, tmp_path: Path
+) -> None:
     build = ROOT / "build" / "blocks-fuzz"
-    corpus = build / "corpus"
-    corpus.mkdir(parents=True, exist_ok=True)
-    options = (f"-runs={NUM_RUNS}", "-rss_limit_mb=4096", f"-artifact_prefix={tmp_path}/")
-    done = fuzz(atheris, *options, str(corpus), sources=ROOT / "csrc" / "blocks", build=build)
+    corpus = build / "corpus" / target
+    options = (f"-runs={NUM_RUNS * SHARES[target] // 100}", f"-artifact_prefix={tmp_path}/")
+    sources = ROOT / "csrc" / "blocks"
+    done = fuzz(atheris, target, *options, corpus=corpus, sources=sources, build=build)
     assert done.returncode == 0, done.stdout[-8000:]
     covered = [int(n) for n in re.findall(r"\bcov: (\d+)", done.stdout)]
     assert covered[-1] > 100, "the fuzzer does not see the native code"
 
 
-def test_a_planted_fault_is_found(atheris: Path, tmp_path: Path) -> None:
-    ignored = shutil.ignore_patterns("build")
-    copy = shutil.copytree(ROOT / "csrc" / "blocks", tmp_path / "blocks", ignore=ignored)
-    source = copy / "bindings" / "hashes.cpp"
-    right, wrong = "parent.size() != hash.size()", "parent.size() < hash.size()"
-    assert source.read_text().count(right) == 1
-    source.write_text(source.read_text().replace(right, wrong))
-    options = ("-runs=100000", f"-artifact_prefix={tmp_path}/")
-    done = fuzz(atheris, *options, sources=copy, build=tmp_path / "build")
-    assert done.returncode != 0 and "AddressSanitizer" in done.stdout, done.stdout[-8000:]
+def test_the_targets_have_a_million_inputs() -> None:
+    assert sum(SHARES.values()) == 100
+    assert {fault.target for fault in FAULTS.values()} == {*SHARES}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_found(
+    atheris: Path, copied: Path, fault: Fault, tmp_path: Path
+) -> None:
+    options = ("-runs=100000", "-max_total_time=600", f"-artifact_prefix={tmp_path}/")
+    folders = {"corpus": tmp_path / "corpus", "sources": copied, "build": copied.parent / "build"}
+    with planted(fault, copied):
+        done = fuzz(atheris, fault.target, *options, **folders)
+    assert done.returncode != 0, done.stdout[-8000:]
+    assert fault.seen in done.stdout, done.stdout[-8000:]

@@ -1,0 +1,63 @@
+"""Calls that change nothing of a pool, and announcements."""
+
+from __future__ import annotations
+
+import kvplane_blocks
+from pool_world import Call, Session, World
+
+
+def ask(world: World, session: Session) -> None:
+    """Of prompts and sequences."""
+    core, tokens = world.core(), world.column(4, 1, 2) * 9
+    world.pool.match(b"a", tokens)
+    core.explain(world.root(), tokens)
+    core.match_hashes(b"a", world.data.ConsumeBytes(40))
+    core.table(session.slot, world.number(9))
+    core.common_prefix(session.slot, world.ids(2))
+
+
+def announce(world: World, _: Session) -> None:
+    core = world.core()
+    if world.data.ConsumeBool():
+        core.take_publications(world.unsigned(3, 64))
+    else:
+        core.all_publications(world.unsigned(3, 64))
+        core.publications_in(world.unsigned(9, 64), world.unsigned(9, 64))
+
+
+def show(world: World, _: Session) -> None:
+    """What a page and metrics show."""
+    core, tier = world.core(), world.tier()
+    for shown in (core.memory, core.counters, core.roots):
+        shown()
+    num_bounds = len(kvplane_blocks.duration_bounds_s())
+    assert len(core.block_times()) > 6 * num_bounds  # three histograms of each tier
+    assert core.num_token_pieces >= 0
+    assert core.has_publications in (False, True)
+    core.prefix_tree(world.root(), world.number(5))
+    core.num_sequences_in(tier)
+    core.block_map(tier, world.unsigned(5, 32))
+
+
+def count(world: World, session: Session) -> None:
+    """What the line counts."""
+    slot, tier = session.slot, world.tier()
+    for pool in (world.pool, world.core()):
+        pool.usage(tier)
+        for num in (
+            pool.num_obtainable,
+            pool.num_pending,
+            pool.num_usable,
+            pool.num_own_retired,
+        ):
+            num(slot, tier)
+        assert pool.num_blocks_held(slot) >= 0
+        assert pool.num_tokens_in_flight(slot) >= 0
+        assert pool.resync_due(slot) in (False, True)
+    sequence_id = world.number(9)
+    assert world.pool.has_sequence(slot, sequence_id) <= world.pool.num_sequences(slot)
+    world.pool.last_progress(slot, sequence_id)
+    world.pool.num_held(slot, sequence_id)
+
+
+QUERY_CALLS: tuple[Call, ...] = (ask, announce, show, count)
