@@ -26,6 +26,8 @@ KERNELS, STEPS = (f"data_plane/kernels/{name}.py" for name in ("backends/cuda", 
 
 # Each fault, and the tests that find it.
 MUTANTS = {
+    "shortest_items_first": (Fault(PLAN, "other > own ||", "(0 < other && other < own) ||"), ORDER),
+    "equal_items_in_reverse": (Fault(PLAN, "others + j < i", "others + j > i"), ORDER),
     "tiles_beside_a_prefill_are_those_of_decodes": (
         Fault(ATTENTION, "{of_short, most_query_tokens(options)}", "{most_query_tokens(options)}"),
         WIDTH,

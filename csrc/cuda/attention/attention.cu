@@ -35,7 +35,7 @@ int64_t rounded_up(int64_t bytes) { return div_ceil(bytes, kWorkspaceUnit) * kWo
 
 // The parts of a plan's memory, in bytes from its start.
 struct PlanParts {
-  int64_t short_ends, long_ends, split_ends, weights;
+  int64_t short_ends, long_order, long_ends, split_ends, weights;
   int64_t kin, family_starts, family_splits, members, shared_ends, end;
 };
 
@@ -43,7 +43,8 @@ PlanParts plan_parts(int64_t num_sequences) {
   const int64_t ends_bytes = rounded_up(num_sequences * static_cast<int64_t>(sizeof(int32_t)));
   PlanParts parts;
   parts.short_ends = rounded_up(num_sequences * static_cast<int64_t>(sizeof(Sequence)));
-  parts.long_ends = parts.short_ends + ends_bytes;
+  parts.long_order = parts.short_ends + ends_bytes;
+  parts.long_ends = parts.long_order + ends_bytes;
   parts.split_ends = parts.long_ends + ends_bytes;
   parts.weights = parts.split_ends + ends_bytes;
   parts.kin = parts.weights + 2 * ends_bytes;
@@ -61,6 +62,7 @@ Plan plan_in(void* memory, int64_t num_sequences) {
   const auto int32s = [&](int64_t at) { return reinterpret_cast<int32_t*>(base + at); };
   return {reinterpret_cast<Sequence*>(base),
           int32s(parts.short_ends),
+          int32s(parts.long_order),
           int32s(parts.long_ends),
           reinterpret_cast<int64_t*>(base + parts.weights),
           int32s(parts.split_ends),

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work, Layout layout)
   const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];
   for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
        i += static_cast<int32_t>(gridDim.x)) {
-    const Item item = find_item(work, work.plan.short_ends, kRowsOfFmaTile, 1, i);
+    const Item item = find_item(work, work.plan.short_ends, nullptr, kRowsOfFmaTile, 1, i);
     const int32_t first_row = item.tile * kRowsOfFmaTile;
     const int32_t all_rows = item.sequence.query_len * work.cutting.group;
     const int32_t num_rows = min_of(kRowsOfFmaTile, all_rows - first_row);

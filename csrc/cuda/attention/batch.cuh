@@ -55,6 +55,9 @@ struct Kin {
 struct Plan {
   Sequence* sequences;  // [num_sequences]
   int32_t* short_ends;  // [num_sequences]: items of the short sequences up to this one
+  // Of the sequences that have long items, those with the longest first: their indices, and their
+  // items up to each; behind them, all items.
+  int32_t* long_order;  // [num_sequences]
   int32_t* long_ends;   // [num_sequences]
   int64_t* weights;     // [num_sequences]: of the items of the short sequences up to this one
   int32_t* split_ends;  // [num_sequences]: query tokens of sequences of more than one split
@@ -158,11 +161,12 @@ __device__ inline int32_t find_sequence(const T* ends, int32_t num_sequences, T 
   return first;
 }
 
-__device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t tile_rows,
-                                 int32_t num_parts, int32_t item) {
-  const int32_t s = find_sequence(ends, static_cast<int32_t>(work.p.num_sequences), item);
-  int32_t local = item - (s == 0 ? 0 : ends[s - 1]);
-  const Sequence sequence = work.plan.sequences[s];
+// `order`: the sequences that `ends` are of; null: in the batch's order.
+__device__ inline Item find_item(const Work& work, const int32_t* ends, const int32_t* order,
+                                 int32_t tile_rows, int32_t num_parts, int32_t item) {
+  const int32_t place = find_sequence(ends, static_cast<int32_t>(work.p.num_sequences), item);
+  int32_t local = item - (place == 0 ? 0 : ends[place - 1]);
+  const Sequence sequence = work.plan.sequences[order == nullptr ? place : order[place]];
   const int32_t num_kv_heads = work.cutting.num_kv_heads;
   const int32_t num_tiles = div_ceil(sequence.query_len * work.cutting.group, tile_rows);
   const int32_t part = num_parts == 1 ? 0 : local % num_parts;

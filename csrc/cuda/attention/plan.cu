@@ -91,6 +91,51 @@ __device__ void plan_shared(const Work& work, int32_t num_members) {
   }
 }
 
+__device__ int32_t num_items(const Work& work, const Sequence& sequence, int32_t tile_rows,
+                             int32_t parts) {
+  const int32_t tiles = div_ceil(sequence.query_len * work.cutting.group, tile_rows);
+  const int32_t own_splits = sequence.cut.splits - sequence.shared_splits;
+  return tiles * work.cutting.num_kv_heads * own_splits * parts;
+}
+
+// By the warp: the order of `num_long` sequences that `long_ends` lists, those with the longest
+// items first, so that no block begins a long item when the others are about to end. Sequences with
+// items as long stay in the batch's order. Then `long_ends` gets their items.
+__device__ void order_long(const Work& work, int32_t num_long) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x);
+  const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
+  const Plan& plan = work.plan;
+  // 0, less than any weight, where there is none.
+  const auto weight = [&](int32_t i) {
+    return i < num_long ? plan.sequences[plan.long_ends[i]].weight : 0;
+  };
+  for (int32_t first = 0; first < num_long; first += kLanesOfWarp) {
+    const int32_t i = first + lane, own = weight(i);
+    int32_t num_before = 0;
+    for (int32_t others = 0; others < num_long; others += kLanesOfWarp) {
+      const int32_t of_lane = weight(others + lane);
+      for (int j = 0; j < kLanesOfWarp; ++j) {
+        const int32_t other = __shfl_sync(kWholeWarp, of_lane, j);
+        num_before += other > own || (other == own && others + j < i) ? 1 : 0;
+      }
+    }
+    if (i < num_long) plan.long_order[num_before] = plan.long_ends[i];
+  }
+  __syncwarp();  // Until the order is there, and the list has been read.
+  int32_t end = 0;
+  for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {
+    const int32_t i = first + lane;
+    int32_t items = 0;
+    if (i < num_long) {
+      const Sequence sequence = plan.sequences[plan.long_order[i]];
+      items = num_items(work, sequence, work.long_tile_rows, work.long_parts);
+    }
+    const int32_t end_of_lane = end + sum_up_to_lane(items);
+    if (i < num_sequences) plan.long_ends[i] = end_of_lane;
+    end = __shfl_sync(kWholeWarp, end_of_lane, kLanesOfWarp - 1);
+  }
+}
+
 // One warp; each lane handles a sequence, 32 at a time.
 __global__ void plan_items(Work work) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
@@ -98,7 +143,7 @@ __global__ void plan_items(Work work) {
   wait_for_kernel_before();
   let_next_kernel_begin();
   const int32_t num_members = work.shared_rows > 0 ? list_members(work) : 0;
-  int32_t short_end = 0, long_end = 0, split_end = 0;
+  int32_t short_end = 0, num_long = 0, split_end = 0;
   int64_t partial_end = 0, weight_end = 0;
   for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {
     const int32_t s = first + lane;
@@ -109,21 +154,18 @@ __global__ void plan_items(Work work) {
     // Partial results for which there is no room are never computed.
     const bool fits = partials == 0 || partial_end_of_lane <= work.max_partials;
     if (!fits) report(work.faults, kBadWorkspace);
-    const int32_t rows = fits ? sequence.query_len * work.cutting.group : 0;
     const bool in_short_list =
         work.long_tile_rows == 0 || is_short(sequence.query_len, work.cutting.group);
-    const int32_t tile_rows = in_short_list ? work.short_tile_rows : work.long_tile_rows;
-    const int32_t parts = in_short_list ? 1 : work.long_parts;
     if (work.shared_rows > 0 && fits && partials > 0) {
       sequence.shared_splits = shared_splits_of(work, s);
     }
-    const int32_t own_splits = sequence.cut.splits - sequence.shared_splits;
     const int32_t items =
-        div_ceil(rows, tile_rows) * work.cutting.num_kv_heads * own_splits * parts;
-    const int32_t short_end_of_lane = short_end + sum_up_to_lane(in_short_list ? items : 0);
-    const int32_t long_end_of_lane = long_end + sum_up_to_lane(in_short_list ? 0 : items);
-    const int64_t weight = in_short_list ? int64_t{items} * sequence.weight : 0;
-    const int64_t weight_end_of_lane = weight_end + sum_up_to_lane(weight);
+        fits && in_short_list ? num_items(work, sequence, work.short_tile_rows, 1) : 0;
+    const int32_t short_end_of_lane = short_end + sum_up_to_lane(items);
+    const int64_t weight_end_of_lane =
+        weight_end + sum_up_to_lane(int64_t{items} * sequence.weight);
+    const bool is_long = fits && !in_short_list;
+    const int32_t num_long_of_lane = num_long + sum_up_to_lane(is_long ? 1 : 0);
     const bool is_split = fits && partials > 0;
     const int32_t split_end_of_lane = split_end + sum_up_to_lane(is_split ? sequence.query_len : 0);
     if (s < num_sequences) {
@@ -131,16 +173,17 @@ __global__ void plan_items(Work work) {
       work.plan.sequences[s] = sequence;
       work.plan.short_ends[s] = short_end_of_lane;
       work.plan.weights[s] = weight_end_of_lane;
-      work.plan.long_ends[s] = long_end_of_lane;
+      if (is_long) work.plan.long_ends[num_long_of_lane - 1] = s;
       work.plan.split_ends[s] = split_end_of_lane;
     }
     short_end = __shfl_sync(kWholeWarp, short_end_of_lane, kLanesOfWarp - 1);
-    long_end = __shfl_sync(kWholeWarp, long_end_of_lane, kLanesOfWarp - 1);
+    num_long = __shfl_sync(kWholeWarp, num_long_of_lane, kLanesOfWarp - 1);
     split_end = __shfl_sync(kWholeWarp, split_end_of_lane, kLanesOfWarp - 1);
     partial_end = __shfl_sync(kWholeWarp, partial_end_of_lane, kLanesOfWarp - 1);
     weight_end = __shfl_sync(kWholeWarp, weight_end_of_lane, kLanesOfWarp - 1);
   }
   __syncwarp();  // Until all lanes have stored their sequences.
+  if (work.long_tile_rows > 0) order_long(work, num_long);
   if (work.shared_rows > 0) plan_shared(work, num_members);
 }
 

@@ -191,6 +191,15 @@ MUTANTS = {
         _READS + _WAITS + _BEGINS,
         found_by=TSAN,
     ),
+    "a_long_item_is_of_the_sequence_at_its_place": Mutant(
+        BATCH, "order == nullptr ? place : order[place]", "place", found_by=ASAN
+    ),
+    "the_order_is_read_before_it_is_there": Mutant(
+        PLAN,
+        "__syncwarp();  // Until the order is there, and the list has been read.",
+        "",
+        found_by=ASAN,
+    ),
     "blocks_of_families_are_not_compared": Mutant(
         FAMILIES, "own.mismatch = min_of(own.mismatch, i);", ";"
     ),

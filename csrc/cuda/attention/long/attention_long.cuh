@@ -350,7 +350,7 @@ __device__ void attend_long_item(const Work& work, const Item& item, unsigned ch
 }
 
 // A block's first item is the one of its index; then it takes the next that no block has taken.
-// Items differ much in length, and the longest of a sequence come first.
+// Items differ much in length. Sequences with long ones come first, and of a sequence the longest.
 template <typename Kv, int kHeadSize>
 __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp, 1) attend_long(Work work) {
   using Tile = LongTile<Kv, kHeadSize>;
@@ -365,8 +365,10 @@ __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp, 1) attend_long(Work 
     if (threadIdx.x == 0) {
       next[turn] = static_cast<int32_t>(gridDim.x) + atomicAdd(work.scratch.num_taken, 1);
     }
-    attend_long_item<Kv, kHeadSize>(
-        work, find_item(work, work.plan.long_ends, kRowsOfLongTile, work.long_parts, i), shared);
+    const Plan& plan = work.plan;
+    const Item item =
+        find_item(work, plan.long_ends, plan.long_order, kRowsOfLongTile, work.long_parts, i);
+    attend_long_item<Kv, kHeadSize>(work, item, shared);
     __syncthreads();  // Until this item's tiles have been read: the next item overwrites them.
     i = next[turn];
   }
