@@ -4,6 +4,7 @@ graph of the calls can then be replayed with what the next step has in its rows.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +23,8 @@ class PlanningKernels(Protocol):
     def plan_key(self, arguments: AttentionArguments) -> tuple[object, ...]: ...
     def plan_bytes(self, arguments: AttentionArguments) -> int: ...
     def max_partials(self, arguments: AttentionArguments) -> int: ...
-    def room(self, arguments: AttentionArguments) -> int: ...
+    def step_room(self, arguments: AttentionArguments) -> int: ...
+    def step_workspace(self, num_bytes: int) -> torch.Tensor: ...
     def partials_counter(self, arguments: AttentionArguments) -> Callable[[HostLengths], int]: ...
     def empty(self, num_bytes: int) -> torch.Tensor: ...
     def attention_workspace_bytes(
@@ -61,7 +63,7 @@ class _Place:
 
 class StepMemory:
     """Plans and workspaces. The first call of a kind allocates what it needs for every batch of its
-    shapes, up to ``CudaKernels.max_workspace_bytes``; the calls after it allocate nothing.
+    shapes, as far as ``CudaKernels.step_room`` allows; the calls after it allocate nothing.
     """
 
     def __init__(self, kernels: PlanningKernels) -> None:
@@ -108,17 +110,48 @@ class StepMemory:
     def _new_place(self, arguments: AttentionArguments) -> _Place:
         kernels = self._kernels
         most = kernels.max_partials(arguments)
-        num_partials = min(most, kernels.room(arguments))
+        num_partials = min(most, kernels.step_room(arguments))
         num_bytes = kernels.attention_workspace_bytes(arguments, num_partials)
-        # Calls run one after another, so that they can share a workspace.
-        large = (p.workspace for p in self._places.values() if p.workspace.numel() >= num_bytes)
-        workspace = next(large, None)
         return _Place(
             kernels.empty(kernels.plan_bytes(arguments)),
-            kernels.empty(num_bytes) if workspace is None else workspace,
+            kernels.step_workspace(num_bytes),
             num_partials,
             kernels.partials_counter(arguments) if num_partials < most else None,
         )
+
+
+class StepWorkspaces:
+    """The workspaces that the steps of one device keep, as long as a step keeps them. All layer
+    groups and all sessions have the same ones: the executor runs its steps one after another,
+    whatever their streams. Beside a step that runs, only passes without rows do, which leave no
+    partial results.
+    """
+
+    def __init__(self, empty: Callable[[int], torch.Tensor]) -> None:
+        self._empty = empty
+        self._kept: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(workspace.numel() for workspace in self._there())
+
+    @property
+    def largest(self) -> int:
+        return max((workspace.numel() for workspace in self._there()), default=0)
+
+    def of(self, num_bytes: int) -> torch.Tensor:
+        """The smallest that has so many bytes, or a new one."""
+        large = [workspace for workspace in self._there() if workspace.numel() >= num_bytes]
+        if large:
+            return min(large, key=torch.Tensor.numel)
+        workspace = self._empty(num_bytes)
+        self._kept.append(weakref.ref(workspace))
+        return workspace
+
+    def _there(self) -> list[torch.Tensor]:
+        there = [(kept, kept()) for kept in self._kept]
+        self._kept = [kept for kept, workspace in there if workspace is not None]
+        return [workspace for _, workspace in there if workspace is not None]
 
 
 def is_capturing(device: torch.device) -> bool:

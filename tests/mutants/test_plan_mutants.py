@@ -40,8 +40,17 @@ MUTANTS = {
         Fault(KERNELS, "query_lens[is_short].max", "query_lens.max"),
         WIDTH,
     ),
+    "each_step_has_a_workspace": (Fault(STEPS, "if large:", "if large and False:"), MEMORY),
+    "steps_count_for_nothing": (
+        Fault(KERNELS, "self.max_workspace_bytes - kept)", "self.max_workspace_bytes)"),
+        MEMORY,
+    ),
+    "unknown_lengths_get_what_they_may_need": (
+        Fault(KERNELS, "most <= self.room(arguments),", "True,"),
+        MEMORY,
+    ),
 }
-ON_PUSH = ("the_host_does_not_say_how_wide_short_sequences_are",)  # nothing is compiled
+ON_PUSH = ("each_step_has_a_workspace",)  # nothing is compiled for it
 
 
 @pytest.mark.timeout(600)

@@ -27,7 +27,7 @@ from data_plane.kernels.arguments import (
 )
 from data_plane.kernels.backends.native import NativeKernels
 from data_plane.kernels.device.cuda_streams import HostStreams, Streams
-from data_plane.kernels.step_memory import StepMemory
+from data_plane.kernels.step_memory import StepMemory, StepWorkspaces
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT
 
@@ -50,7 +50,8 @@ _FAULTS: Final = {
     "BAD_WORKSPACE": ("workspace", "must have room for the partial results of the batch"),
 }
 MAX_WORKSPACE_BYTES: Final = 1 << 30
-"""Attention runs in several calls where the partial results of one would need more."""
+"""Of the workspaces of all calls at once. Attention runs in several calls where the partial results
+of one would need more. Fixed steps keep up to half of it."""
 MAX_SHARED_PLANS: Final = 16
 """Kept of a batch. Callers choose the window of each call, so they could fill memory with plans."""
 _SHORT_ROWS: Final = 32
@@ -79,8 +80,9 @@ class CudaKernels(NativeKernels):
     streams: those of the device; the emulator needs none.
     split_tokens: the context of a short query is split at multiples of it; a multiple of 64. The
         rounding of a result depends on it, and on nothing else in a batch.
-    max_workspace_bytes: of one call. A batch that needs more is attended to in parts, with the
-        same result, where its lengths are known on the host.
+    max_workspace_bytes: of one call and of what fixed steps keep, together. A batch that needs more
+        than is left is attended to in parts, with the same result. Where its lengths are not known
+        on the host, and no workspace is given, it is refused if it could need more.
     share_reads: read what decodes share once for several of them. No bit depends on it; it is there
         to be measured.
     """
@@ -108,6 +110,7 @@ class CudaKernels(NativeKernels):
         self._split_tokens = split_tokens
         self._share_reads = share_reads
         self.max_workspace_bytes = max_workspace_bytes
+        self._kept_by_steps = StepWorkspaces(self.empty)
         self._faults = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
@@ -136,7 +139,9 @@ class CudaKernels(NativeKernels):
         """``out``: of ``arguments.output_shape`` and the query's dtype, contiguous. ``workspace``:
         uint8 [num_bytes], of ``attention_workspace_bytes``. Either is allocated if not given; a
         captured graph needs both, and ``arguments`` made before the capture. ``plan``: made for
-        these lengths and tables; then the workspace is of ``plan.workspace_bytes``.
+        these lengths and tables; then the workspace is of ``plan.workspace_bytes``. Raises
+        InvalidRequestError, before it allocates, where neither lengths nor a workspace is given and
+        the tables have room for contexts that could need more than ``max_workspace_bytes``.
         """
         if plan is not None and workspace is None:
             workspace = self.empty(plan.workspace_bytes)
@@ -157,9 +162,14 @@ class CudaKernels(NativeKernels):
         if out is None:
             query = arguments.query
             out = torch.empty(arguments.output_shape, dtype=query.dtype, device=query.device)
+        parts, num_bytes = [], 0
         for first, end in _parts(counts, self.room(arguments)):
             part, tokens = _part(arguments, arguments.lengths, first, end)
-            there = self._workspace(part, int(counts[first:end].sum()))
+            needed = self.attention_workspace_bytes(part, int(counts[first:end].sum()))
+            num_bytes = max(num_bytes, needed)
+            parts.append((part, tokens))
+        there = self.empty(num_bytes)
+        for part, tokens in parts:
             of_part = None if lse is None else lse[tokens]
             self._attend_in(there, part, out[tokens], of_part)
         return out
@@ -174,7 +184,8 @@ class CudaKernels(NativeKernels):
         """Queue what a call does before it attends, for all calls with the same lengths and tables,
         and the same shapes, types, strides and window. Of the pages the contents do not matter.
         ``memory``: uint8 [num_bytes], of ``plan_bytes``; allocated if not given.
-        ``num_partials``: for which workspaces have room; None: as many as the lengths need.
+        ``num_partials``: for which workspaces have room; None: as many as the lengths need, or
+        where they are not on the host, as the longest contexts would.
         """
         if num_partials is None and arguments.lengths is not None:
             num_partials = int(self.count_partials(arguments).sum())
@@ -234,18 +245,50 @@ class CudaKernels(NativeKernels):
 
     @property
     def scratch_bytes(self) -> int:
-        """Device memory that the calls need beside the pools."""
+        """Device memory that the calls need beside the pools: ``room`` and ``step_room`` keep all
+        workspaces, those of fixed steps too, within ``max_workspace_bytes``.
+        """
         return self.max_workspace_bytes + _TENSOR_BYTES
 
     def room(self, arguments: AttentionArguments) -> int:
-        """The partial results that the largest workspace has room for."""
+        """The partial results that the workspace of a call has room for, beside those of steps."""
+        kept = self._kept_by_steps.num_bytes
+        return self._room_in(arguments, self.max_workspace_bytes - kept)
+
+    def step_room(self, arguments: AttentionArguments) -> int:
+        """The partial results that a workspace of ``step_workspace`` has room for."""
+        kept = self._kept_by_steps
+        new = self.max_workspace_bytes // 2 - kept.num_bytes
+        return self._room_in(arguments, max(new, kept.largest))
+
+    def step_workspace(self, num_bytes: int) -> torch.Tensor:
+        """A workspace that fixed steps keep. They run one after another, so they share it."""
+        return self._kept_by_steps.of(num_bytes)
+
+    def _room_in(self, arguments: AttentionArguments, num_bytes: int) -> int:
         empty, one_more = (self.attention_workspace_bytes(arguments, n) for n in (0, 1 << 10))
-        return max(0, self.max_workspace_bytes - empty) // max(1, (one_more - empty) >> 10)
+        return max(0, num_bytes - empty) // max(1, (one_more - empty) >> 10)
 
     def _workspace(
         self, arguments: AttentionArguments, num_partials: int | None = None
     ) -> torch.Tensor:
+        if num_partials is None:
+            num_partials = self._most_partials(arguments)
         return self.empty(self.attention_workspace_bytes(arguments, num_partials))
+
+    def _most_partials(self, arguments: AttentionArguments) -> int:
+        """``max_partials``, for which there must be room: lengths that only the device knows cannot
+        be divided among several calls.
+        """
+        most = self.max_partials(arguments)
+        num_bytes = self.attention_workspace_bytes(arguments, most)
+        require(
+            most <= self.room(arguments),
+            f"must be given, or a workspace: the longest contexts of these tables would need one "
+            f"of {num_bytes} bytes, more than the {self.max_workspace_bytes} that calls may have",
+            "lengths",
+        )
+        return most
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Memory on the device: uint8 [num_bytes]."""
@@ -290,7 +333,7 @@ class CudaKernels(NativeKernels):
     ) -> AttentionPlan:
         a = arguments
         if num_partials is None:
-            num_partials = self.max_partials(a)
+            num_partials = self._most_partials(a)
         if memory is None:
             memory = self.empty(self.plan_bytes(a))
         native = self._call(
