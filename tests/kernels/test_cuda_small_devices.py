@@ -1,4 +1,5 @@
-"""Devices whose blocks have less shared memory than an A100's: sm_86, sm_89 and sm_120 have 99 KiB.
+"""Devices whose blocks have less shared memory than an H100's 227 KiB: an A100's (sm_80) have 163,
+those of sm_86, sm_89 and sm_120 have 99.
 
 The emulator refuses a launch that asks for more than the block it is told to have.
 """
@@ -13,10 +14,11 @@ import torch
 from device_backends import DeviceBackend, in_place_of_the_cpu
 from emulated_build import emulated_module
 from kernel_cases import FP8, Case, assert_as_exact_as_torch, assert_same_bits, build
+from launched import launched_kernels
 
 E4M3, E5M2 = FP8
 HALF, BFLOAT = torch.float16, torch.bfloat16
-SMALL_BYTES, LARGE_BYTES = 99 << 10, 227 << 10
+SMALL_BYTES, A100_BYTES, LARGE_BYTES = 99 << 10, 163 << 10, 227 << 10
 LENS = ((1, 150), (40, 45), (3, 70))
 
 
@@ -67,10 +69,41 @@ def test_a_shorter_ring_of_tiles_gives_the_same_bits(
     case = Case(lens=LENS, heads=(group, 1), head_size=head_size, dtype=BFLOAT)
     batch = build(replace_pages(case, pages_dtype))
     expected, expected_lse = batch.attend()
-    backend.native.set_shared_bytes_of_block(SMALL_BYTES)
-    out, lse = batch.attend()
-    assert_same_bits(out, expected)
-    assert_same_bits(lse, expected_lse)
+    for shared_bytes in (A100_BYTES, SMALL_BYTES):
+        backend.native.set_shared_bytes_of_block(shared_bytes)
+        out, lse = batch.attend()
+        assert_same_bits(out, expected)
+        assert_same_bits(lse, expected_lse)
+
+
+# Tiles in a ring on a device with 227, 163 and 99 KiB; 0: attend_fma takes the call.
+@pytest.mark.parametrize(
+    ("pages_dtype", "head_size", "stages"),
+    (
+        (BFLOAT, 64, (4, 4, 4)),
+        (BFLOAT, 128, (3, 2, 2)),  # with two, a second block fits on an A100
+        (BFLOAT, 192, (2, 3, 0)),
+        (BFLOAT, 256, (3, 2, 0)),  # three do not fit on an A100
+        (BFLOAT, 512, (3, 2, 0)),
+        (E4M3, 128, (4, 4, 4)),
+        (E4M3, 256, (3, 2, 2)),
+        (E5M2, 512, (3, 2, 0)),
+    ),
+    ids=str,
+)
+def test_a_ring_has_the_tiles_that_a_device_has_room_for(
+    backend: DeviceBackend, pages_dtype: torch.dtype, head_size: int, stages: tuple[int, ...]
+) -> None:
+    case = Case(lens=((1, 150),), heads=(2, 1), head_size=head_size, dtype=BFLOAT)
+    batch = build(replace_pages(case, pages_dtype))
+    found = []
+    for shared_bytes in (LARGE_BYTES, A100_BYTES, SMALL_BYTES):
+        backend.native.set_shared_bytes_of_block(shared_bytes)
+        launched_kernels(backend.native)
+        batch.attend()
+        short = [k for k in launched_kernels(backend.native) if k.kernel == "attend_short"]
+        found.append(int(short[0].arguments[3]) if short else 0)
+    assert tuple(found) == stages
 
 
 def test_a_row_has_the_bits_of_its_sequence_alone_on_a_small_device(

@@ -40,6 +40,10 @@ MUTANTS = {
         Fault(KERNELS, "query_lens[is_short].max", "query_lens.max"),
         WIDTH,
     ),
+    "one_block_has_the_memory_of_two": (
+        Fault(SHORT, "with_few > with_most) {", "with_most == 0) {"),
+        RINGS,
+    ),
     "each_step_has_a_workspace": (Fault(STEPS, "if large:", "if large and False:"), MEMORY),
     "steps_count_for_nothing": (
         Fault(KERNELS, "self.max_workspace_bytes - kept)", "self.max_workspace_bytes)"),
