@@ -23,10 +23,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from engine.threads import tune_torch, waiting
 from kvplane.serving.event_loop import tune_grpc
+from kvplane.sync.passing_thread import call_in_passing
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,7 +81,7 @@ def run(given: argparse.Namespace) -> None:
     rows = Rows(given.json, given.threads, given.linears, appends=given.append)
     for model in given.models.split(","):
         with tempfile.TemporaryDirectory() as scratch:
-            folder = make_model(model, Path(scratch))
+            folder = call_in_passing(partial(make_model, model, Path(scratch)))
             with sides(folder, chosen, given.threads, given.linears) as (of, times):
                 print(f"{'tokens/s':28}" + "".join(f"{name:>15}" for name in of))
                 for number, workload in enumerate(

@@ -16,6 +16,7 @@ from benchmarks.engine.share import StepTimes
 from demo.processes import Planes
 from engine import LLM, SamplingParams
 from engine.models.linears import PackedLinear, pack_linears
+from kvplane.sync.passing_thread import call_in_passing
 from kvplane.transformers import PlaneCache, close_planes
 
 VOCABULARY = 8192
@@ -79,6 +80,12 @@ def share_linears(model: PreTrainedModel, first: PreTrainedModel) -> PreTrainedM
     return model
 
 
+def probe(model: PreTrainedModel) -> None:
+    """Start its planes, which its first cache does."""
+    with torch.no_grad():
+        PlaneCache(model, num_device_blocks=NUM_BLOCKS).close()
+
+
 def generate(
     model: PreTrainedModel, prompts: Prompts, num_new: int, *, on_planes: bool = False
 ) -> Prompts:
@@ -117,13 +124,11 @@ def sides(
     folder: Path, chosen: list[str], threads: int, linears: str
 ) -> Iterator[tuple[dict[str, Side], StepTimes | None]]:
     """The chosen sides over one model, all with the same linear layers, and the times of the
-    embedded engine's steps.
-
-    Torch's threads are those of one thread at a time: see ``call_in_passing``.
+    embedded engine's steps. Models are loaded in threads that end: see ``call_in_passing``.
     """
     times = None
     of: dict[str, Side] = {}
-    first = load(folder, linears)
+    first = call_in_passing(partial(load, folder, linears))
     blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-threads", str(threads)]
     with ExitStack() as closing:
         planes = closing.enter_context(Planes(folder / "logs", ["--model", str(folder), *blocks]))
@@ -131,26 +136,29 @@ def sides(
             if name == "generate":
                 of[name] = partial(nullcontext, partial(generate, first))
             elif name == "generate_batch":
-                of[name] = partial(continuous_batching, share_linears(load(folder, linears), first))
+                model = call_in_passing(partial(load, folder, linears))
+                of[name] = partial(continuous_batching, share_linears(model, first))
             elif name == "plane_cache":
-                model = share_linears(load(folder, linears), first)
+                model = share_linears(call_in_passing(partial(load, folder, linears)), first)
                 closing.callback(close_planes, model)
-                with torch.no_grad():
-                    PlaneCache(model, num_device_blocks=NUM_BLOCKS).close()
+                call_in_passing(partial(probe, model))
                 model.set_attn_implementation("kvplane")
                 of[name] = partial(nullcontext, partial(generate, model, on_planes=True))
             else:
                 own: dict[str, Any] = {}
                 if name == "embedded":
                     own = {"pool_id": name, "num_device_blocks": NUM_BLOCKS, "num_host_blocks": 0}
-                llm = LLM(
-                    folder,
-                    control_plane=planes.control.address,
-                    data_plane=name,
-                    num_threads=threads,
-                    timeout_s=60.0,
-                    linears=linears,
-                    **own,
+                llm = call_in_passing(
+                    partial(
+                        LLM,
+                        folder,
+                        control_plane=planes.control.address,
+                        data_plane=name,
+                        num_threads=threads,
+                        timeout_s=60.0,
+                        linears=linears,
+                        **own,
+                    )
                 )
                 of[name] = partial(nullcontext, partial(answer, closing.enter_context(llm)))
                 share_linears(llm._core._loaded.model, first)
