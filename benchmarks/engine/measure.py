@@ -108,10 +108,7 @@ def measure(
         prompts = workload.prompts(first_seed + run)
         wanted: Prompts | None = None
         for name, side in of.items():
-            with side() as answer:
-                began_s = time.perf_counter()
-                tokens = call_in_passing(partial(answer, prompts, workload.num_new))
-                seconds = time.perf_counter() - began_s
+            tokens, seconds = call_in_passing(partial(timed, side, prompts, workload.num_new))
             wanted = tokens if wanted is None else wanted
             if run > 0:
                 row.seconds[name].append(seconds)
@@ -119,6 +116,14 @@ def measure(
     if times is not None:
         row.step_s = times.take(workload.batch)
     return row
+
+
+def timed(side: Side, prompts: Prompts, num_new: int) -> tuple[Prompts, float]:
+    """A side's tokens, and the seconds that they took."""
+    with side() as answer:
+        began_s = time.perf_counter()
+        tokens = answer(prompts, num_new)
+        return tokens, time.perf_counter() - began_s
 
 
 def print_row(row: Row) -> None:
