@@ -152,7 +152,7 @@ profile() {
   metrics=$("$PYTHON" -m benchmarks.gpu.profile metrics)
   for name in decode speculative prefill; do
     # The second launch of the kernel that attends: the first warms up. A call launches others whose
-    # names begin alike and that may have nothing to do. ncu may not be allowed to read the counters.
+    # names begin alike and that may have nothing to do. Not everybody may read ncu's counters.
     kernel=$("$PYTHON" -m benchmarks.gpu.profile kernel "$name")
     within "$PROFILE_S" ncu --csv --page raw --metrics "$metrics" -k "$kernel" --launch-skip 1 \
       --launch-count 1 "$PYTHON" -m benchmarks.gpu.profile run "$name" \
