@@ -20,6 +20,9 @@ from kvplane.wire.error_messages import make_error, seconds_of
 from kvplane.wire.error_messages import to_wire as to_wire
 
 DOMAIN: Final = "kvplane"
+# What gRPC itself says before a server of ours sees the request, and what to do about it.
+_TOO_LARGE: Final = "SERVER: Received message larger than max"
+_SEND_LESS: Final = "send it in parts, or raise the server's --max-message-bytes"
 
 
 def to_rich_status(error: KvplaneError) -> status_pb2.Status:
@@ -57,6 +60,8 @@ def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> KvplaneError:
         status = None
     if status is None:
         code, text = error.code(), error.details()
+        if text and text.startswith(_TOO_LARGE):
+            text = f"{text}: {_SEND_LESS}"
         return make_error("", code.value[0], text or code.name, "", None)
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
