@@ -57,7 +57,7 @@ def _check_operation(step: PlainStep, operation: Any) -> None:
 def append_of(world: World, session: Session) -> cpb.Operation:
     num = world.data.ConsumeIntInRange(1, 3)
     counts = [world.data.ConsumeIntInRange(0, 3) for _ in range(num)]
-    ids = world.ids(num)
+    ids = world.some_ids(session, num)
     return cpb.Operation(
         append=cpb.Append(
             sequence_ids=ids,
@@ -70,7 +70,7 @@ def append_of(world: World, session: Session) -> cpb.Operation:
 
 
 def admission(world: World) -> cpb.Operation:
-    tokens = world.tokens(4 * NUM_BLOCKS + 4)
+    tokens = world.prompt() if world.data.ConsumeBool() else world.tokens(4 * NUM_BLOCKS + 4)
     longest = world.data.PickValueInList([0, 0, 44, 2**40])
     return cpb.Operation(
         admit=cpb.Admit(sequence_id=world.number(9), token_ids=tokens, max_total_tokens=longest)
@@ -95,7 +95,7 @@ def request(world: World, session: Session) -> cpb.StepRequest:
     )
     kind = data.ConsumeIntInRange(0, 4)
     if kind:
-        step.operations.append(append_of(world, session) if kind > 1 else admission(world))
+        step.operations.append(append_of(world, session) if kind > 2 else admission(world))
     return step
 
 
@@ -164,8 +164,9 @@ def plain_step(world: World, session: Session) -> None:
 def run(world: World, session: Session, step: PlainStep) -> None:
     data, pool = world.data, world.pool
     done = data.ConsumeIntInRange(0, pool.last_plan(session.slot))
-    most_tokens = data.PickValueInList([2**16, 2**16, 2**16, 0, -1])
-    ran = pool.plain_step(session.slot, step, done, world.number(2), most_tokens, b"")
+    most_tokens = data.PickValueInList([2**16, 2**16, 2**16, 2**16, 2**16, 2**16, 0, -1])
+    headroom = world.number(2) if data.ConsumeIntInRange(0, 7) == 7 else 0
+    ran = pool.plain_step(session.slot, step, done, headroom, most_tokens, b"")
     if ran is None:  # nothing has changed
         return
     session.number = step.number

@@ -18,7 +18,7 @@ def admit(world: World, session: Session) -> None:
         session.slot,
         *admitted_by,
         world.number(9),
-        world.tokens(most) + (world.column(4, 2, 2) if data.ConsumeBool() else b""),
+        world.prompt() if data.ConsumeBool() else world.tokens(most),
         world.ids(data.ConsumeIntInRange(0, 2)),
         world.number(9),
         world.number(48),
@@ -27,9 +27,21 @@ def admit(world: World, session: Session) -> None:
     )
 
 
+def compute(world: World, session: Session) -> None:
+    """A prompt is admitted and its plan has run; then others find it. Perhaps it is freed."""
+    pool, sequence_id = world.pool, world.data.ConsumeIntInRange(1, 9)
+    pool.admit(session.slot, sequence_id, world.prompt(), b"", -1, 0, False, 0)
+    world.finish(session)
+    with granted():
+        pool.receipted(session.slot, pool.last_plan(session.slot))
+    world.begin(session)
+    if world.data.ConsumeBool():
+        pool.free(session.slot, sequence_id.to_bytes(8, "little"))
+
+
 def append(world: World, session: Session) -> None:
     data, num = world.data, world.data.ConsumeIntInRange(0, 3)
-    ids = world.ids(num)
+    ids = world.some_ids(session, num)
     counts = [data.ConsumeIntInRange(0, 3) for _ in range(num)]
     firsts, slots = world.positions(session, ids), world.column(4, num, 6)
     ahead = world.column(4, num, 9) if data.ConsumeBool() else b""
@@ -41,33 +53,34 @@ def append(world: World, session: Session) -> None:
 
 def truncate(world: World, session: Session) -> None:
     num = world.data.ConsumeIntInRange(0, 2)
-    world.pool.truncate(session.slot, world.ids(num), world.column(8, num, 20))
+    world.pool.truncate(session.slot, world.some_ids(session, num), world.column(8, num, 20))
 
 
 def fork(world: World, session: Session) -> None:
     num = world.data.ConsumeIntInRange(0, 3)
-    world.pool.fork(session.slot, world.ids(num), world.ids(num))
+    world.pool.fork(session.slot, world.some_ids(session, num), world.ids(num))
 
 
 def free(world: World, session: Session) -> None:
-    world.pool.free(session.slot, world.ids(world.data.ConsumeIntInRange(0, 3)))
+    num = world.data.ConsumeIntInRange(0, 3)
+    world.pool.free(session.slot, world.some_ids(session, num))
 
 
 def swap(world: World, session: Session) -> None:
-    ids = world.ids(world.data.ConsumeIntInRange(0, 3))
-    headroom = world.number(3) if world.data.ConsumeBool() else 0
+    ids = world.some_ids(session, world.data.PickValueInList([1, 1, 1, 2, 3]))
+    headroom = world.number(3) if world.data.ConsumeIntInRange(0, 7) == 7 else 0
     world.pool.swap(session.slot, ids, world.tier(), headroom)
 
 
 def cut(world: World, session: Session) -> None:
-    world.pool.cut(session.slot, world.number(9))
+    world.pool.cut(session.slot, world.some_id(session))
 
 
 def reserve(world: World, session: Session) -> None:
     """Blocks are given outside of a step."""
     world.finish(session)
     try:
-        world.pool.reserve(session.slot, world.number(9), world.number(6))
+        world.pool.reserve(session.slot, world.some_id(session), world.number(6))
     finally:
         world.begin(session)
 
@@ -103,7 +116,7 @@ def _shown(world: World, session: Session) -> list[Any]:
 
 
 def deferred(world: World, session: Session) -> None:
-    ids, counts = world.ids(1), world.column(4, 1, 4)
+    ids, counts = world.some_ids(session, 1), world.column(4, 1, 4)
     tokens = world.column(4, 1, 2) * (int.from_bytes(counts[:1], "little") % 8)
     world.pool.deferred_tokens(
         session.slot, ids, world.column(8, 1, 9), world.column(8, 1, 20), counts, tokens
@@ -155,6 +168,7 @@ def fence(world: World, _: Session) -> None:
 
 
 STEP_CALLS: tuple[Call, ...] = (
-    admit, append, truncate, fork, free, swap, cut, reserve, next_step, next_step, prepare, dry_run,
-    deferred, receipted, receipted, abort, end, end_some, fence,
+    admit, compute, compute, compute, compute, append, append, truncate, fork, free, swap, swap,
+    cut, reserve, next_step, next_step, prepare, dry_run, deferred, receipted, receipted, abort,
+    end, end_some, fence,
 )  # fmt: skip

@@ -141,15 +141,35 @@ class World:
     def core(self) -> Pool:
         return self.data.PickValueInList([*self.cores])
 
+    def some_ids(self, session: Session, num: int) -> bytes:
+        """Mostly of sequences that there are."""
+        known = ints(self.pool.states(session.slot, None)[0], 8)
+        if not known or self.data.ConsumeIntInRange(0, 7) == 7:
+            return self.ids(num)
+        chosen = (self.data.PickValueInList(known) for _ in range(num))
+        return b"".join(each.to_bytes(8, "little", signed=True) for each in chosen)
+
+    def some_id(self, session: Session) -> int:
+        found = ints(self.some_ids(session, 1), 8)
+        return found[0] if found else 0
+
     def tokens(self, most: int) -> bytes:
-        """A prompt, of which many begin alike."""
+        """Any number of one token."""
         num = self.data.ConsumeIntInRange(0, most)
         return self.column(4, 1, 2) * num
 
     def prefix(self) -> bytes:
-        """Whole blocks of a prompt."""
-        num = self.data.ConsumeIntInRange(0, 5)
-        return self.column(4, 1, 2) * (num * self.block_tokens)
+        """Whole blocks, with which other prompts begin too."""
+        data = self.data
+        num_blocks = data.ConsumeIntInRange(1, 5)
+        return bytes([data.PickValueInList([0, 0, 1, 2]), 0, 0, 0]) * num_blocks * self.block_tokens
+
+    def prompt(self) -> bytes:
+        """As ``prefix``, and some tokens of another kind."""
+        data = self.data
+        return self.prefix() + bytes([data.ConsumeIntInRange(0, 3), 0, 0, 0]) * (
+            data.ConsumeIntInRange(0, 6)
+        )
 
     def positions(self, session: Session, ids: bytes) -> bytes:
         """Where the sequences are, mostly."""
@@ -186,6 +206,14 @@ class World:
         if session.is_due:
             self.finish(session)
             self.begin(session)
+
+    def end_all(self) -> None:
+        """Release what is left of sessions that have ended."""
+        with granted():
+            for slot in self.ending:
+                assert not self.pool.end_some(slot, MOST)
+        self.ended += self.ending
+        self.ending.clear()
 
     # What holds
 

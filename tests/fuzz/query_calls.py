@@ -8,12 +8,12 @@ from pool_world import Call, Session, World
 
 def ask(world: World, session: Session) -> None:
     """Of prompts and sequences."""
-    core, tokens = world.core(), world.column(4, 1, 2) * 9
+    core, tokens = world.core(), world.prompt()
     world.pool.match(b"a", tokens)
     core.explain(world.root(), tokens)
     core.match_hashes(b"a", world.data.ConsumeBytes(40))
-    core.table(session.slot, world.number(9))
-    core.common_prefix(session.slot, world.ids(2))
+    core.table(session.slot, world.some_id(session))
+    core.common_prefix(session.slot, world.some_ids(session, 2))
 
 
 def announce(world: World, _: Session) -> None:
@@ -54,7 +54,7 @@ def count(world: World, session: Session) -> None:
         assert pool.num_blocks_held(slot) >= 0
         assert pool.num_tokens_in_flight(slot) >= 0
         assert pool.resync_due(slot) in (False, True)
-    sequence_id = world.number(9)
+    sequence_id = world.some_id(session)
     assert world.pool.has_sequence(slot, sequence_id) <= world.pool.num_sequences(slot)
     world.pool.last_progress(slot, sequence_id)
     world.pool.num_held(slot, sequence_id)

@@ -75,8 +75,12 @@ FAULTS = {
         'check_indices(columns.parent_indices, -1, it.num_blocks[0], "parent_indices");',
         "",
     ),
-    "what is retained never ends": Fault(
-        "pool", "index/forget.cpp", "  retention_.end_below(top);\n", "", "AssertionError"
+    "what is retained is evicted as all else": Fault(
+        "pool",
+        "memory/retention.cpp",
+        "for (auto e = path.rbegin(); e != path.rend(); ++e) apply(*e);",
+        "",
+        "AssertionError",
     ),
 }
 
