@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeVar
 
-from .loop_thread import LoopThread
+from .loop_thread import LoopThread, Pending
 
 Result = TypeVar("Result")
 
@@ -28,7 +28,11 @@ _TURNS_TO_SEND: Final = 2
 
 
 class CallerLoop(LoopThread):
-    """For one caller at a time: another one waits until the first has its result."""
+    """For one caller at a time: another one waits until the first has its result.
+
+    Where the caller's thread runs a loop of its own, as a notebook's does, this one stays in its
+    thread.
+    """
 
     def __init__(self, name: str) -> None:
         self._turn = threading.Lock()  # held by the thread that runs the loop
@@ -38,11 +42,15 @@ class CallerLoop(LoopThread):
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The coroutine's result. An interrupt while waiting cancels it."""
+        if _has_a_loop():
+            return super().run(coroutine)
         with self._borrowed():
             return self._finish(self._loop.create_task(coroutine))
 
-    def send(self, coroutine: Coroutine[Any, Any, Result]) -> _Sent[Result]:
+    def send(self, coroutine: Coroutine[Any, Any, Result]) -> Pending[Result]:
         """Run a coroutine until its request is under way."""
+        if _has_a_loop():
+            return self.begin(coroutine)
         with self._borrowed():
             task = self._loop.create_task(coroutine)
             for _ in range(_TURNS_TO_SEND):
@@ -54,6 +62,8 @@ class CallerLoop(LoopThread):
         """The result of a task of this loop. An interrupt while waiting cancels it."""
         if task.done():
             return task.result()
+        if _has_a_loop():
+            return super().run(_result_of(task))
         with self._borrowed():
             return self._finish(task)
 
@@ -91,6 +101,15 @@ class CallerLoop(LoopThread):
                 continue
             with self._turn:
                 self._loop.run_forever()
+
+
+def _has_a_loop() -> bool:
+    """Whether a loop runs in this thread, which then can run no other."""
+    return asyncio._get_running_loop() is not None
+
+
+async def _result_of(task: asyncio.Task[Result]) -> Result:
+    return await task
 
 
 class _Sent(Generic[Result]):

@@ -48,6 +48,13 @@ MORE = {
     "a_request_leaves_with_its_answer": Fault(
         CALLER_LOOP, "_TURNS_TO_SEND: Final = 2", "_TURNS_TO_SEND: Final = 0", LOOP, "sent_at_once"
     ),
+    "a_loop_runs_inside_its_callers": Fault(
+        CALLER_LOOP,
+        "return asyncio._get_running_loop() is not None",
+        "return False",
+        LOOP,
+        "loop_of_its_own",
+    ),
     "an_interrupted_wait_goes_on": Fault(
         CALLER_LOOP, "task.cancel()\n            raise", "raise", LOOP, "interrupt"
     ),

@@ -134,6 +134,16 @@ def test_a_request_that_was_sent_can_be_given_up(loop: CallerLoop) -> None:
     assert ended.wait(10)
 
 
+def test_a_caller_that_runs_a_loop_of_its_own_is_served_by_the_thread(loop: CallerLoop) -> None:
+    before = loop.send(thread_after(4))
+
+    async def call() -> list[str]:
+        sent = loop.send(thread_after(2))
+        return [loop.run(thread_after(2)), wait(sent), wait(before)]
+
+    assert asyncio.run(call()) == ["test-loop"] * 3
+
+
 def test_closing_ends_what_runs_and_the_thread() -> None:
     loop = CallerLoop("test-loop")
     task = loop.begin(asyncio.sleep(60))
