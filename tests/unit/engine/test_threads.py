@@ -49,6 +49,7 @@ def test_a_server_loads_its_model_in_a_thread_that_ends(
         raise FileNotFoundError(config.model)
 
     monkeypatch.setattr("engine.llm.LLM.from_config", load)
+    monkeypatch.setattr("engine.serving.server.logs.setup", lambda *settings: None)
     with pytest.raises(FileNotFoundError):
         run(ServeConfig(model=tmp_path))
     assert not loaded_in[0].is_alive()
