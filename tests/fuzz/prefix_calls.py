@@ -9,9 +9,10 @@ TENTHS = 10
 
 def retain(world: World, session: Session) -> None:
     data = world.data
-    expires_at_s = world.now_s + data.PickValueInList([-1.0, 0.0, 1.0, 9.0, 1e15])
+    expires_at_s = world.now_s + data.PickValueInList([1.0, 9.0, 9.0, 1e15, 0.0, -1.0])
     priority = data.ConsumeIntInRange(-1, 102) if data.ConsumeBool() else 1
-    world.pool.retain(session.slot, _prefix(world), priority, expires_at_s, world.number(12))
+    most_blocks = world.number(12) if data.ConsumeBool() else 100
+    world.pool.retain(session.slot, _prefix(world), priority, expires_at_s, most_blocks)
 
 
 def release(world: World, session: Session) -> None:
