@@ -23,8 +23,6 @@ Result = TypeVar("Result")
 
 _IDLE_S: Final = 0.05  # without a caller, after which the loop runs by itself
 _ASK_AGAIN_S: Final = 0.01
-# A request is written in a coroutine's first turn, and its answer is asked for in the second.
-_TURNS_TO_SEND: Final = 2
 
 
 class CallerLoop(LoopThread):
@@ -53,9 +51,11 @@ class CallerLoop(LoopThread):
             return self.begin(coroutine)
         with self._borrowed():
             task = self._loop.create_task(coroutine)
-            for _ in range(_TURNS_TO_SEND):
-                self._loop.call_soon(self._loop.stop)
-                self._loop.run_forever()
+            try:
+                self._loop.run_until_complete(_two_turns())
+            except BaseException:
+                task.cancel()
+                raise
         return _Sent(self, task)
 
     def finish(self, task: asyncio.Task[Result]) -> Result:
@@ -106,6 +106,12 @@ class CallerLoop(LoopThread):
 def _has_a_loop() -> bool:
     """Whether a loop runs in this thread, which then can run no other."""
     return asyncio._get_running_loop() is not None
+
+
+async def _two_turns() -> None:
+    """Ends in the loop's first turn, of which the loop learns in its second. A request is written
+    in its coroutine's first turn, and its answer is asked for in the second.
+    """
 
 
 async def _result_of(task: asyncio.Task[Result]) -> Result:

@@ -46,7 +46,7 @@ MORE = {
         CALLER_LOOP, "_IDLE_S: Final = 0.05", "_IDLE_S: Final = 0.5", LOOP, "by_itself"
     ),
     "a_request_leaves_with_its_answer": Fault(
-        CALLER_LOOP, "_TURNS_TO_SEND: Final = 2", "_TURNS_TO_SEND: Final = 0", LOOP, "sent_at_once"
+        CALLER_LOOP, "self._loop.run_until_complete(_two_turns())", "pass", LOOP, "sent_at_once"
     ),
     "a_loop_runs_inside_its_callers": Fault(
         CALLER_LOOP,
