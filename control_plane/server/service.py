@@ -18,6 +18,7 @@ from google.protobuf import duration_pb2
 from kvplane_blocks import PlainStep
 
 from control_plane.planning.core import ControlPlane
+from control_plane.planning.steps.large_answers import LargeAnswer
 from control_plane.planning.steps.requests import Request
 from control_plane.server.long_requests import TURNS_OF_A_CALL, LongRequests
 from control_plane.server.metrics import ControlPlaneMetrics
@@ -183,6 +184,8 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         if not request.HasField("step"):
             raise InvalidRequestError("is missing: it holds the step to run", field="step")
         response = await self._step(request.step, caller().tenant)
+        if isinstance(response, bytes):
+            response = pb.StepResponse.FromString(response)
         return pb.RunStepResponse(result=response.result)
 
     async def SubmitReceipts(
@@ -287,7 +290,8 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._metrics.rpc.rejected.inc(error.reason)
         return pb.StepResponse(number=number, error=to_wire(error))
 
-    async def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
+    async def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse | bytes:
+        """The answer, a large one encoded."""
         begin = time.perf_counter()
         with tracing.span(
             "kvplane.control_plane.step",
@@ -296,9 +300,11 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             session=request.session.session_id,
             number=request.number,
         ):
-            response: pb.StepResponse = await self._run(request, tenant)
+            answer = await self._run(request, tenant)
+        is_large = isinstance(answer, LargeAnswer)
+        response: pb.StepResponse = answer.response if is_large else answer
         self._metrics.count_step(request.operations, response.result, time.perf_counter() - begin)
-        return response
+        return answer.encoded if is_large else response
 
     def _plain_step(self, request: PlainStep, tenant: str) -> bytes | None:
         """The encoded answer; None where the request has to be a message."""

@@ -29,6 +29,7 @@ class Lingering:
         self._is_first = True
         self._in_pieces = core.in_pieces
         patch.setattr("control_plane.planning.steps.requests._MANY_TOKENS", 100)
+        patch.setattr("control_plane.planning.steps.requests.LARGE_BYTES", 300)
         patch.setattr(core, "in_pieces", self.in_pieces)
 
     def in_pieces(self, request: Any, tenant: str) -> Pieces[Any]:
@@ -72,6 +73,20 @@ async def test_others_are_served_while_a_request_takes_long(
     lingering.is_enough = True
     result = (await asyncio.wait_for(answer, PATIENCE_S)).result
     assert len(result.results) == 5
+
+
+async def test_a_large_plan_is_answered_on_a_stream_too(
+    lingering: Lingering, session: RawSession
+) -> None:
+    lingering.is_enough = True
+    step = long(session).step
+    stream: Any = session.stub.Step()
+    await stream.write(step)
+    answer = await stream.read()
+    assert answer.number == step.number
+    assert len(answer.result.plan.payload) > 300
+    session.ran(answer.result)
+    assert not (await session.step(ops.free([1]))).results[0].failures, "its receipt is taken"
 
 
 async def test_the_sessions_own_requests_wait_and_keep_their_order(

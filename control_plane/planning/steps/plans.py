@@ -5,7 +5,7 @@ from __future__ import annotations
 from control_plane.planning.pools.publications import owner_of
 from control_plane.planning.session import PlanRecord, Session
 from control_plane.planning.sharing.member import Member
-from control_plane.planning.steps.pieces import PIECE_BLOCKS, Pieces, digest_in_pieces
+from control_plane.planning.steps.pieces import PIECE_ENTRIES, Pieces, digest_in_pieces
 from kvplane import tracing
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -31,17 +31,25 @@ def finish_in_pieces(
     number: int,
     answer: cpb.StepResult | cpb.ResyncResponse,
     traceparent: str = "",
-) -> Pieces[None]:
-    """``finish_plan``, with stops while whole tables are written and while the plan is hashed."""
+    *,
+    most_bytes: int | None = None,
+) -> Pieces[bytes]:
+    """``finish_plan``, with stops while whole tables are written and while the plan is hashed.
+    A payload of more than ``most_bytes`` is returned, and left out of ``answer``.
+    """
     session = member.session
-    while session.native.prepare(session.slot, PIECE_BLOCKS):
+    while session.native.prepare(session.slot, PIECE_ENTRIES):
         yield
     payload = _finish(member, traceparent)
     if payload is None:
-        return
+        return b""
     begin_plan(session, number, b"")  # no receipt can come before the answer
     digest = yield from digest_in_pieces(payload)
-    _sign(session, number, payload, digest, answer.plan)
+    if most_bytes is None or len(payload) <= most_bytes:
+        _sign(session, number, payload, digest, answer.plan)
+        return b""
+    _sign(session, number, b"", digest, answer.plan)
+    return payload
 
 
 def begin_plan(session: Session, number: int, digest: bytes) -> bytes:

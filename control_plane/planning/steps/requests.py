@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
@@ -19,6 +19,7 @@ from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
+from control_plane.planning.steps.large_answers import LARGE_BYTES, LargeAnswer, large_answer
 from control_plane.planning.steps.numbering import content_of
 from control_plane.planning.steps.pieces import (
     MANY_TOKENS,
@@ -42,6 +43,13 @@ _MANY_SEQUENCES: Final = 4096
 _MANY_BLOCKS: Final = 65_536
 
 Request = cpb.StepRequest | cpb.SubmitReceiptsRequest | cpb.AbortPlanRequest | cpb.ResyncRequest
+
+
+class _Step(NamedTuple):
+    """What a step came to. ``payload``: its plan's, where that is large and not in the message."""
+
+    response: cpb.StepResponse
+    payload: bytes
 
 
 class Requests:
@@ -84,7 +92,8 @@ class Requests:
 
     def answer(self, session: Session, request: Request, *, in_pieces: bool = False) -> Pieces[Any]:
         """Run a request under its number, or repeat the answer that it got. Ends with the answer,
-        or raises why the request failed as a whole. Yields only if ``in_pieces``.
+        or raises why the request failed as a whole. Yields only if ``in_pieces``; the answer to a
+        step may be a LargeAnswer then.
         """
         if in_pieces:  # it may have had to wait
             self._require_open(session)
@@ -109,9 +118,15 @@ class Requests:
             raise
         finally:
             sharing.serve()
-        if isinstance(message, cpb.StepResponse) and (news := member.take_news()) is not None:
-            message.result.news.CopyFrom(news)
-        session.numbers.remember(content, message)
+        payload = b""
+        if isinstance(message, _Step):
+            message, payload = message
+            if (news := member.take_news()) is not None:
+                message.result.news.CopyFrom(news)
+        if payload:
+            message = large_answer(message, payload)
+        is_large = isinstance(message, LargeAnswer)
+        session.numbers.remember(content, message.encoded if is_large else message)
         return message
 
     def _held(self, session: Session, sharing: Sharing, pieces: Pieces[Any]) -> Pieces[Any]:
@@ -135,9 +150,7 @@ class Requests:
         except KvplaneError as error:
             _LOGGER.info("a repeated request brought a receipt that was refused: %s", error.reason)
 
-    def _step(
-        self, member: Member, request: cpb.StepRequest, in_pieces: bool
-    ) -> Pieces[cpb.StepResponse]:
+    def _step(self, member: Member, request: cpb.StepRequest, in_pieces: bool) -> Pieces[_Step]:
         yield from self._take_past(member, request, in_pieces)
         session = member.session
         operations = read_operations(request.operations, self._config.max_operations)
@@ -148,7 +161,7 @@ class Requests:
         session.native.begin(session.slot, request.number)
         planner = Planner(member, self._sharing_of(session.pool), self._quotas)
         run, add = observed(self._observer, session, planner.run), result.results.add
-        num_tokens = 0
+        num_tokens, payload = 0, b""
         for i, operation in enumerate(operations):
             if in_pieces:
                 if num_tokens >= PIECE_TOKENS:
@@ -162,13 +175,15 @@ class Requests:
             run(i, operation, add())
         if in_pieces:
             yield
-            yield from finish_in_pieces(member, request.number, result, request.traceparent)
+            payload = yield from finish_in_pieces(
+                member, request.number, result, request.traceparent, most_bytes=LARGE_BYTES
+            )
         else:
             finish_plan(member, request.number, result, request.traceparent)
         pool = session.pool
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()
-        return response
+        return _Step(response, payload)
 
     def _submit_receipts(
         self, member: Member, request: cpb.SubmitReceiptsRequest, in_pieces: bool

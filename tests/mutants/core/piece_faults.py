@@ -12,7 +12,9 @@ from control_plane.planning.core import ControlPlane
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.sharing import Sharing
-from control_plane.planning.steps import pieces, planner
+from control_plane.planning.steps import large_answers, pieces, planner, requests
+from control_plane.planning.steps.large_answers import LargeAnswer
+from control_plane.planning.steps.numbering import Numbering
 from control_plane.planning.steps.pieces import finished
 from control_plane.server import long_requests
 from control_plane.server.long_requests import LongRequests
@@ -121,6 +123,33 @@ def it_is_one_piece(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControlPlane, "in_pieces", in_pieces)
 
 
+def a_large_answer_is_repeated_without_its_plan(patch: pytest.MonkeyPatch) -> None:
+    """Who asks again for it gets no plan."""
+
+    def remember(self: Numbering, content: bytes, message: Any, *error: Any) -> None:
+        if isinstance(message, bytes):
+            message = cpb.StepResponse.FromString(message)
+            message.result.ClearField("plan")
+        original(self, content, message, *error)
+
+    original = Numbering.remember
+    patch.setattr(Numbering, "remember", remember)
+
+
+def a_large_answer_begins_with_its_plan(patch: pytest.MonkeyPatch) -> None:
+    """Its bytes are not those of the message."""
+
+    def large_answer(response: cpb.StepResponse, payload: bytes) -> LargeAnswer:
+        whole = large_answers.large_answer(response, payload)
+        plan = cpb.StepResponse.FromString(whole.encoded).result.plan
+        head = cpb.StepResponse(result=cpb.StepResult(plan=plan)).SerializeToString()
+        rest = cpb.StepResponse.FromString(whole.encoded)
+        rest.result.ClearField("plan")
+        return LargeAnswer(head + rest.SerializeToString(), response)
+
+    patch.setattr(requests, "large_answer", large_answer)
+
+
 def operations_are_checked_at_once(patch: pytest.MonkeyPatch) -> None:
     """Others wait for all of them."""
     original = ControlPlane.check_operations
@@ -138,6 +167,8 @@ CORE = {
     each_part_counts_items_from_its_own_first: "test_a_request_in_pieces_is_answered_as_in_one",
     fenced_before_all_is_released: "test_a_session_that_ends_is_released_between_requests",
     a_fence_is_forgotten_while_it_releases: "test_a_session_that_ends_is_released_between_requests",
+    a_large_answer_is_repeated_without_its_plan: "test_a_request_in_pieces_is_answered_as_in_one",
+    a_large_answer_begins_with_its_plan: "test_a_request_in_pieces_is_answered_as_in_one",
     operations_are_checked_at_once: "test_operations_are_checked_a_few_at_a_time",
     it_is_one_piece: "test_others_step_between_the_pieces",
 }

@@ -14,6 +14,7 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.session import Session
 from control_plane.planning.steps import pieces, plans, receipts, requests
+from control_plane.planning.steps.large_answers import LargeAnswer
 from kvplane import ops
 from kvplane.errors import SessionNotFoundError
 from kvplane.v1 import control_pb2 as cpb
@@ -34,7 +35,8 @@ def in_pieces(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any,
             try:
                 next(left)
             except StopIteration as end:
-                return end.value
+                is_large = isinstance(end.value, LargeAnswer)
+                return written(end.value) if is_large else end.value
             core.check_integrity()
             between()
 
@@ -45,8 +47,9 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     """Pieces of a few tokens and sequences."""
     for module in (requests, pieces):
         patch.setattr(module, "PIECE_TOKENS", 10)
-    for module in (plans, receipts):
-        patch.setattr(module, "PIECE_BLOCKS", 3)
+    patch.setattr(receipts, "PIECE_BLOCKS", 3)
+    patch.setattr(plans, "PIECE_ENTRIES", 3)
+    patch.setattr(requests, "LARGE_BYTES", 300)
     patch.setattr("control_plane.planning.pools.pool._PIECE_SEQUENCES", 2)
     patch.setattr("control_plane.planning.core._CHECKED_AT_A_TIME", 3)
 
@@ -80,6 +83,23 @@ def growth(rng: random.Random, positions: dict[int, int]) -> cpb.Operation:
     return cpb.Operation(append=append)
 
 
+def written(answer: LargeAnswer) -> cpb.StepResponse:
+    """What was encoded, which is to the byte what a message would have written."""
+    response = cpb.StepResponse.FromString(answer.encoded)
+    assert response.SerializeToString() == answer.encoded
+    assert not answer.response.result.plan.payload
+    without = cpb.StepResponse.FromString(answer.encoded)
+    without.result.plan.payload = b""
+    assert answer.response == without
+    return response
+
+
+def copied(message: Any) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
 def receipt(session: Session, number: int) -> tpb.SignedPayload:
     """The data plane's, of a plan in flight."""
     payload = session.receipt_of(number, 0)
@@ -109,6 +129,9 @@ def walked(seed: int, *, is_whole: bool) -> tuple[list[Any], int]:
                 ran = [number for number in ran if number < request.plan_number]
             request.receipts.extend(receipt(session, number) for number in ran)
         done = answer(request, "tenant")
+        again = world.core.answer(request, "tenant")
+        assert again == done, "the same number, the same answer"
+        done = copied(done)
         plan = done.result if isinstance(done, cpb.StepResponse) else done
         if not isinstance(done, cpb.AbortPlanResponse):
             if plan.HasField("plan"):

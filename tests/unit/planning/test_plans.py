@@ -13,7 +13,9 @@ from planning_rig import (
     transfers_of,
 )
 
+from control_plane.planning.steps.large_answers import large_answer
 from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
 
@@ -53,6 +55,22 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
     assert entries_of(plan.changes) == [(block, 1, True) for block in rig.state(2).table]
     assert rig.session.plans[3].digest == signing.digest(signed.payload)
     rig.check()
+
+
+def test_a_large_answer_is_encoded_as_its_message_would_be() -> None:
+    rig = PlanningRig()
+    result = rig.answer(ops.admit(2, range(9)))
+    result.revision = 300
+    result.news.granted.add(sequence_id=7)
+    whole = cpb.StepResponse(number=12345, result=result)
+    for payload in (b"7", bytes(127), bytes(128), bytes(1 << 21)):
+        whole.result.plan.payload = payload
+        without = cpb.StepResponse()
+        without.CopyFrom(whole)
+        without.result.plan.ClearField("payload")
+        answer = large_answer(without, payload)
+        assert answer.response == without
+        assert answer.encoded == whole.SerializeToString()
 
 
 def test_the_source_of_a_transfer_is_held_until_its_plan_has_run() -> None:
