@@ -58,7 +58,6 @@ class Follower:
 def held_now(world: World, root: bytes, max_blocks: int) -> set[tuple[bytes, int]]:
     """By a snapshot in pieces, once all that was forgotten is gone."""
     lead = world.cores[0]
-    world.end_all()  # sequences that are still to be released may keep what was forgotten
     assert not lead.forget_some(ALL_ENTRIES)
     held: set[tuple[bytes, int]] = set()
     cursor = 0

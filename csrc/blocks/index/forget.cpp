@@ -208,6 +208,8 @@ void Pool::take_apart(EntryId e, EntryId root) {
   const bool has_blocks = entry.has_blocks();
   counters_.num_forgotten += index_.num_blocks_of(e);
   entry.num_arriving = 0;  // copies under way are dropped when their plans have run
+  // A sequence of a session that has ended, and is still to be released: nobody shares with it.
+  entry.leader = kNoEntry;
   while (entry.spares != kNoBlock) index_.clear_block(kDevice, entry.spares);
   const Block blocks[2] = {entry.block(kDevice), entry.block(kHost)};
   if (blocks[0] != kNoBlock)

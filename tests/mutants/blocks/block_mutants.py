@@ -29,6 +29,9 @@ FAULTS = {
         "if (most > store(kDevice).num_usable(session.slot) &&",
         "if (most > store(kDevice).num_blocks &&",
     ),
+    "what_is_forgotten_waits_for_a_release": Mutant(
+        "index/forget.cpp", "  entry.leader = kNoEntry;\n", ""
+    ),
     "detached_without_its_hash": Mutant(
         "index/prefix_index.cpp", "hash(top);  // while its parent is known", ""
     ),

@@ -308,6 +308,29 @@ def test_what_is_forgotten_first_is_taken_apart_first() -> None:
         assert num_free(pool) == 32
 
 
+def test_what_an_ended_session_was_to_publish_is_taken_apart_before_its_release() -> None:
+    with checked_pool(16) as pool:
+        writer = Writer(pool)
+        writer.cache(blocks(1, 2))
+        prompt = blocks(1, 2, 3, 4)
+        pool.begin(writer.slot, 100)
+        assert len(pool.grant(writer.slot, 1, 50, i32(prompt), b"", -1, 0, False, 0)) == 3
+        assert pool.end_session(writer.slot, 0)
+        assert pool.forget_roots([b"root"], False) == (2, 0)
+        num_calls = 1
+        while pool.forget_some(1):
+            pool.check_integrity()
+            num_calls += 1
+            assert num_calls < 20, "it goes down to the same entry again and again"
+        assert num_calls == 9, "each entry and the root once down and once up, at most"
+        other = Writer(pool)
+        other.cache(blocks(1, 2, 5))  # may get the entries that the session led
+        assert not pool.end_some(writer.slot, 1)
+        pool.check_integrity()
+        pool.session_fenced(writer.slot)
+        assert other.num_cached(blocks(1, 2, 5)) == (3, 0)
+
+
 def test_a_large_root_is_forgotten_in_pieces() -> None:
     num_sequences, num_each = 500, 80
     with checked_pool(num_sequences * num_each) as pool:
