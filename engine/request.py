@@ -80,15 +80,13 @@ class SamplingParams:
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "at least 0"
         )
-        _require(self.top_k >= 0, "top_k", "at least 0")
+        _require(0 <= self.top_k < 2**31, "top_k", f"0 to {2**31 - 1}")
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         _require(0 <= self.min_p <= 1, "min_p", "0 to 1")
         _require(1 <= self.n <= 256, "n", "1 to 256")
         _require(self.seed is None or 0 <= self.seed < MAX_SEED, "seed", f"0 to {MAX_SEED - 1}")
         penalty = self.repetition_penalty
-        _require(
-            penalty is None or 0 < penalty < math.inf, "repetition_penalty", "finite and above 0"
-        )
+        _require(penalty is None or 1e-3 <= penalty <= 1e3, "repetition_penalty", "0.001 to 1000")
         for name in ("frequency_penalty", "presence_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, "-2 to 2")
         _require(abs(self.priority) < 2**31, "priority", "an int32")

@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from ..request import MAX_SEED, SamplingParams, TokenLogprob
 
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
+# In float32 a smaller number may be 0, and a larger one infinite. At these ends one token has all
+# probability, or all have the same.
+_TEMPERATURES: Final = (1e-5, 1e5)
+_LEAST_TOP_P: Final = 1e-30
 
 
 class Row(Protocol):
@@ -114,7 +118,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> lis
     def column(name: str) -> torch.Tensor:
         return torch.tensor([[getattr(row.params, name)] for row in rows])
 
-    logits = logits / column("temperature")
+    logits = logits / column("temperature").clamp(*_TEMPERATURES)
     vocabulary = logits.shape[1]
     top_k, min_p = column("top_k"), column("min_p")
     if (top_k > 0).any():
@@ -128,10 +132,12 @@ def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> lis
     if is_nucleus:
         logits, order = torch.sort(logits, descending=True, stable=True)
         probabilities = torch.softmax(logits, dim=-1)
-        outside = probabilities.cumsum(dim=-1) - probabilities >= column("top_p")
+        top_p = column("top_p").clamp(min=_LEAST_TOP_P)
+        outside = probabilities.cumsum(dim=-1) - probabilities >= top_p
         logits = logits.masked_fill(outside, -torch.inf)
     sums = torch.softmax(logits, dim=-1).double().cumsum(dim=-1)
     places = torch.searchsorted(sums, _uniform(rows) * sums[:, -1:], right=True)
+    places = places.clamp(max=vocabulary - 1)  # of logits that are no numbers
     found: list[int] = (places if order is None else order.gather(1, places))[:, 0].tolist()
     return found
 

@@ -138,6 +138,7 @@ def test_a_row_gets_the_token_that_it_gets_alone(seed: int) -> None:
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("top_k", -1),
+        ("top_k", 2**63),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("n", 0),
@@ -150,6 +151,35 @@ def test_a_bad_parameter_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.field == f"sampling_params.{field}"
+
+
+# Each is a number that float32 has as 0 or infinite, or that it can be divided to.
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-300}, {"temperature": 1e-300, "top_p": 0.5}, {"temperature": 1e-40},
+        {"temperature": 1.0, "top_p": 1e-320}, {"temperature": 1.0, "min_p": 1.0},
+    ],
+)  # fmt: skip
+def test_an_extreme_parameter_leaves_the_most_likely_token(extreme: dict[str, float]) -> None:
+    assert set(draws(SamplingParams(**extreme), 20)) == {1}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 1e300}, {"temperature": 1.0, "min_p": 1e-320}])
+def test_an_extreme_parameter_leaves_all_tokens(extreme: dict[str, float]) -> None:
+    assert set(draws(SamplingParams(**extreme), 2000)) == {0, 1, 2, 3, 4}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary(
+    value: float, top_p: float
+) -> None:
+    rows = [Row(SamplingParams(temperature=1.0, top_p=top_p)) for _ in range(2)]
+    logits = torch.stack([torch.full((5,), value), LOGITS])
+    tokens = sample(logits, rows)
+    assert all(0 <= token < 5 for token in tokens)
+    assert tokens[1] == sample(LOGITS[None], rows[1:])[0]
 
 
 def test_min_p_leaves_out_what_is_less_likely_than_a_share_of_the_likeliest() -> None:
@@ -188,7 +218,8 @@ def test_a_log_probability_comes_with_the_likeliest() -> None:
     ("name", "value"),
     [
         ("min_p", 1.5), ("frequency_penalty", 3.0), ("presence_penalty", float("nan")),
-        ("logprobs", -1), ("logprobs", 21),
+        ("logprobs", -1), ("logprobs", 21), ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-320), ("repetition_penalty", 1e300),
     ],
 )  # fmt: skip
 def test_a_parameter_out_of_its_range_is_refused(name: str, value: float) -> None:
