@@ -29,7 +29,23 @@ FAULTS = {
     ),
     "plans are of another digest": ("signing.digest(payload)", "signing.digest(payload[1:])"),
     "refused items are not told": ("if failures:", "if False:"),
-    "an answer is not remembered": ("numbers.remember(request.content", "numbers.remember(b''"),
+    "an answer is not remembered": (
+        "numbers.remember(request.content, answer",
+        "numbers.remember(b'', answer",
+    ),
+    "a refusal is not remembered": (
+        "numbers.remember(request.content, encoded",
+        "numbers.remember(b'', encoded",
+    ),
+    "what never fits is asked for again": ("if failure[1] not in LATER:", "if False:"),
+    "a refusal says less than it could": (
+        "shortage_of(session, failure, place)",
+        "shortage_of(session, (*failure[:2], 0, *failure[3:]))",
+    ),
+    "a refusal uses no number": (
+        "numbers.use()\n        pool.statistics",
+        "pool.statistics",
+    ),
     "who waits is passed": ("not sharing.is_idle or", ""),
 }
 

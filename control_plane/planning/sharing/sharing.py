@@ -49,7 +49,7 @@ Done = tuple[int, int, int]
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _ON_DEVICE: Final = bytes([_DEVICE])
-_LATER: Final = (_native.LATER, _native.LATER_HEADROOM, _native.LATER_FLOOR)
+LATER: Final = (_native.LATER, _native.LATER_HEADROOM, _native.LATER_FLOOR)
 _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # No pool has so many blocks: the core refuses, and says how many are needed.
 _PROBE: Final = 2**40
@@ -129,7 +129,7 @@ class Sharing:
         done = admit(self._headroom() if line.is_idle else _PROBE)
         key = waiting.key if waiting is not None and is_again else member.groups.new_key()
         place: Place | None = None
-        if len(done) == 5 and done[1] in _LATER:
+        if len(done) == 5 and done[1] in LATER:
             place = self._ask(member, key, done[2], wait=message.wait)
             if place is None:
                 done = admit(self._headroom())
@@ -139,6 +139,10 @@ class Sharing:
             since_s = waiting.since_s if waiting is not None else self._pool.now_s
             member.waiting = Waiting(key, message, member.session.numbers.last, since_s)
         return done, place
+
+    def why_later(self, member: Member, failure: Failure) -> Place | None:
+        """Of ``admit``, without ``wait`` and while nobody waits, that the core answered LATER."""
+        return self._ask(member, member.groups.new_key(), failure[2], wait=False)
 
     def append(self, member: Member, message: cpb.Append) -> tuple[bytes, list[Failure] | None]:
         """Extend sequences, the oldest ones that wait for blocks first."""
@@ -222,7 +226,7 @@ class Sharing:
         done = native.swap(slot, sequence_ids, _DEVICE, headroom if line.is_idle else _PROBE)
         place: Place | None = None
         ids = columns.read(INT64, sequence_ids, "sequence_ids")
-        if not isinstance(done, int) and done[1] in _LATER:
+        if not isinstance(done, int) and done[1] in LATER:
             group = member.groups.of(ids[0])
             place = None if group.in_line else self._ask(member, group.key, done[2], wait=True)
             if place is None:
@@ -422,7 +426,7 @@ class Sharing:
             traffic.begins(self._observer, session, message)
             self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
-        if done[1] in _LATER:
+        if done[1] in LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
         by_quota = done[1] in _QUOTA
         reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE

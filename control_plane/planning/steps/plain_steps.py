@@ -19,10 +19,10 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.member import Member
-from control_plane.planning.sharing.sharing import Sharing
-from control_plane.planning.steps.failures import Failure, add_failures
+from control_plane.planning.sharing.sharing import LATER, Sharing
+from control_plane.planning.steps.failures import Failure, add_failures, shortage_of
 from control_plane.planning.steps.pieces import MANY_TOKENS
-from control_plane.planning.steps.plans import begin_plan
+from control_plane.planning.steps.plans import begin_plan, finish_plan
 from control_plane.planning.steps.receipts import apply_receipts
 from kvplane.errors import BadSignatureError
 from kvplane.v1 import control_pb2 as cpb
@@ -31,7 +31,7 @@ from kvplane.wire import signing
 
 class PlainAnswer(NamedTuple):
     """An encoded StepResponse with a result. ``kind``: of the operation, empty without one.
-    ``num_done``: its items. ``response``: the same as a message, if some were refused.
+    ``num_done``: its items. ``response``: the same as a message, if items were refused.
     """
 
     encoded: bytes
@@ -92,8 +92,8 @@ class PlainSteps:
         if ran is None:
             return None
         apply_receipts(session, highest)
-        if isinstance(ran, bool):
-            return None
+        if len(ran) == 2:
+            return self._later(member, sharing, request, *ran)
         numbers.use()
         came_to, failures, payload, spent_s = ran
         if kind:
@@ -115,6 +115,36 @@ class PlainSteps:
             answer = _with_failures(answer, member, failures)
         numbers.remember(request.content, answer.encoded)
         return answer
+
+    def _later(
+        self,
+        member: Member,
+        sharing: Sharing,
+        request: PlainStep,
+        failure: Failure,
+        spent_s: float,
+    ) -> PlainAnswer | None:
+        """The answer to an admission for which there is no room now: those who ask for it again and
+        again cost no more than the search for its prefix. None when it was refused for another
+        reason.
+        """
+        if failure[1] not in LATER:
+            return None
+        session = member.session
+        pool, numbers = session.pool, session.numbers
+        numbers.use()
+        pool.statistics.allocation_s["admit"].add(spent_s)
+        response = cpb.StepResponse(number=request.number)
+        result = response.result
+        place = sharing.why_later(member, failure)
+        shortage = shortage_of(session, failure, place)
+        result.results.add().failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
+        finish_plan(member, request.number, result)
+        result.usage.CopyFrom(pool.usage())
+        result.revision = pool.revision()
+        encoded = response.SerializeToString()
+        numbers.remember(request.content, encoded)
+        return PlainAnswer(encoded, "admit", 0, result.HasField("plan"), response)
 
 
 def _with_failures(answer: PlainAnswer, member: Member, failures: list[Failure]) -> PlainAnswer:

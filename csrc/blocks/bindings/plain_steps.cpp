@@ -71,7 +71,8 @@ Ran run_operation(P& pool, Slot slot, const PlainStep& step, int64_t headroom) {
 }
 
 // Applies receipts, then the operation, and makes the plan. None, and nothing is changed, where
-// that may take long or an append is not sure to find room; false, if only receipts were applied.
+// that may take long or an append is not sure to find room. Of an admission that is refused the
+// failure: the step has begun, and there is no plan yet.
 template <typename P>
 py::object run(P& pool, Slot slot, const PlainRequest& request, int64_t done, int64_t headroom,
                int64_t most_tokens, const py::bytes& prefix) {
@@ -86,7 +87,7 @@ py::object run(P& pool, Slot slot, const PlainRequest& request, int64_t done, in
   const auto began = std::chrono::steady_clock::now();
   const Ran ran = run_operation(pool, slot, step, headroom);
   const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
-  if (ran.is_refused) return py::bool_(false);
+  if (ran.is_refused) return py::make_tuple(ran.done, spent.count());
   return py::make_tuple(ran.done, ran.failures, finish_plan(pool, slot, prefix), spent.count());
 }
 

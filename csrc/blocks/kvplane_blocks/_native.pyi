@@ -179,13 +179,17 @@ class _Sessions:
         headroom: int,
         most_tokens: int,
         prefix: bytes,
-    ) -> tuple[_Done | None, list[_Failure] | None, bytes | None, float] | bool | None:
+    ) -> (
+        tuple[_Done | None, list[_Failure] | None, bytes | None, float]
+        | tuple[_Failure, float]
+        | None
+    ):
         """``receipted`` with plan ``done``, ``begin``, ``append`` or ``admit``, and ``finish``:
         what the operation came to, the items refused, the plan, and the seconds of the operation.
 
         None, with nothing changed, when whole tables are due, plans in flight compute more than
-        ``most_tokens``, or an append might not find room. False when an admission was refused: then
-        all but the receipts is to be done again.
+        ``most_tokens``, or an append might not find room. When an admission was refused, why, and
+        the seconds: the step has begun then, and ``finish`` was not called.
         """
     def plain_answer(
         self,

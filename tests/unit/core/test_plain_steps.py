@@ -107,8 +107,8 @@ class Walk:
 
     def __init__(self, rng: Random, layout: Layout = LAYOUT, **config: Any) -> None:
         self.rng = rng
-        bounds = {"max_operations": 8, "max_plans_in_flight": 2}
-        configured = CoreConfig(watermark=0.0, **{**bounds, **config})
+        bounds = {"max_operations": 8, "max_plans_in_flight": 2, "watermark": 0.0}
+        configured = CoreConfig(**{**bounds, **config})
         self.sides = Side(layout, configured), Side(layout, configured)
         self.sent: list[cpb.StepRequest] = []
 
@@ -233,16 +233,16 @@ def walked(rng: Random, layout: Layout = LAYOUT, **config: Any) -> Walk:
 
 
 @settings(max_examples=20)
-@given(st.randoms(use_true_random=False), st.booleans())
-def test_plain_steps_do_what_steps_do(rng: Random, has_groups: bool) -> None:
-    walked(rng, WINDOWED if has_groups else LAYOUT)
+@given(st.randoms(use_true_random=False), st.booleans(), st.sampled_from([0.0, 0.2]))
+def test_plain_steps_do_what_steps_do(rng: Random, has_groups: bool, watermark: float) -> None:
+    walked(rng, WINDOWED if has_groups else LAYOUT, watermark=watermark)
 
 
 @pytest.mark.nightly
 @settings(max_examples=500)
-@given(st.randoms(use_true_random=False), st.booleans())
-def test_many_plain_steps_do_what_steps_do(rng: Random, has_groups: bool) -> None:
-    walked(rng, WINDOWED if has_groups else LAYOUT)
+@given(st.randoms(use_true_random=False), st.booleans(), st.sampled_from([0.0, 0.2]))
+def test_many_plain_steps_do_what_steps_do(rng: Random, has_groups: bool, watermark: float) -> None:
+    walked(rng, WINDOWED if has_groups else LAYOUT, watermark=watermark)
 
 
 def test_plain_steps_stand_in_line_as_others_do() -> None:
@@ -260,6 +260,26 @@ def test_plain_steps_stand_in_line_as_others_do() -> None:
     num_plain = walk.sides[1].num_plain
     assert admit(first, 2, 8).failures, "it fits, but another waits"
     assert walk.sides[1].num_plain == num_plain
+
+
+def test_an_admission_that_is_asked_for_again_and_again_is_plain() -> None:
+    walk = Walk(Random(1))
+    first, second = walk.sides[0].core._sessions.values()
+
+    def ask(session: Session, sequence_id: int, num_tokens: int) -> cpb.OperationResult:
+        operation = ops.admit(sequence_id, range(sequence_id, num_tokens))
+        number = session.numbers.last + 1
+        request = cpb.StepRequest(session=session.ref, number=number, operations=[operation])
+        return cpb.StepResponse.FromString(walk.send(request)).result.results[0]
+
+    assert ask(first, 1, 160).HasField("admit")
+    for _ in range(3):
+        [failure] = ask(second, 2, 80).failures
+        assert failure.status == cpb.OPERATION_STATUS_LATER
+    assert ask(second, 2, 30).HasField("admit")
+    assert walk.sides[1].num_plain == 5
+    assert ask(second, 3, 300).failures[0].status == cpb.OPERATION_STATUS_NEVER
+    assert walk.sides[1].num_plain == 5, "what is not for now is left to messages"
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED], ids=["one group", "two"])
