@@ -97,6 +97,10 @@ class CorePool:
         self._announce()
         return seconds
 
+    def num_touched(self) -> int:
+        """How often a block of the pool, or an entry of its index, was looked at so far."""
+        return sum(group.num_touched for group in self.core._pools[POOL].groups)
+
     def description(self) -> cpb.DescribePoolResponse:
         """The pool as it is now."""
         return self.core.describe_pool(POOL)

@@ -8,13 +8,14 @@ import gc
 import multiprocessing
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from benchmarks.control_plane.engine import Engine, World
-from benchmarks.control_plane.in_process import InProcess
+from benchmarks.control_plane.in_process import CorePool, InProcess
 from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, Decoding, prompt
 from benchmarks.control_plane.report import Row, quantile
 from benchmarks.control_plane.sizes import Sizes
@@ -25,46 +26,79 @@ _PROMPT_TOKENS: Final = _PROMPT_BLOCKS * BLOCK_SIZE_TOKENS
 _NUM_DECODING: Final = 64
 _DECODE_STEPS_PER_ROUND: Final = 64
 _NS_PER_BLOCK: Final = "ns/block"
+_TOUCHED: Final = "looks/block"
 
 
 async def scale(world: World, sizes: Sizes) -> list[Row]:
     """Admissions of 256 blocks and decode steps of 64 sequences in pools full of cached prompts,
-    and how many times as much the largest pool costs as the smallest.
+    and how many times as much the largest pool costs as the smallest. Beside the time, how often
+    they look at a block or at an entry of the index.
     """
     rows: list[Row] = []
     for num_blocks in sizes.scale_pools:
         async with world.pool(num_blocks) as pool:
-            rows += await _costs(await pool.engine(), num_blocks, sizes)
+            assert isinstance(pool, CorePool), "measured in process only"
+            rows += await _costs(pool, num_blocks, sizes)
     num_pools = len(sizes.scale_pools)
     kinds = len(rows) // num_pools
     for first, last in zip(rows[:kinds], rows[-kinds:], strict=True):
         name = first.name.rpartition("/")[0]
-        growth = (last.p50 / first.p50, last.p99 / first.p99)
+        growth = (_times(first.p50, last.p50), _times(first.p99, last.p99))
         rows.append(Row(f"{name}/growth", "x", *growth, last.num_samples))
     return rows
 
 
-async def _costs(engine: Engine, num_blocks: int, sizes: Sizes) -> list[Row]:
+def _times(first: float, last: float) -> float:
+    """How many times as much; 1 where there was nothing to do, and is not."""
+    return last / first if first else 1.0 + last
+
+
+async def _costs(pool: CorePool, num_blocks: int, sizes: Sizes) -> list[Row]:
+    engine = await pool.engine()
     cached = engine.new_ids(num_blocks * 9 // 10 // _PROMPT_BLOCKS)
     for seed in cached:
         await _admit(engine, seed)
     choose = random.Random(0)
-    hit_s = [await _admit(engine, choose.choice(cached)) for _ in range(sizes.num_scale_prompts)]
-    miss_s = [await _admit(engine, seed) for seed in engine.new_ids(sizes.num_scale_prompts)]
-    decode_s: list[float] = []
+    hits = [choose.choice(cached) for _ in range(sizes.num_scale_prompts)]
+    misses = engine.new_ids(sizes.num_scale_prompts)
+    hit_s, hit_touched = await _counted(pool, [partial(_admit, engine, seed) for seed in hits])
+    miss_s, miss_touched = await _counted(pool, [partial(_admit, engine, seed) for seed in misses])
+    decode_s, decode_touched = list[float](), list[int]()
     while len(decode_s) < 4 * sizes.num_scale_prompts:
         ids = engine.new_ids(_NUM_DECODING)
         decoding = Decoding(ids)
         await engine.step(*decoding.admits())
-        for _ in range(_DECODE_STEPS_PER_ROUND):
-            decode_s.append(await engine.step(decoding.append()))
+        steps = [partial(_decode, engine, decoding)] * _DECODE_STEPS_PER_ROUND
+        for so_far, new in zip(
+            (decode_s, decode_touched), await _counted(pool, steps), strict=True
+        ):
+            so_far += new
         await engine.step(ops.free(ids))
         await engine.settle()
     return [
         _per_block(f"scale_admit_hit/{num_blocks}", hit_s, _PROMPT_BLOCKS),
         _per_block(f"scale_admit_miss/{num_blocks}", miss_s, _PROMPT_BLOCKS),
         _per_block(f"scale_decode/{num_blocks}", decode_s, _NUM_DECODING),
+        _touched(f"scale_admit_hit_touched/{num_blocks}", hit_touched, _PROMPT_BLOCKS),
+        _touched(f"scale_admit_miss_touched/{num_blocks}", miss_touched, _PROMPT_BLOCKS),
+        _touched(f"scale_decode_touched/{num_blocks}", decode_touched, _NUM_DECODING),
     ]
+
+
+async def _counted(
+    pool: CorePool, operations: Sequence[Callable[[], Awaitable[float]]]
+) -> tuple[list[float], list[int]]:
+    """What the operations return, and how often each looks at a block or an entry."""
+    seconds, touched = [], []
+    for operation in operations:
+        before = pool.num_touched()
+        seconds.append(await operation())
+        touched.append(pool.num_touched() - before)
+    return seconds, touched
+
+
+async def _decode(engine: Engine, decoding: Decoding) -> float:
+    return await engine.step(decoding.append())
 
 
 async def _admit(engine: Engine, seed: int) -> float:
@@ -80,6 +114,11 @@ async def _admit(engine: Engine, seed: int) -> float:
 def _per_block(name: str, seconds: Sequence[float], num_blocks: int) -> Row:
     p50, p99 = (1e9 * quantile(seconds, q) / num_blocks for q in (0.5, 0.99))
     return Row(name, _NS_PER_BLOCK, p50, p99, len(seconds))
+
+
+def _touched(name: str, touched: Sequence[int], num_blocks: int) -> Row:
+    p50, p99 = (quantile(touched, q) / num_blocks for q in (0.5, 0.99))
+    return Row(name, _TOUCHED, p50, p99, len(touched))
 
 
 async def memory(world: World, sizes: Sizes) -> list[Row]:

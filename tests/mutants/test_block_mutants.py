@@ -17,7 +17,11 @@ ROOT = Path(__file__).parents[2]
 TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (
     "admit", "growth", "tokens", "tiers", "aborts", "input", "plain", "walk",
 )]  # fmt: skip
-TESTS[:0] = ["tests/unit/blocks/test_floors.py", "tests/unit/blocks/test_forgetting.py"]
+TESTS[:0] = [
+    "tests/unit/blocks/test_floors.py",
+    "tests/unit/blocks/test_forgetting.py",
+    "tests/unit/blocks/test_touched.py",
+]
 TESTS[:0] = ["tests/unit/blocks/test_announcing.py", "tests/unit/blocks/test_rebuilding.py"]
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 GROUP_TESTS = {

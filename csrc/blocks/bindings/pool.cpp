@@ -391,6 +391,7 @@ void bind_queries(PoolClass& pool) {
         c.num_swapped_in, self.store(kDevice).num_evictions() + self.store(kHost).num_evictions(),
         c.num_publications, c.max_held, c.num_host_hit_tokens, c.num_demoted, c.num_forgotten);
   });
+  pool.def_property_readonly("num_touched", &Pool::num_touched);
   pool.def_property_readonly("revision", &Pool::revision);
   pool.def(
       "generations",

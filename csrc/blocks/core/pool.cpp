@@ -132,6 +132,10 @@ void Pool::session_fenced(Slot slot) {
 
 // Queries
 
+uint64_t Pool::num_touched() const {
+  return stores_[0]->num_touched() + stores_[1]->num_touched() + index_.num_touched();
+}
+
 const Sequence* Pool::find(Slot slot, int64_t sequence_id) const {
   const uint32_t* index = sessions_[slot].sequences.find(sequence_id);
   return index ? &sequences_[*index] : nullptr;

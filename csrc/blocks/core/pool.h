@@ -215,6 +215,7 @@ class Pool final : private Listener {
   const BlockStore& store(Tier tier) const { return *stores_[tier - 1]; }
   const PrefixIndex& index() const { return index_; }
   const Counters& counters() const { return counters_; }
+  uint64_t num_touched() const;  // how often a block or an entry of the index was looked at
   int64_t revision() const { return revision_; }
   size_t num_token_pieces() const { return token_store_.num_used(); }
   const Sequence* find(Slot slot, int64_t sequence_id) const;

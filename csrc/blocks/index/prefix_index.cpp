@@ -87,6 +87,7 @@ EntryId PrefixIndex::prefetch_after(EntryId e, EntryId next) const {
 }
 
 EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
+  ++num_touched_;
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry) return kNoEntry;
   if (const EntryId later = prefetch_after(parent, first); later != kNoEntry)
@@ -186,6 +187,7 @@ void PrefixIndex::unlink(const Entry& entry) {
 }
 
 bool PrefixIndex::set_block(EntryId e, Tier tier, Block b) {
+  ++num_touched_;
   Entry& entry = entries_[e];
   entry_of_[tier - 1][b] = e;
   ++entries_[entry.root].num_uses;
@@ -204,6 +206,7 @@ bool PrefixIndex::set_block(EntryId e, Tier tier, Block b) {
 Block PrefixIndex::clear_block(Tier tier, Block b) {
   const EntryId e = entry_of_[tier - 1][b];
   if (e == kNoEntry) return kNoBlock;
+  ++num_touched_;
   entry_of_[tier - 1][b] = kNoEntry;
   Entry& entry = entries_[e];
   --entries_[entry.root].num_uses;
@@ -229,7 +232,7 @@ void PrefixIndex::set_leader(EntryId e, uint32_t leader, uint32_t uid) {
 }
 
 void PrefixIndex::prune(EntryId e) {
-  while (true) {
+  for (;; ++num_touched_) {
     Entry& entry = entries_[e];
     if (entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
         entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving)
@@ -318,6 +321,7 @@ EntryId PrefixIndex::new_entry() {
   }
   Entry& entry = entries_[e];
   const uint32_t uid = entry.uid;
+  ++num_touched_;
   entry = Entry{};
   entry.uid = uid;
   ++num_entries_;
@@ -335,6 +339,7 @@ void PrefixIndex::compute_hash(EntryId e) const {
   auto* self = const_cast<PrefixIndex*>(this);
   const auto follow = [&](EntryId parent, EntryId child) {
     const size_t num_bytes = block_size_ * sizeof(int32_t);
+    ++num_touched_;
     self->set_hash(child, chained_hash(hashes_[parent], tokens_.row(child), num_bytes));
   };
   // Those of a prompt are mostly asked for from its beginning on.

@@ -169,6 +169,8 @@ class PrefixIndex {
 
   size_t num_entries() const { return num_entries_; }
   size_t num_spares() const { return num_spares_; }
+  // How often an entry was looked at so far, by whatever looks for one or changes it.
+  uint64_t num_touched() const { return num_touched_; }
   // Of the columns that have an element a block, and of the entries with their tokens.
   size_t num_bytes_of_blocks() const;
   size_t num_bytes_of_entries() const;
@@ -180,6 +182,7 @@ class PrefixIndex {
     while (!stack.empty()) {
       const EntryId e = stack.back();
       stack.pop_back();
+      ++num_touched_;
       f(e);
       for (EntryId c = entries_[e].child; c != kNoEntry; c = entries_[c].next) stack.push_back(c);
     }
@@ -229,7 +232,8 @@ class PrefixIndex {
   Slab<int32_t, 0> tokens_;
   Slab<Hash> hashes_;
   std::vector<EntryId> free_;
-  size_t num_entries_ = 0;            // roots too
+  size_t num_entries_ = 0;  // roots too
+  mutable uint64_t num_touched_ = 0;
   std::vector<EntryId> entry_of_[2];  // by tier
   Links spare_links_;                 // device blocks
   size_t num_spares_ = 0;

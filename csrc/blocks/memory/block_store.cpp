@@ -51,6 +51,7 @@ void BlockStore::close(Slot slot) { own_[slot] = Own{}; }
 
 void BlockStore::allocate(Slot slot, int64_t num, std::vector<Block>& out) {
   num_in_[static_cast<int>(State::kHeld)] += static_cast<uint32_t>(num);
+  touched(static_cast<size_t>(num));
   out.resize(out.size() + static_cast<size_t>(num));
   for (Block* blocks = out.data() + out.size() - num; num > 0;) {
     const int64_t num_taken = take(slot, blocks, std::min(num, kAtOnce));
@@ -95,6 +96,7 @@ int64_t BlockStore::take(Slot slot, Block* blocks, int64_t most) {
 
 int64_t BlockStore::evict(uint32_t owner, Block* blocks, int64_t most) {
   const int64_t num = pop_cached(owner, blocks, most);
+  touched(static_cast<size_t>(num));
   for (int64_t i = 0; i < num; ++i) {
     prefetch(blocks[i]);
     index_.prefetch(index_.entry_of(tier, blocks[i]));
@@ -149,7 +151,7 @@ void BlockStore::forget(Block b) {
 void BlockStore::published(Block b) {
   const EntryId e = index_.entry_of(tier, b);
   publish_to_policy(b, e);
-  for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next)
+  for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next, touched(1))
     if (index_[c].block(tier) != kNoBlock) policy_->set_parent(index_[c].block(tier), b);
   if (infos_[b].state == State::kHeld) return;
   settle(b);
@@ -158,6 +160,7 @@ void BlockStore::published(Block b) {
 
 void BlockStore::published(const std::vector<Block>& blocks) {
   keys_.clear();
+  touched(blocks.size());
   for (const Block b : blocks) {
     infos_[b].published = true;
     if (policy_uses_keys_) keys_.push_back(key_of(index_.entry_of(tier, b)));
@@ -177,6 +180,7 @@ void BlockStore::unpublish(Block b) {
 
 void BlockStore::publish_to_policy(Block b, EntryId e) {
   infos_[b].published = true;
+  touched(1);
   const uint64_t key = policy_uses_keys_ ? key_of(e) : 0;
   policy_->publish(&b, policy_uses_keys_ ? &key : nullptr, 1, index_[index_[e].parent].block(tier));
 }
@@ -188,6 +192,7 @@ uint64_t BlockStore::key_of(EntryId e) const {
 }
 
 void BlockStore::share(const Block* blocks, size_t num) {
+  touched(num);
   for (size_t i = 0; i < num; ++i) {
     if (i + kAhead < num) prefetch(blocks[i + kAhead]);
     if (infos_[blocks[i]].ref_count++ == 0) settle(blocks[i]);
@@ -197,6 +202,7 @@ void BlockStore::share(const Block* blocks, size_t num) {
 
 size_t BlockStore::release(const Block* blocks, size_t num, Slot slot, bool pending) {
   size_t num_released = 0;
+  touched(num);
   for (size_t i = 0; i < num; ++i) {
     const Block b = blocks[i];
     if (pending) add_pending(b, slot);
@@ -217,6 +223,7 @@ void BlockStore::add_pending(Block b, Slot slot) {
 }
 
 void BlockStore::finished(const Block* blocks, size_t num) {
+  touched(num);
   for (size_t i = 0; i < num; ++i) {
     if (i + kAhead < num) prefetch(blocks[i + kAhead]);
     const Block b = blocks[i];
@@ -302,6 +309,7 @@ void BlockStore::tell_policy() {
 }
 
 void BlockStore::leave(Block b) {
+  touched(1);
   --num_in_[static_cast<int>(infos_[b].state)];
   switch (infos_[b].place) {
     case kNowhere:

@@ -64,6 +64,11 @@ class BlockStore {
   void prefetch(Block b) const { __builtin_prefetch(&infos_[b], 1); }
   uint32_t num_in(State state) const { return num_in_[static_cast<int>(state)]; }
   uint64_t num_evictions() const { return num_evictions_; }
+  // How often an operation has taken up a block so far: each time, it looks at this block and, at
+  // most, at the two beside it in a list.
+  uint64_t num_touched() const { return num_touched_; }
+  // So many were looked at besides.
+  void touched(size_t num) const { num_touched_ += num; }
   EvictionPolicy& policy() { return *policy_; }
   // Blocks that the session could allocate now; those that it could once receipts and fences come.
   int64_t num_obtainable(Slot slot) const;
@@ -240,6 +245,7 @@ class BlockStore {
   int64_t floors_ = 0;  // their sum
   uint32_t num_in_[kNumStates] = {};
   uint64_t num_evictions_ = 0;
+  mutable uint64_t num_touched_ = 0;
   std::vector<Block> promoted_;
   std::vector<uint64_t> keys_;  // scratch of published
   // What the policy is told when an operation has settled its blocks.

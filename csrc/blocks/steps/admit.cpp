@@ -177,6 +177,7 @@ void Pool::count_needed(const Session& session, const Admission& admission, bool
   plan.copies_last = computes && num_compute && num_hits * block_size_ == num_tokens &&
                      plan.hits.back().kind != Hit::kHosted;
   plan.needed = std::max<int64_t>(0, div_ceil(plan.end, block_size_) - num_hits) + plan.copies_last;
+  store(kDevice).touched(plan.hits.size());
   for (const Hit& hit : plan.hits)
     plan.needed +=
         hit.kind == Hit::kHosted ||

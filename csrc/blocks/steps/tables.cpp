@@ -162,6 +162,7 @@ void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>
 void Pool::add_entries(const Sequence& sequence, int64_t first, int64_t end,
                        TableChanges& changes) const {
   const BlockStore& blocks = store(sequence.tier);
+  blocks.touched(static_cast<size_t>(end - first));
   size_t i = changes.indices.size();
   changes.indices.resize(i + static_cast<size_t>(end - first));
   changes.generations.resize(changes.indices.size());

@@ -29,6 +29,13 @@ FAULTS = {
         "if (most > store(kDevice).num_usable(session.slot) &&",
         "if (most > store(kDevice).num_blocks &&",
     ),
+    "each_admission_looks_at_the_whole_pool": Mutant(
+        "memory/block_store.cpp",
+        "void BlockStore::share(const Block* blocks, size_t num) {\n",
+        "void BlockStore::share(const Block* blocks, size_t num) {\n"
+        "  for (Block b = 0; b < num_blocks; ++b)\n"
+        "    if (infos_[b].state == State::kHeld) settle(b); else touched(1);\n",
+    ),
     "what_is_forgotten_waits_for_a_release": Mutant(
         "index/forget.cpp", "  entry.leader = kNoEntry;\n", ""
     ),
