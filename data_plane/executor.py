@@ -255,6 +255,22 @@ class Executor:
         with self._command.lock, self._command("start"):
             return self._begin(session, *self._verifier.plan(plan))
 
+    def begin_pass(self, session_id: int, index: int, *, plan_number: int | None = None) -> int:
+        """Compute the latest plan in passes: from here on, layers have token ``index`` of each span
+        that has so many, in the spans' order. Returns how many those are.
+
+        Passes begin with 0, before any layer, and the next one when all layers of the one before
+        are written; beginning the present one again changes nothing. The last one's last layer
+        gives the receipt. So one plan serves as many steps of decoding as its spans have tokens.
+        ``plan_number``: the plan expected to be the latest, None for any. On a GPU, waits until the
+        pass before has run, and raises InternalError when the device failed. Raises
+        PlanOutOfOrderError, SessionExpiredError, and InvalidRequestError where there is no such
+        pass.
+        """
+        with self._command.lock, self._command("begin_pass"):
+            session, run = self._plans.latest(session_id, plan_number)
+            return self._plans.begin_pass(session, run, index)
+
     def write_layer(
         self,
         session_id: int,

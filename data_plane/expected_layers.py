@@ -59,6 +59,8 @@ class ExpectedLayers:
     calls: Sequence[BoundCall]
     batches: Sequence[Any]
     num_threads: int
+    pass_index: int | None
+    """In which pass of the plan they come."""
 
 
 class Expectations:
@@ -119,7 +121,8 @@ class Expectations:
                 if batch.num_tokens != call.num_tokens or not compute.sees(call.bound, batch):
                     return None
             batches = [compute.native_batch(self._plans.batch(run, call.group)) for call in calls]
-            return ExpectedLayers(session_id, run, calls, batches, compute.num_threads)
+            threads = compute.num_threads
+            return ExpectedLayers(session_id, run, calls, batches, threads, run.pass_index)
 
     def run(
         self, expected: ExpectedLayers, first: int, serve: Callable[[], None], times: TakeTimes
@@ -133,8 +136,9 @@ class Expectations:
         """
         with self._lock:
             session, run = self._plans.latest(expected.session_id, expected.run.number)
-            if run is not expected.run or run.is_complete:
-                raise PlanOutOfOrderError("the plan has ended", field="plan.number")
+            is_same = run is expected.run and run.pass_index == expected.pass_index
+            if not is_same or run.is_complete:
+                raise PlanOutOfOrderError("the plan, or its pass, has ended", field="plan.number")
             self._plans.check_may_write(session, run)
             try:
                 serve()

@@ -143,8 +143,8 @@ class FixedStep:
 
     def _check_fits(self, run: Run, num_tokens: int) -> None:
         require(
-            run.num_tokens <= num_tokens,
-            f"the plan has {run.num_tokens} tokens, and the step {num_tokens}",
+            run.on_host[0].num_tokens <= num_tokens,
+            f"the plan has {run.on_host[0].num_tokens} tokens, and the step {num_tokens}",
             "num_tokens",
         )
         for rows, windows, batch in zip(self._rows, self._windows, run.on_host, strict=True):
@@ -175,7 +175,7 @@ class FixedStep:
             )
         for index in range(len(self._layers)):
             run.progress.finish_layer(index)
-        self._compute.count_step(run.num_tokens, len(self._layers))
+        self._compute.count_step(run.on_host[0].num_tokens, len(self._layers))
 
     def _numbers_of_heads(self, options: AttentionOptions, num_heads: int) -> NumbersOfHeads:
         """Kept as long as the step: a graph has their addresses."""

@@ -133,6 +133,7 @@ class PlanRunner:
         return Run(
             number=plan.number,
             digest=digest,
+            whole=on_host,
             attention=attention,
             on_host=on_host,
             allocated=allocated,
@@ -140,8 +141,8 @@ class PlanRunner:
             transfers=transfers,
             batches=transfers.batches(),
             of_sources=of_sources,
-            to_write=self._written.to_write(attention),
-            progress=Progress(len(self._layers), np.diff(attention[0].starts)),
+            to_write=self._written.to_write(on_host),
+            progress=Progress(len(self._layers), np.diff(on_host[0].starts)),
             checked_version=tables.num_messages_published,
             checked_taken=tables.num_taken,
             span=tracing.begin(
@@ -184,11 +185,9 @@ class PlanRunner:
         """
         num_tokens = 0
         if run is not None and run.receipt is None:
-            batch = run.attention[group]
+            batch = run.whole[group]
             spans = np.flatnonzero(batch.sequence_ids == sequence_id).tolist()
-            if spans and (
-                num_new := run.progress.num_written([*map(self._layers.index, layers)], spans[0])
-            ):
+            if spans and (num_new := run.num_written([*map(self._layers.index, layers)], spans[0])):
                 num_tokens = int(batch.first_positions[spans[0]]) + num_new
         counts = self._written.of_table(part, first_block, num_tokens)
         if not counts.all():
@@ -199,6 +198,25 @@ class PlanRunner:
                 field="first_block",
             )
         return counts
+
+    def begin_pass(self, session: Session, run: Run, index: int) -> int:
+        """Go on to a pass of the plan, once the device has done all of the one before, or stay in
+        it; how many tokens it computes. Raises PlanOutOfOrderError, InternalError when the device
+        failed, and InvalidRequestError for a plan that has no such pass.
+        """
+        require(
+            0 <= index < run.num_passes,
+            f"must be 0 to {run.num_passes - 1}: the plan's longest span has {run.num_passes} "
+            "tokens",
+            "pass_index",
+        )
+        run.check_next_pass(index)
+        if index != run.pass_index:
+            self.quiesce(raises=True)
+            run.begin_pass(index)
+            if not session.has_fixed_steps:
+                run.attention = tuple(map(self._compute.prepare, run.on_host))
+        return run.on_host[0].num_tokens
 
     def batch(self, run: Run, group: int) -> AttentionBatch:
         """A layer group's batch, its tensors on the kernels' device."""
@@ -284,6 +302,7 @@ class PlanRunner:
         session, run, index, batch = self._find(session_id, layer, plan_number, field)
         query, key, value = tensors
         compute, is_new = self._compute, not run.is_complete
+        progress = run.progress  # others may begin another pass wherever this yields
         is_whole = out is None and not compute.pieces(batch.lengths, piece_s)
         if query is not None and is_new and is_whole:
             bound = compute.bound_layer(batch, index, query, key, value, options)
@@ -291,7 +310,7 @@ class PlanRunner:
                 self.check_may_write(session, run)
                 num_context = run.num_context_tokens(bound.window_tokens)
                 attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
-                run.progress.finish_layer(index)
+                progress.finish_layer(index)
                 return attended
         to_write = compute.write_arguments(batch, index, key, value, field)
         to_attend = None
@@ -303,7 +322,7 @@ class PlanRunner:
         output = None
         if to_attend is not None:
             output = yield from self.attend(session, run, to_attend, piece_s, out)
-        run.progress.finish_layer(index)
+        progress.finish_layer(index)
         return output
 
     def _find(
@@ -324,11 +343,12 @@ class PlanRunner:
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """The run's receipt, signed once the device has done all of it; None while something is
-        missing. Raises InternalError when the device failed.
+        missing, after a pass once the device has done that. Raises InternalError when the device
+        failed.
         """
-        if run.receipt is None and run.is_complete and not run.failure:
+        if run.receipt is None and run.is_queued and not run.failure:
             self.quiesce()
-            if not run.failure:
+            if run.is_complete and not run.failure:
                 self._written.add(run.to_write)
                 session.finish(run, self._verifier.receipt(session.ref, run.number, run.digest))
                 self._counters.num_plans_run += 1

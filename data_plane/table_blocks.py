@@ -107,6 +107,10 @@ class TableBlocks:
     ) -> pb.SignedPayload | None:
         """As ``Executor.write_blocks``; the number of blocks is that of ``data``."""
         session, run = self._plans.latest(session_id, plan_number)
+        if run.pass_index is not None:
+            raise PlanOutOfOrderError(
+                "the plan is computed in passes: go on by layers", field="plan.number"
+            )
         batch = self._plans.batch(run, check_group(blocks.group, self._layout, "group"))
         span = batch.span_of(blocks.sequence_id)
         held = self._shard.group_layers(self._layout, blocks.group)
@@ -125,7 +129,7 @@ class TableBlocks:
         ``PlanRunner.latest``, and InvalidRequestError when there is no such span.
         """
         _, run = self._plans.latest(session_id, plan_number)
-        batch = run.attention[0]
+        batch = run.whole[0]
         span = batch.span_of(sequence_id)
         first, size = int(batch.first_positions[span]), self._layout.block_size_tokens
         last = first + int(batch.starts[span + 1] - batch.starts[span]) - 1
@@ -138,7 +142,7 @@ def _check_written(latest: Run, group: int, part: Table) -> None:
     """
     if latest.receipt is not None or part.place != place_of(group, pb.TIER_DEVICE):
         return
-    if np.isin(part.blocks, latest.attention[group].written_blocks).any():
+    if np.isin(part.blocks, latest.whole[group].written_blocks).any():
         raise PlanOutOfOrderError(
             f"plan {latest.number} computes these blocks: finish it first", field="sequence_id"
         )

@@ -1,4 +1,6 @@
-"""How much of a plan has been written: for each layer, how many tokens of each span."""
+"""How much of a plan, or of one of its passes, has been written: for each layer, how many tokens of
+each span.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from kvplane.errors import InvalidRequestError
 
 
 class Progress:
-    """The progress of one plan. A layer is given by its index in the shard."""
+    """The progress of one plan or pass. A layer is given by its index in the shard."""
 
     def __init__(self, num_layers: int, num_tokens: NDArray[np.int64]) -> None:
         """``num_tokens``: [S], of each span."""
@@ -24,6 +26,16 @@ class Progress:
     def is_complete(self) -> bool:
         """Whether every layer was written."""
         return all(self._written)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the shard."""
+        return len(self._written)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was written."""
+        return any(self._written) or self._of_spans is not None
 
     def is_written(self, layer: int) -> bool:
         """Whether all spans of a layer were written."""

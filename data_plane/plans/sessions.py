@@ -7,8 +7,8 @@ plan numbers of one session:   1 ─► 4 ─► 5 ─► 9        each plan has
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ MAX_PLANS_IN_FLIGHT = 1024
 MAX_SESSION_ID = 2**53 - 1
 _MAX_NUMBER = 2**63 - 2
 _MAX_KEYS = 16
+_PASSES_AT_ONCE = 16
+_MANY_ENTRIES = 2**20
 
 
 @dataclass(slots=True)
@@ -43,9 +45,11 @@ class Run:
 
     number: int
     digest: bytes
+    whole: tuple[AttentionBatch, ...]
+    """The plan's tokens in each layer group, on the host. All have the same spans."""
     attention: tuple[AttentionBatch, ...]
-    """What the kernels of each layer group need. All have the same spans. On the host until
-    ``PlanRunner.batch`` is asked for one, if the session has fixed steps.
+    """What the kernels of each layer group need for the plan, or for its present pass. On the host
+    until ``PlanRunner.batch`` is asked for one, if the session has fixed steps.
     """
     on_host: tuple[AttentionBatch, ...]
     """The same on the host."""
@@ -62,10 +66,13 @@ class Run:
     to_write: tuple[SlotsToWrite, ...]
     """What the spans write in each layer group."""
     progress: Progress
+    """Of the plan, or of its present pass."""
     checked_version: int
     """The publications' version when the written blocks were last found writable."""
     checked_taken: int
     """The tables' ``num_taken`` when none of the spans' entries was last found stale."""
+    pass_index: int | None = None
+    """The present pass; None where all tokens are computed at once."""
     cleared: bool = False
     """Whether the clearing before the transfers is queued."""
     num_batches_queued: int = 0
@@ -79,20 +86,29 @@ class Run:
     """Why there will be no receipt; empty while there may be one."""
     span: Any = None
     """In which the plan is traced, until it ends; None while traces are off."""
+    _coming: deque[tuple[AttentionBatch, ...]] = field(default_factory=deque)
+    """Of the next passes."""
     _num_context_tokens: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         """Of all spans."""
-        return self.attention[0].num_tokens
+        return self.whole[0].num_tokens
 
     @property
     def num_spans(self) -> int:
         """Spans of the plan."""
-        return self.attention[0].num_spans
+        return self.whole[0].num_spans
+
+    @property
+    def num_passes(self) -> int:
+        """In which it can be computed, one token of a span in each."""
+        return self.whole[0].max_tokens
 
     def num_context_tokens(self, window_tokens: int) -> int:
-        """As of its batches, which all have the same spans; counted once for each window."""
+        """As of its batches, which all have the same spans; counted once for each window of a plan
+        or pass.
+        """
         num = self._num_context_tokens.get(window_tokens)
         if num is None:
             num = self.attention[0].num_context_tokens(window_tokens)
@@ -100,9 +116,55 @@ class Run:
         return num
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all of the plan's transfers and layers are queued."""
+    def is_queued(self) -> bool:
+        """Whether all of the plan's transfers are queued, and its layers, of the present pass."""
         return self.transferred and self.progress.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the plan's transfers and layers are queued, of all its passes."""
+        return self.is_queued and self.pass_index in (None, self.num_passes - 1)
+
+    def check_next_pass(self, index: int) -> None:
+        """Raise PlanOutOfOrderError unless the pass is the present one, or may begin."""
+        present = -1 if self.pass_index is None else self.pass_index
+        if self.pass_index is None:
+            may_begin = not self.progress.has_begun
+        else:
+            may_begin = self.progress.is_complete
+        if index == present or (index == present + 1 and may_begin):
+            return
+        raise PlanOutOfOrderError(
+            "the plan's layers were sent already, without passes"
+            if self.pass_index is None and not may_begin
+            else f"pass {present} was begun last, so finish it, or begin pass {present + 1}",
+            field="pass_index",
+        )
+
+    def begin_pass(self, index: int) -> None:
+        """Go on to the pass, which is the next. Its batch is on the host."""
+        if not self._coming:
+            # Several at once take a third of the time: between two passes, a model's weights have
+            # taken the place of this code in the processor's caches.
+            is_small = sum(batch.block_tables.numel() for batch in self.whole) < _MANY_ENTRIES
+            coming = range(
+                index, min(index + (_PASSES_AT_ONCE if is_small else 1), self.num_passes)
+            )
+            of_groups = [[batch.of_pass(i) for i in coming] for batch in self.whole]
+            self._coming.extend(zip(*of_groups, strict=True))
+        self.attention = self.on_host = self._coming.popleft()
+        num_tokens = np.ones(self.on_host[0].num_spans, np.int64)
+        self.pass_index, self.progress = index, Progress(self.progress.num_layers, num_tokens)
+        self._num_context_tokens.clear()
+
+    def num_written(self, layers: Sequence[int], span: int) -> int:
+        """Tokens of a span that were written in all of ``layers``."""
+        index = self.pass_index
+        if index is None:
+            return self.progress.num_written(layers, span)
+        starts = self.whole[0].starts
+        is_written = all(map(self.progress.is_written, layers))
+        return min(int(starts[span + 1] - starts[span]), index + is_written)
 
     def check_transferred(self) -> None:
         """Raise PlanOutOfOrderError unless all transfers are queued."""

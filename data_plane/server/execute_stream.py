@@ -175,12 +175,16 @@ class ExecuteStream:
                 "the stream is not open: send an open message first", field="open"
             )
         started = self._executor.start(self.session_id, request.plan)
+        num_tokens = started.num_tokens
+        if request.HasField("pass_index"):
+            index, number = request.pass_index, started.number
+            num_tokens = self._executor.begin_pass(self.session_id, index, plan_number=number)
         self._plan_number = started.number
         self._note_plan()
         return pb.ExecuteResponse(
             started=pb.PlanStarted(
                 plan_number=started.number,
-                num_tokens=started.num_tokens,
+                num_tokens=num_tokens,
                 finished=started.had_run,
                 receipt=started.receipt,
             )

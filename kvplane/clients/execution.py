@@ -88,7 +88,7 @@ class Execution:
         self._connection = connection
         self._grant = grant
         self._host_id = packets.host_id() if local else ""
-        self._plan: SignedPayload | None = None
+        self._plan: pb.ExecuteRequest | None = None  # presented, with the pass
         self._begun: _Begun | None = None  # a plan that was sent and not answered yet
         self._stream: Stream[pb.ExecuteRequest, pb.ExecuteResponse] = Stream(lambda: stub.Execute())
         self._local: LocalConnection | None = None
@@ -116,28 +116,42 @@ class Execution:
         async with deadline.guard(), self._lock:
             await _tried(deadline, self._open)
 
-    async def start(self, plan: SignedPayload | None, *, timeout_s: float | None = None) -> Started:
+    async def start(
+        self,
+        plan: SignedPayload | None,
+        *,
+        pass_index: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Started:
         """Present a plan, which makes its table changes and transfers. Safe to repeat.
 
-        Raises InvalidRequestError for None, which is the plan of a step that changed nothing.
+        ``pass_index``: computes the plan in passes, one token of each span in each: see
+        ``ExecuteRequest``. Raises InvalidRequestError for the plan None, which is that of a step
+        that changed nothing.
         """
         if plan is None:
             raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._forget_plan()
-            return self._note_started(plan, await _tried(deadline, lambda: self._start(plan)))
+            request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
+            return self._note_started(request, await _tried(deadline, lambda: self._start(request)))
 
     async def begin(
-        self, plan: SignedPayload, num_tokens: int, *, timeout_s: float | None = None
+        self,
+        plan: SignedPayload,
+        num_tokens: int,
+        *,
+        pass_index: int | None = None,
+        timeout_s: float | None = None,
     ) -> None:
-        """``start`` of a plan that computes ``num_tokens``, at least one, without waiting for the
-        answer. The first ``layer`` takes it, and raises what ``start`` would have raised.
+        """``start`` of a plan or pass that computes ``num_tokens``, at least one, without waiting
+        for the answer. The first ``layer`` takes it, and raises what ``start`` would have raised.
         """
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._forget_plan()
-            await _tried(deadline, lambda: self._begin(plan, num_tokens))
+            await _tried(deadline, lambda: self._begin(plan, num_tokens, pass_index))
 
     async def layer(
         self,
@@ -169,17 +183,20 @@ class Execution:
 
             return await _tried(deadline, attempt)
 
-    def begin_now(self, plan: SignedPayload, num_tokens: int) -> bool:
+    def begin_now(
+        self, plan: SignedPayload, num_tokens: int, pass_index: int | None = None
+    ) -> bool:
         """``begin`` in the calling thread. False where that cannot be: use ``begin``."""
         self._forget_plan()
-        local, packet = self._local_for(plan)
+        request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
+        local, packet = self._local_for(request)
         if local is None:
             return False
         try:
             local.send(packet)
         except PlaneUnavailableError:
             return False
-        self._plan, self._begun = plan, _Begun(num_tokens, local)
+        self._plan, self._begun = request, _Begun(num_tokens, local)
         return True
 
     def layer_now(self, layer: LocalLayer, *, timeout_s: float | None = None) -> bool:
@@ -266,7 +283,7 @@ class Execution:
         """Whether the stream is open, and the local connection too if there was one."""
         return self._stream.is_open and (self._local is None or self._local.is_open)
 
-    def _started_plan(self) -> SignedPayload:
+    def _started_plan(self) -> pb.ExecuteRequest:
         if self._plan is None:
             raise PlanOutOfOrderError("no plan was started: call start first")
         return self._plan
@@ -276,13 +293,13 @@ class Execution:
             self._drop()  # an answer is under way that nobody wants
         self._plan, self.receipt, self._begun = None, None, None
 
-    def _note_started(self, plan: SignedPayload, started: Started) -> Started:
+    def _note_started(self, plan: pb.ExecuteRequest, started: Started) -> Started:
         self._plan, self.receipt, self._begun = plan, started.receipt, None
         return started
 
-    def _local_for(self, plan: SignedPayload) -> tuple[LocalConnection | None, bytes]:
+    def _local_for(self, plan: pb.ExecuteRequest) -> tuple[LocalConnection | None, bytes]:
         """The plan as a packet, and the connection to send it by; None where it does not fit."""
-        packet = pb.ExecuteRequest(plan=plan).SerializeToString()
+        packet = plan.SerializeToString()
         return self.local if len(packet) <= packets.MAX_PACKET_BYTES else None, packet
 
     def _drop(self) -> None:
@@ -316,22 +333,23 @@ class Execution:
             _note_once(_NOT_JOINED, text, self._connection.target, error)
             return None
 
-    async def _start(self, plan: SignedPayload) -> Started:
+    async def _start(self, plan: pb.ExecuteRequest) -> Started:
         await self._open()
         local, packet = self._local_for(plan)
         if local is None:
-            await self._stream.send(pb.ExecuteRequest(plan=plan))
+            await self._stream.send(plan)
             return _started(await self._receive("started"))
         local.send(packet)
         return _started(_expect("started", _parse(await local.receive_soon())))
 
-    async def _begin(self, plan: SignedPayload, num_tokens: int) -> None:
+    async def _begin(self, plan: SignedPayload, num_tokens: int, pass_index: int | None) -> None:
         await self._open()
-        if not self.begin_now(plan, num_tokens):
-            await self._stream.send(pb.ExecuteRequest(plan=plan))
-            self._plan, self._begun = plan, _Begun(num_tokens, None)
+        if not self.begin_now(plan, num_tokens, pass_index):
+            request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
+            await self._stream.send(request)
+            self._plan, self._begun = request, _Begun(num_tokens, None)
 
-    async def _present(self, plan: SignedPayload) -> None:
+    async def _present(self, plan: pb.ExecuteRequest) -> None:
         """Show the plan again on a new stream where the one that it was shown on has ended."""
         if not self._is_open:
             self._begun = None

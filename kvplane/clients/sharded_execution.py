@@ -130,10 +130,18 @@ class ShardedExecution:
         return ShardsStarted(started[0].plan_number, started[0].num_tokens, self.has_run)
 
     async def begin(
-        self, plan: SignedPayload, num_tokens: int, *, timeout_s: float | None = None
+        self,
+        plan: SignedPayload,
+        num_tokens: int,
+        *,
+        pass_index: int | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         """``Execution.begin`` on every shard."""
-        begun = [x.begin(plan, num_tokens, timeout_s=timeout_s) for x in self._executions]
+        begun = [
+            x.begin(plan, num_tokens, pass_index=pass_index, timeout_s=timeout_s)
+            for x in self._executions
+        ]
         await all_of(begun)
 
     async def layer(

@@ -49,8 +49,13 @@ class OpenedSession(Protocol):
 
 class DataBackend(Protocol):
     """Carries out the plans of one session, one at a time: ``start``, each layer in order,
-    ``finish``.
+    ``finish``. Of a plan in passes, that is done for each pass.
     """
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether ``start`` takes a pass."""
+        ...
 
     @property
     def latent_layers(self) -> frozenset[int]:
@@ -61,9 +66,12 @@ class DataBackend(Protocol):
         """Serve ``session`` from now on, and no other."""
         ...
 
-    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
-        """Start a plan. ``num_tokens``: what it computes, 0 where the caller does not know. With it
-        the answer need not be waited for, and what is wrong is raised by the first layer.
+    def start(
+        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+    ) -> Started:
+        """Start a plan, or go on to its next pass. ``num_tokens``: what it computes, 0 where the
+        caller does not know. With it the answer need not be waited for, and what is wrong is raised
+        by the first layer.
         """
         ...
 
@@ -79,8 +87,8 @@ class DataBackend(Protocol):
         """As in ``kvplane.transformers.attention.Step``."""
         ...
 
-    def finish(self) -> Sequence[pb.SignedPayload]:
-        """The receipts of all shards, after the last layer."""
+    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+        """The receipts of all shards, after the last layer; none if that pass was not the last."""
         ...
 
     def close(self) -> None:
@@ -133,12 +141,18 @@ class RemoteBackend:
         only = self._execution.only
         self._layers = None if only is None else RegionLayers(only)
 
-    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
-        """Present the plan to the data planes."""
+    has_passes = True
+
+    def start(
+        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+    ) -> Started:
+        """Present the plan to the data planes; with the number of its tokens where it has a
+        pass.
+        """
         execution = self._open_execution()
         if num_tokens:
-            if self._layers is None or not self._layers.begin(plan, num_tokens):
-                self._loop.run(execution.begin(plan, num_tokens))
+            if self._layers is None or not self._layers.begin(plan, num_tokens, pass_index):
+                self._loop.run(execution.begin(plan, num_tokens, pass_index=pass_index))
             return Started(num_tokens)
         started = self._loop.run(execution.start(plan))
         return Started(started.num_tokens, execution.receipts if started.has_run else ())
@@ -171,9 +185,11 @@ class RemoteBackend:
         there: torch.Tensor = out.torch().to(query.device)
         return there
 
-    def finish(self) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
         """The receipts that came after the last layer. Raises InternalError when one did not."""
         execution = self._open_execution()
+        if not is_last:
+            return ()
         if not execution.has_run:
             raise InternalError("no receipt came after the last layer")
         return execution.receipts

@@ -83,14 +83,22 @@ class EmbeddedBackend:
         self._session_id: int | None = None
         self.latent_layers: frozenset[int] = frozenset()
 
+    has_passes = True
+
     def open(self, session: OpenedSession) -> None:
         """Present the session's grant to the executor."""
         self._session_id = self._executor.open(session.grant)
         self.latent_layers = session.layout.latent_layers
 
-    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
-        """Change tables and run transfers."""
-        started = self._executor.start(self._open_session(), plan)
+    def start(
+        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+    ) -> Started:
+        """Change tables and run transfers, before the first pass."""
+        session_id = self._open_session()
+        if not pass_index:
+            started = self._executor.start(session_id, plan)
+        if pass_index is not None:
+            return Started(self._executor.begin_pass(session_id, pass_index))
         return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
     def layer(
@@ -118,9 +126,11 @@ class EmbeddedBackend:
         with device_errors():
             return out.to(query.device)
 
-    def finish(self) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
         """The receipt, after the last layer."""
         receipt = self._executor.receipt(self._open_session())
+        if not is_last:
+            return ()
         if receipt is None:
             raise InternalError("no receipt came after the last layer")
         return [receipt]

@@ -36,18 +36,20 @@ class DescribeDataPlaneResponse(_message.Message):
     def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., version: _Optional[str] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("open", "plan", "layer", "join", "share")
+    __slots__ = ("open", "plan", "layer", "join", "share", "pass_index")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    PASS_INDEX_FIELD_NUMBER: _ClassVar[int]
     open: OpenExecution
     plan: _types_pb2.SignedPayload
     layer: LayerInput
     join: JoinExecution
     share: ShareDeviceMemory
-    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[JoinExecution, _Mapping]] = ..., share: _Optional[_Union[ShareDeviceMemory, _Mapping]] = ...) -> None: ...
+    pass_index: int
+    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[JoinExecution, _Mapping]] = ..., share: _Optional[_Union[ShareDeviceMemory, _Mapping]] = ..., pass_index: _Optional[int] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
     __slots__ = ("opened", "started", "output", "error", "joined")

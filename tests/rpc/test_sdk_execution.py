@@ -135,6 +135,20 @@ async def test_a_stream_that_breaks_after_begin_presents_the_plan_again(plane, e
     assert plane.kinds == ["open", "plan", "layer", "open", "plan", "layer"]
 
 
+@pytest.mark.parametrize("begins", [False, True], ids=["start", "begin"])
+async def test_a_stream_that_breaks_in_a_pass_presents_the_pass_again(
+    plane, execution, begins
+) -> None:
+    plane.script = on("layer", hang_up)
+    if begins:
+        await execution.begin(plan_of(1), 2, pass_index=3)
+    else:
+        await execution.start(plan_of(1), pass_index=3)
+    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+    presented = [each for each in plane.requests if each.HasField("plan")]
+    assert [each.pass_index for each in presented] == [3, 3]
+
+
 async def test_a_plan_that_was_begun_and_dropped_answers_for_no_other(plane, execution) -> None:
     await execution.begin(plan_of(1), 2)
     assert (await execution.start(plan_of(2))).num_tokens == 2

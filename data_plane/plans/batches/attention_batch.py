@@ -89,6 +89,38 @@ class AttentionBatch(StepRows):
             )
         return int(spans[0])
 
+    def of_pass(self, index: int) -> AttentionBatch:
+        """Token ``index`` of each span that has so many: a batch of one token a sequence. Made from
+        one that is on the host, and on the host too.
+        """
+        starts, ids, first = self.starts, self.sequence_ids, self.first_positions
+        tables = self.block_tables
+        places = starts[:-1] + index
+        is_there = places < starts[1:]
+        if not is_there.all():
+            places, ids, first = places[is_there], ids[is_there], first[is_there]
+            tables = torch.from_numpy(tables.numpy()[is_there])
+        rows, first = np.arange(len(ids) + 1), first + index
+        lens = first + 1
+        assert self.lengths is not None
+        return AttentionBatch(
+            group=self.group,
+            sequence_ids=ids,
+            first_positions=first,
+            num_tokens=len(ids),
+            starts=rows,
+            max_tokens=1,
+            slots=torch.from_numpy(self.slots.numpy()[places]),
+            block_tables=tables,
+            query_starts=torch.from_numpy(rows),
+            context_lens=torch.from_numpy(lens),
+            lengths=HostLengths(rows, lens, self.lengths.tables_may_share),
+            written_blocks=self.written_blocks,
+            num_written=self.num_written,
+            written_by=self.written_by,
+            max_window_tokens=self.max_window_tokens,
+        )
+
     def to(self, device: torch.device) -> AttentionBatch:
         """The batch with its tensors on ``device``. Does not wait for the device."""
         if device.type == "cpu":

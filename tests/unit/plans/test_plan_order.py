@@ -43,6 +43,7 @@ def run_of(number: int, num_spans: int = 1) -> Run:
         number=number,
         digest=b"%d" % number,
         attention=(batch,),
+        whole=(batch,),
         on_host=(batch,),
         allocated={},
         to_clear=({}, {}),

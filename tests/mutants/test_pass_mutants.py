@@ -1,0 +1,123 @@
+"""The tests of plans in passes notice a planted fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from source_faults import Fault, assert_noticed
+
+EXECUTOR = "tests/unit/executor/test_passes.py"
+RPC = "tests/rpc/test_plan_passes.py"
+ENGINE = "tests/unit/engine/test_plans_in_passes.py"
+SESSIONS = "data_plane/plans/sessions.py"
+BATCH = "data_plane/plans/batches/attention_batch.py"
+CORE = "engine/running/core.py"
+SCHEDULER = "engine/scheduling/scheduler.py"
+
+BASIC = {
+    "the_first_pass_is_the_last": Fault(
+        SESSIONS, "self.pass_index in (None, self.num_passes - 1)", "True", EXECUTOR, "no_receipt"
+    ),
+    "a_pass_attends_to_what_comes_after_it": Fault(
+        BATCH, "lens = first + 1", "lens = first + 2", EXECUTOR, "as_the_whole_plan"
+    ),
+    "a_stream_that_broke_forgets_the_pass": Fault(
+        "kvplane/clients/execution.py",
+        "return self._note_started(request,",
+        "return self._note_started(pb.ExecuteRequest(plan=plan),",
+        "tests/rpc/test_sdk_execution.py",
+        "breaks_in_a_pass",
+    ),
+    "tokens_of_a_pass_are_all_that_is_due": Fault(
+        SCHEDULER, "sequence.num_due = num_tokens * is_live", "sequence.num_due = 1", ENGINE
+    ),
+}
+MORE = {
+    "passes_begin_before_the_one_before_is_written": Fault(
+        SESSIONS,
+        "may_begin = self.progress.is_complete",
+        "may_begin = True",
+        EXECUTOR,
+        "come_in_order",
+    ),
+    "a_plan_begun_whole_goes_on_in_passes": Fault(
+        SESSIONS,
+        "may_begin = not self.progress.has_begun",
+        "may_begin = True",
+        EXECUTOR,
+        "begun_whole",
+    ),
+    "a_span_without_tokens_left_has_a_row": Fault(
+        BATCH, "is_there = places < starts[1:]", "is_there = places < starts[-1]", EXECUTOR
+    ),
+    "what_a_pass_will_write_can_be_read": Fault(
+        SESSIONS, "index + is_written)", "index + 1)", EXECUTOR, "can_be_read"
+    ),
+    "blocks_are_written_to_a_plan_in_passes": Fault(
+        "data_plane/table_blocks.py",
+        "if run.pass_index is not None:",
+        "if False:",
+        EXECUTOR,
+        "not_sent",
+    ),
+    "a_failed_device_ends_a_pass_well": Fault(
+        SESSIONS,
+        "return self.transferred and self.progress.is_complete",
+        "return self.transferred and self.progress.is_complete and not self.pass_index == 0",
+        EXECUTOR,
+        "fails_in_a_pass",
+    ),
+    "layers_are_served_in_another_pass": Fault(
+        "data_plane/expected_layers.py",
+        " and run.pass_index == expected.pass_index",
+        "",
+        RPC,
+        "none_of_the_next",
+    ),
+    "the_server_passes_over_the_pass": Fault(
+        "data_plane/server/execute_stream.py",
+        'if request.HasField("pass_index"):',
+        "if False:",
+        RPC,
+        "pass_by_pass",
+    ),
+    "a_failed_pass_is_gone_on_with": Fault(
+        CORE, "spans, self._pass = present.spans, None", "spans = present.spans", ENGINE
+    ),
+    "each_pass_asks_for_another_plan": Fault(
+        CORE, "if is_last and self._plans_ahead", "if self._plans_ahead", ENGINE, "asked_once"
+    ),
+    "a_plan_goes_on_when_all_have_ended": Fault(
+        CORE,
+        "if spans and all(span.sequence.finish_reason for span in spans):",
+        "if False:",
+        ENGINE,
+        "nobody_wants",
+    ),
+    "plans_are_long_while_others_wait": Fault(
+        SCHEDULER,
+        "return bool(can_admit or self.swapped",
+        "return bool(self.swapped",
+        "tests/unit/engine/test_planning_ahead.py",
+        "changes_no_token",
+    ),
+    "beams_go_on_in_passes": Fault(
+        "engine/scheduling/sequence.py",
+        "return is_one and self.num_uncomputed <= 1",
+        "return True",
+        ENGINE,
+        "plans_are_short",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_a_test_of_passes_notices(name: str, tmp_path: Path) -> None:
+    assert_noticed(BASIC[name], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE)
+def test_a_test_of_passes_notices_at_night(name: str, tmp_path: Path) -> None:
+    assert_noticed(MORE[name], tmp_path)

@@ -1,0 +1,164 @@
+"""Plans in passes, as a client asks for them: over gRPC, and through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_server import author_of, serving
+from plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
+
+from data_plane.server.server import DataPlaneServer
+from kvplane import DataClient, Execution
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InternalError, PlanOutOfOrderError
+from kvplane.tensor import Tensor
+from kvplane.transformers.region_layers import RegionLayers
+from kvplane.v1 import types_pb2 as tpb
+
+NUM_TOKENS = 5  # of one sequence, one in each pass
+LAYERS = range(2)
+QUERY, KEY, VALUE = tokens(NUM_TOKENS, 4, seed=1), tokens(NUM_TOKENS, seed=2), tokens(NUM_TOKENS)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[tuple[DataPlaneServer, PlanAuthor]]:
+    async with serving(tmp_path, local_region_bytes=1 << 20) as (server, side):
+        yield server, author_of(server, side)
+        server.executor.check_integrity()
+
+
+def plan_of(author: PlanAuthor) -> tpb.SignedPayload:
+    return author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, NUM_TOKENS)])
+
+
+async def layer(execution: Execution, index: int, of_pass: int) -> torch.Tensor:
+    rows = [Tensor.from_array(t[of_pass : of_pass + 1]) for t in (QUERY, KEY, VALUE)]
+    output: torch.Tensor = (await execution.layer(index, *rows)).torch()
+    return output
+
+
+def check(outputs: list[torch.Tensor]) -> None:
+    want = dense_attention(QUERY, KEY, VALUE)
+    torch.testing.assert_close(torch.cat(outputs), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["start", "begin"])
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gRPC", "shared memory"])
+async def test_a_plan_runs_pass_by_pass(rig: Any, shared_memory: bool, begins: bool) -> None:
+    server, author = rig
+    plan, outputs = plan_of(author), []
+    async with (
+        DataClient(server.address, shared_memory=shared_memory) as client,
+        await client.open(author.grant()) as execution,
+    ):
+        assert (execution.local is not None) is shared_memory
+        for of_pass in range(NUM_TOKENS):
+            if begins:
+                await execution.begin(plan, 1, pass_index=of_pass)
+            else:
+                assert (await execution.start(plan, pass_index=of_pass)).num_tokens == 1
+            for index in LAYERS:
+                assert execution.receipt is None
+                output = await layer(execution, index, of_pass)
+            outputs.append(output)
+        assert author.read_receipt(execution.receipt).plan_number == 1
+    check(outputs)
+
+
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gRPC", "shared memory"])
+async def test_a_stream_that_breaks_in_a_pass_goes_on_with_it(
+    rig: Any, shared_memory: bool
+) -> None:
+    server, author = rig
+    plan, outputs = plan_of(author), []
+    async with (
+        DataClient(server.address, shared_memory=shared_memory) as client,
+        await client.open(author.grant()) as execution,
+    ):
+        for of_pass in range(NUM_TOKENS):
+            await execution.start(plan, pass_index=of_pass)
+            for index in LAYERS:
+                if of_pass in (0, 3):
+                    execution._drop()
+                output = await layer(execution, index, of_pass)
+            outputs.append(output)
+        assert author.read_receipt(execution.receipt).plan_number == 1
+    check(outputs)
+
+
+async def test_passes_are_refused_out_of_order(rig: Any) -> None:
+    server, author = rig
+    plan = plan_of(author)
+    async with (
+        DataClient(server.address) as client,
+        await client.open(author.grant()) as execution,
+    ):
+        await execution.start(plan, pass_index=0)
+        with pytest.raises(PlanOutOfOrderError) as caught:
+            await execution.start(plan, pass_index=1)
+        assert caught.value.field == "pass_index"
+        await execution.begin(plan, 2, pass_index=0)
+        with pytest.raises(InternalError, match="1 tokens, not 2"):
+            await layer(execution, 0, 0)
+        await execution.start(plan, pass_index=0)
+        await layer(execution, 0, 0)
+
+
+async def test_native_code_answers_the_layers_of_later_passes(rig: Any) -> None:
+    """In memory that both share, as an engine computes them."""
+    server, author = rig
+    plan, outputs = plan_of(author), []
+    async with (
+        DataClient(server.address) as client,
+        await client.open(author.grant()) as execution,
+    ):
+        layers = RegionLayers(execution)
+        for of_pass in range(NUM_TOKENS):
+            assert layers.begin(plan, 1, of_pass)
+            own = slice(of_pass, of_pass + 1)
+            for index in LAYERS:
+                output = layers.layer(index, QUERY[own], KEY[own], VALUE[own], AttentionOptions())
+                assert output is not None
+            outputs.append(output)
+        connection = next(iter(server.local._connections.values()))
+        assert connection._known.num_served == (NUM_TOKENS - 1) * (len(LAYERS) - 1)
+        assert execution.receipt is not None
+    check(outputs)
+
+
+async def test_layers_that_are_expected_in_a_pass_are_none_of_the_next(rig: Any) -> None:
+    """Which another stream of the session has begun."""
+    server, author = rig
+    plan, options = plan_of(author), AttentionOptions()
+    async with (
+        DataClient(server.address) as client,
+        await client.open(author.grant()) as execution,
+        DataClient(server.address, shared_memory=False) as other_client,
+        await other_client.open(author.grant()) as other,
+    ):
+        layers = RegionLayers(execution)
+        for of_pass in range(2):
+            assert layers.begin(plan, 1, of_pass)
+            own = slice(of_pass, of_pass + 1)
+            for index in LAYERS:
+                layers.layer(index, QUERY[own], KEY[own], VALUE[own], options)
+        stream = next(iter(server.local._connections.values()))
+        known = stream._known
+        await execution.start(plan, pass_index=2)
+        expected = await server._worker.run(lambda: known._expect(*stream.stream.plan))
+        assert expected is not None and expected.pass_index == 2
+        await other.start(plan, pass_index=2)
+        for index in LAYERS:
+            await layer(other, index, 2)
+        await other.start(plan, pass_index=3)
+
+        def serve() -> None:
+            raise AssertionError("layers of another pass were served")
+
+        run = server.executor.expectations.run
+        with pytest.raises(PlanOutOfOrderError):
+            await server._worker.run(lambda: run(expected, 0, serve, list))

@@ -1,0 +1,240 @@
+"""Plans in passes: one token of each span after the other, with one plan and one receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from data_rig import LAYERS, Rig, stored
+from kernel_sets import late_kernels
+from plan_author import publications, set_blocks, span, tokens
+
+from data_plane.kernels.backends.cpu import CpuKernels
+from kvplane.errors import (
+    BlockNotWritableError,
+    BlockNotWrittenError,
+    InternalError,
+    InvalidRequestError,
+    PlanOutOfOrderError,
+    StaleGenerationError,
+)
+
+COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
+FIRST = {1: 7, 2: 0, 3: 14}  # so that some cross the edge of a block
+BLOCKS = {1: [(7, 1), (0, 1)], 2: [(3, 1)], 3: [(1, 1), (5, 1), (2, 1)]}
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.executor.check_integrity()
+
+
+def prompts(rig: Rig) -> None:
+    """What comes before the spans."""
+    spans = [span(i, 0, num) for i, num in FIRST.items() if num]
+    rig.run(1, changes=[set_blocks(i, blocks) for i, blocks in BLOCKS.items()], spans=spans)
+
+
+def start(rig: Rig, number: int = 2) -> None:
+    rig.start(number, previous=1, spans=[span(i, FIRST[i], num) for i, num in COUNTS.items()])
+
+
+def rows_of(index: int) -> list[int]:
+    """Which of the plan's tokens a pass has."""
+    rows, begin = [], 0
+    for num in COUNTS.values():
+        rows += [begin + index] * (index < num)
+        begin += num
+    return rows
+
+
+def run_layer(rig: Rig, layer: int, rows: list[int]) -> torch.Tensor:
+    total = sum(COUNTS.values())
+    key, value = tokens(total, seed=10 + layer), tokens(total, seed=20 + layer)
+    output = rig.executor.layer(
+        1, layer, tokens(total, 4, seed=layer)[rows], key[rows], value[rows]
+    )
+    assert output is not None
+    return output
+
+
+def run_pass(rig: Rig, index: int) -> list[torch.Tensor]:
+    rows = rows_of(index)
+    assert rig.executor.begin_pass(1, index) == len(rows)
+    return [run_layer(rig, layer, rows) for layer in LAYERS]
+
+
+def test_passes_write_and_attend_as_the_whole_plan_does(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    outputs = [run_pass(rig, index) for index in range(4)]
+    receipt = rig.author.read_receipt(rig.executor.receipt(1))
+    assert receipt.plan_number == 2
+    other = Rig()
+    prompts(other)
+    start(other)
+    for layer in LAYERS:
+        whole = run_layer(other, layer, [*range(sum(COUNTS.values()))])
+        for index in range(4):
+            assert torch.equal(outputs[index][layer], whole[rows_of(index)])
+    for i, blocks in BLOCKS.items():
+        num = len(blocks)
+        assert torch.equal(stored(rig.executor, 1, i, num), stored(other.executor, 1, i, num))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_passes_on_a_device_that_works_late_write_the_same(seed: int) -> None:
+    kernels, _ = late_kernels(CpuKernels(1), seed)
+    late, soon = Rig(kernels=kernels), Rig()
+    for rig in (late, soon):
+        prompts(rig)
+        start(rig)
+        for index in range(4):
+            run_pass(rig, index)
+        assert rig.executor.receipt(1) is not None
+        rig.executor.check_integrity()
+    assert torch.equal(late.executor.pools.device_tier, soon.executor.pools.device_tier)
+
+
+def test_a_device_that_fails_in_a_pass_is_noticed_at_its_end() -> None:
+    kernels, runtime = late_kernels(CpuKernels(1), 0)
+    rig = Rig(kernels=kernels)
+    prompts(rig)
+    start(rig)
+    run_pass(rig, 0)
+    runtime.failures.append(RuntimeError("the device failed"))
+    with pytest.raises(InternalError):
+        rig.executor.receipt(1)
+    with pytest.raises(InternalError):
+        rig.executor.begin_pass(1, 1)
+
+
+def test_there_is_no_receipt_before_the_last_pass(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    for index in range(4):
+        assert rig.executor.receipt(1) is None
+        run_pass(rig, index)
+    assert rig.executor.receipt(1) is not None
+    # The next plan goes on from there.
+    rig.run(3, previous=2, spans=[span(2, 1, 1)])
+
+
+def test_a_plan_with_passes_left_has_not_run(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    run_pass(rig, 0)
+    with rig.refuses(PlanOutOfOrderError, "plan.previous"):
+        rig.start(3, previous=2, spans=[span(2, 1, 1)])
+
+
+def test_passes_come_in_order(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    with rig.refuses(PlanOutOfOrderError, "pass_index"):
+        rig.executor.begin_pass(1, 1)
+    with rig.refuses(InvalidRequestError, "pass_index"):
+        rig.executor.begin_pass(1, -1)
+    with rig.refuses(InvalidRequestError, "pass_index"):
+        rig.executor.begin_pass(1, 4)
+    rig.executor.begin_pass(1, 0)
+    run_layer(rig, 0, rows_of(0))
+    with rig.refuses(PlanOutOfOrderError, "pass_index"):
+        rig.executor.begin_pass(1, 1)
+    run_layer(rig, 1, rows_of(0))
+    run_pass(rig, 1)
+    with rig.refuses(PlanOutOfOrderError, "pass_index"):
+        rig.executor.begin_pass(1, 0)
+
+
+def test_a_plan_that_was_begun_whole_has_no_passes(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    run_layer(rig, 0, [*range(8)])
+    with rig.refuses(PlanOutOfOrderError, "pass_index"):
+        rig.executor.begin_pass(1, 0)
+
+
+def test_the_present_pass_may_be_begun_and_its_layers_sent_again(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    first = run_pass(rig, 0)
+    for again in (run_pass(rig, 0), run_pass(rig, 0)):
+        assert all(map(torch.equal, first, again))
+    for index in range(1, 4):
+        run_pass(rig, index)
+    before = rig.snapshot()
+    run_pass(rig, 3)
+    assert rig.snapshot() == before, "a plan that has run writes nothing"
+
+
+def test_a_pass_takes_its_own_number_of_tokens(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    rig.executor.begin_pass(1, 0)
+    with rig.refuses(InvalidRequestError):
+        run_layer(rig, 0, [*range(8)])
+
+
+def test_what_passes_have_written_can_be_read_and_no_more(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    run_pass(rig, 0)
+    rig.executor.begin_pass(1, 1)
+    run_layer(rig, 0, rows_of(1))
+    # The second token of sequence 1 is at position 8, the first of its second block.
+    data, _ = rig.executor.read_blocks(1, 1, 0, 2, first_layer=0, num_layers=1)
+    is_written = data[0, :, 0, 0].any(dim=-1).flatten()
+    assert is_written.tolist() == [i < 9 for i in range(16)]
+    with rig.refuses(BlockNotWrittenError, "first_block"):
+        rig.executor.read_blocks(1, 1, 0, 2, first_layer=1, num_layers=1)
+    data, _ = rig.executor.read_blocks(1, 1, 0, 1, first_layer=1, num_layers=1)
+    assert data[0, 0, 0, 0].any(dim=-1).all()
+
+
+def test_blocks_are_not_sent_to_a_plan_in_passes(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    rig.executor.begin_pass(1, 0)
+    data, _ = rig.executor.read_blocks(1, 1, 0, 1)
+    with rig.refuses(PlanOutOfOrderError, "plan.number"):
+        rig.executor.write_blocks(1, 1, 0, data)
+
+
+def test_a_block_that_is_taken_or_published_between_passes_is_noticed(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    run_pass(rig, 0)
+    rig.executor.publish(publications((2, 1)))  # that the last token of sequence 3 goes to
+    run_layer_of_pass = rows_of(1)
+    rig.executor.begin_pass(1, 1)
+    with rig.refuses(BlockNotWritableError):
+        run_layer(rig, 0, run_layer_of_pass)
+
+
+def test_a_block_that_another_session_gets_between_passes_is_noticed(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    run_pass(rig, 0)
+    rig.open(2)
+    rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])], spans=[span(1, 0, 3)])
+    rig.executor.begin_pass(1, 1)
+    with rig.refuses(StaleGenerationError):
+        run_layer(rig, 0, rows_of(1))
+
+
+def test_a_plan_that_computes_nothing_has_no_passes(rig: Rig) -> None:
+    prompts(rig)
+    rig.start(2, previous=1)
+    with rig.refuses(InvalidRequestError, "pass_index"):
+        rig.executor.begin_pass(1, 0)
+
+
+def test_a_plan_is_named(rig: Rig) -> None:
+    prompts(rig)
+    start(rig)
+    with rig.refuses(PlanOutOfOrderError, "plan.number"):
+        rig.executor.begin_pass(1, 0, plan_number=1)
