@@ -29,7 +29,7 @@ class EngineConfig:
         "The model": (
             *("model", "probe", "dtype", "kv_dtype", "linears", "num_threads", "tensor_parallel"),
         ),
-        "Batches": ("max_batch_tokens", "max_sequences", "plans_ahead"),
+        "Batches": ("max_batch_tokens", "max_sequences", "plans_ahead", "max_plan_s"),
         "The planes": (
             *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
             *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
@@ -79,6 +79,14 @@ class EngineConfig:
     )
     plans_ahead: bool = setting(
         True, help="Ask for a step's plan while the step before is computed."
+    )
+    max_plan_s: float = setting(
+        0.1,
+        unit="s",
+        minimum=0.0,
+        help="How long a plan may take: while all sequences decode, it has as many tokens of each"
+        " as fit, up to 16, and the control plane is asked once for all. A request that comes"
+        " meanwhile waits as long; 0 asks for each token.",
     )
     timeout_s: float = setting(10.0, unit="s", minimum=0.1, help="Deadline of one call to a plane.")
     recovery_timeout_s: float = setting(

@@ -41,12 +41,12 @@ class StepTimes:
         core.step = self._timed_step(core.step)
 
     def take(self, num_tokens: int) -> dict[str, float]:
-        """Median seconds of each part, and of all, in the steps so far that computed so many
-        tokens; then they are forgotten.
+        """Mean seconds of each part, and of all, in the steps so far that computed so many tokens;
+        then they are forgotten. Not medians: a plan is asked for in one step of several.
         """
         steps = [parts for num, parts in self._steps if num == num_tokens]
         self._steps.clear()
-        return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+        return {part: statistics.fmean(step[part] for step in steps) for part in steps[0]}
 
     def _timed(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
         @wraps(method)

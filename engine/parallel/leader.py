@@ -71,7 +71,11 @@ class ParallelBackend:
         self._tell(ranks.OPEN + shared.encode())
         ranks.together(self._group, lambda: self._backend.open(shared))
 
-    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
+    has_passes = False
+
+    def start(
+        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+    ) -> Started:
         """Start a plan on all ranks."""
         self._tell(ranks.START + plan.SerializeToString())
         answers = ranks.together(self._group, lambda: ranks.start(self._backend, plan))
@@ -93,7 +97,7 @@ class ParallelBackend:
             raise InternalError("no forward pass has begun")
         return self._step.layer(index, query, key, value, options=options)
 
-    def finish(self) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
         """The receipts of all ranks, after the last layer."""
         step, self._step = self._step, None
         if step is None:

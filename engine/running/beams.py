@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..request import Request
+from ..request import Delta, Request
 from ..sampling.beam_search import BeamSearch
 from ..sampling.sampler import penalised
 from ..scheduling.scheduler import Scheduler
@@ -27,10 +27,23 @@ class BeamRequest:
         self._search = BeamSearch(request.params, num_prompt_tokens, request.end_token_ids)
         self._logits: dict[EngineSequence, torch.Tensor] = {}
 
-    @property
-    def answers(self) -> list[list[int]]:
-        """Token ids of the ``n`` best continuations, when the search is over."""
-        return self._search.answers
+    def found(
+        self, new_sequence: NewSequence, num_cached_tokens: int
+    ) -> list[tuple[EngineSequence, Delta]]:
+        """The ``n`` best continuations, when the search is over, and what is told of each."""
+        request, found = self._request, []
+        for index, tokens in enumerate(self._search.answers):
+            sequence = new_sequence(request, index)
+            sequence.tokens += tokens
+            sequence.num_cached_tokens = num_cached_tokens
+            sequence.finish_reason = "stop" if tokens[-1] in request.end_token_ids else "length"
+            for token in tokens:
+                sequence.detokenizer.add(token)
+            sequence.detokenizer.finish()
+            text = sequence.detokenizer.take(final=True)
+            delta = Delta(request.request_id, index, text, tokens, sequence.finish_reason)
+            found.append((sequence, delta))
+        return found
 
     def note(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
         """A beam's next token is due: float32 [vocabulary]."""

@@ -1,9 +1,9 @@
 """The engine's loop: ask for a plan, compute it, sample; the next plan is asked for meanwhile.
 
 No token of a request is lost or returned twice, whatever happens to the planes: a token exists once
-it was sampled, that is after its plan was receipted, and stays with its sequence; KV that is lost
-is computed again from the tokens. Nothing is sampled from a plan that did not run to its end, so
-the random streams do not move either.
+it was sampled, that is after its plan was receipted, or the pass of the plan that gives it has run,
+and stays with its sequence; KV that is lost is computed again from the tokens. Nothing is sampled
+from a plan or pass that did not run to its end, so the random streams do not move either.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import dataclasses
 import logging
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -29,8 +29,7 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
-from kvplane.results import StepResult
-from kvplane.sync.loop_thread import Pending, wait
+from kvplane.sync.loop_thread import wait
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.v1 import types_pb2 as types
@@ -39,30 +38,23 @@ from ..models.loader import LoadedModel
 from ..request import Delta, Request, RequestOutput, SamplingParams
 from ..sampling.detokenizer import Detokenizer
 from ..sampling.sampler import logprobs_of, new_stream, sample
-from ..scheduling.intents import Intent, Outcome, Span
+from ..scheduling.intents import Outcome, Span
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import EngineSequence, SequenceStatus
 from ..stats import EngineStats
 from .beams import BeamRequest
 from .live_requests import LiveRequest
+from .passes import Asked, Pass
 from .runner import Runner
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
 IDLE_DELAY_S: Final = 0.005
+MAX_PASSES: Final = 16  # of one plan
+_LEAST_PASS_S: Final = 1e-6
 NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are asked for
 
 _log = logging.getLogger("engine")
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A step that was sent to the control plane."""
-
-    intents: list[Intent]
-    answer: Pending[StepResult]
-    span: Any
-    """In which the step is traced."""
 
 
 class EngineCore:
@@ -78,8 +70,11 @@ class EngineCore:
         *,
         recovery_timeout_s: float,
         plans_ahead: bool = True,
+        max_plan_s: float = 0.0,
     ) -> None:
-        """``plans_ahead``: ask for a step's plan while the one before is computed."""
+        """``plans_ahead``: ask for a step's plan while the one before is computed. ``max_plan_s``:
+        how long the passes of one plan may take together.
+        """
         self._loaded = loaded
         self._layout = layout
         self._link = link
@@ -89,6 +84,7 @@ class EngineCore:
         self._runner = Runner(loaded.model)
         self._recovery_timeout_s = recovery_timeout_s
         self._plans_ahead = plans_ahead
+        self._max_plan_s = max_plan_s if backend.has_passes else 0.0
         self._live: dict[str, LiveRequest] = {}
         self._deltas: list[Delta] = []
         self._outputs: dict[str, RequestOutput] = {}
@@ -97,7 +93,8 @@ class EngineCore:
         self._num_arrivals = 0
         self._num_failures = 0
         self._has_plan = False  # the present step has a plan, which an error would have to abort
-        self._asked: _Asked | None = None  # of the control plane, and not applied yet
+        self._asked: Asked | None = None  # of the control plane, and not applied yet
+        self._pass: Pass | None = None  # of the present plan, to be computed next
         self._stalled_since_s: float | None = None
         self._stepped_s = 0.0
         self.stats = EngineStats()
@@ -167,7 +164,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
-        return self._scheduler.has_work or bool(self._to_abort) or self._asked is not None
+        is_under_way = self._asked is not None or self._pass is not None
+        return self._scheduler.has_work or bool(self._to_abort) or is_under_way
 
     # Steps.
 
@@ -178,7 +176,7 @@ class EngineCore:
         """
         self._apply_aborts()
         if self.has_work:
-            self._has_plan = False
+            self._has_plan = self._pass is not None
             try:
                 self._step()
             except KvplaneError as error:
@@ -194,8 +192,13 @@ class EngineCore:
             _log.warning("receipts were not submitted: %s", error)
 
     def _step(self) -> None:
-        """Carry out the step that was asked for; the next one is asked for meanwhile."""
+        """Compute the plan's next pass, or else carry out the step that was asked for; the next one
+        is asked for meanwhile.
+        """
         started_s = time.monotonic()
+        if self._pass is not None:
+            self._compute(self._pass, started_s)
+            return
         asked = self._asked or self._ask(expects_news=True)
         if asked is None:
             self._pause()
@@ -205,23 +208,31 @@ class EngineCore:
         finally:
             tracing.end(asked.span)
 
-    def _carry_out(self, asked: _Asked, started_s: float) -> None:
+    def _carry_out(self, asked: Asked, started_s: float) -> None:
         outcome, plan = self._take_answer(asked)
         if plan is None:
             self._pause()
             return
         self._stalled_since_s = None
-        if outcome.spans and all(s.sequence.finish_reason for s in outcome.spans):
+        self._compute(Pass(plan, outcome.spans, 0 if outcome.in_passes else None), started_s)
+
+    def _compute(self, present: Pass, started_s: float) -> None:
+        """Compute a pass and take its tokens."""
+        spans, self._pass = present.spans, None
+        if spans and all(span.sequence.finish_reason for span in spans):
             self._abort_plan()  # all that it computes has ended since it was asked for
             return
-        logits = self._execute(plan, outcome.spans)
-        if outcome.spans:
+        logits = self._execute(present, spans)
+        self._pass = present.following
+        if spans:
             self._num_failures = 0
-        self._sample(outcome.spans, logits)
-        num_tokens = sum(span.num_tokens for span in outcome.spans)
-        self.stats.note_step(time.monotonic() - started_s, num_tokens)
+        self._sample(spans, logits)
+        seconds = time.monotonic() - started_s
+        fitting = int(self._max_plan_s / max(seconds, _LEAST_PASS_S))
+        self._scheduler.max_passes = max(1, min(MAX_PASSES, fitting))
+        self.stats.note_step(seconds, sum(span.num_tokens for span in spans))
 
-    def _ask(self, *, expects_news: bool) -> _Asked | None:
+    def _ask(self, *, expects_news: bool) -> Asked | None:
         """Ask for the next step; None when there is nothing to ask for, nor news, which are waited
         for a moment.
         """
@@ -232,9 +243,9 @@ class EngineCore:
         span = tracing.begin("engine.step", operations=len(intents))
         with tracing.inside(span):
             answer = self._link.begin_step([each.operation for each in intents])
-        return _Asked(intents, answer, span)
+        return Asked(intents, answer, span)
 
-    def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
+    def _take_answer(self, asked: Asked) -> tuple[Outcome, types.SignedPayload | None]:
         """Wait for a step's answer and learn what came of it."""
         self._asked = None
         result = wait(asked.answer)
@@ -245,11 +256,12 @@ class EngineCore:
             self._fail(sequence.request.request_id, error)
         return outcome, result.plan
 
-    def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
-        """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""
+    def _execute(self, present: Pass, spans: Sequence[Span]) -> torch.Tensor:
+        """Carry a pass out. Returns float32 logits [spans with is_last, vocabulary]."""
         num_tokens = sum(span.num_tokens for span in spans)
-        started = self._backend.start(plan, num_tokens)
-        if self._plans_ahead and self._scheduler.can_run_ahead:
+        started = self._backend.start(present.plan, num_tokens, present.index)
+        is_last = not present.num_left
+        if is_last and self._plans_ahead and self._scheduler.can_run_ahead:
             self._asked = self._ask(expects_news=False)
         receipts, logits = started.receipts, torch.empty(0)
         if not receipts:
@@ -258,8 +270,9 @@ class EngineCore:
                     f"the plan computes {started.num_tokens} tokens, not {num_tokens}"
                 )
             logits = self._runner.run(spans, self._backend)
-            receipts = self._backend.finish()
-        self._link.add_receipts(receipts)
+            receipts = self._backend.finish(is_last=is_last)
+        if receipts:
+            self._link.add_receipts(receipts)
         return logits
 
     def _expects_news(self) -> bool:
@@ -287,7 +300,7 @@ class EngineCore:
 
     # Tokens.
 
-    def _sample(self, spans: list[Span], logits: torch.Tensor) -> None:
+    def _sample(self, spans: Sequence[Span], logits: torch.Tensor) -> None:
         """Take the tokens that are due. A prompt's continuations draw their first tokens from the
         same logits, and separate.
         """
@@ -336,28 +349,11 @@ class EngineCore:
                 continue
             for sequence in live.sequences:
                 self._scheduler.finish(sequence)
-            live.sequences = [
-                self._found(live.request, index, tokens, live.sequences[0].num_cached_tokens)
-                for index, tokens in enumerate(live.beams.answers)
-            ]
+            found = live.beams.found(self._new_sequence, live.sequences[0].num_cached_tokens)
+            live.sequences = [sequence for sequence, _ in found]
+            self._deltas += [delta for _, delta in found]
+            self.stats.num_generated_tokens += sum(len(delta.token_ids) for _, delta in found)
             self._complete(request_id)
-
-    def _found(
-        self, request: Request, index: int, tokens: list[int], num_cached_tokens: int
-    ) -> EngineSequence:
-        """A continuation that a beam search found."""
-        sequence = self._new_sequence(request, index)
-        sequence.tokens += tokens
-        sequence.num_cached_tokens = num_cached_tokens
-        sequence.finish_reason = "stop" if tokens[-1] in request.end_token_ids else "length"
-        for token in tokens:
-            sequence.detokenizer.add(token)
-        sequence.detokenizer.finish()
-        text = sequence.detokenizer.take(final=True)
-        reason = sequence.finish_reason
-        self.stats.num_generated_tokens += len(tokens)
-        self._deltas.append(Delta(request.request_id, index, text, tokens, reason))
-        return sequence
 
     def _take_tokens(self, sequences: list[EngineSequence], logits: torch.Tensor) -> None:
         """``logits``: float32 [len(sequences), vocabulary]."""
@@ -379,7 +375,7 @@ class EngineCore:
 
     def _take_token(self, sequence: EngineSequence, token: int) -> None:
         request, params = sequence.request, sequence.params
-        sequence.num_due = 0
+        sequence.num_due = max(0, sequence.num_due - 1)
         sequence.tokens.append(token)
         if token in request.end_token_ids or sequence.detokenizer.add(token):
             sequence.finish_reason = "stop"

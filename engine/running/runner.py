@@ -33,7 +33,9 @@ class Runner:
         last: list[int] = []
         for span in spans:
             stop = span.first_position + span.num_tokens
-            tokens += span.sequence.tokens[span.first_position : stop]
+            known = span.sequence.tokens[span.first_position : stop]
+            # Of a sequence that has ended in an earlier pass, nothing is taken: any token will do.
+            tokens += known or span.sequence.tokens[-1:]
             positions += range(span.first_position, stop)
             if span.is_last:
                 last.append(len(tokens) - 1)

@@ -27,7 +27,8 @@ class Intent:
     """One operation of a step. ``sequences``: those that its items concern, in order.
 
     Of an APPEND, for each of them: ``num_slots``, what it computes, and ``num_known``, the tokens
-    that the control plane knows afterwards.
+    that the control plane knows afterwards. ``in_passes``: each slot is of a token that the one
+    before gives, so they are computed one after another.
     """
 
     kind: Kind
@@ -35,6 +36,7 @@ class Intent:
     sequences: tuple[EngineSequence, ...] = ()
     num_slots: tuple[int, ...] = ()
     num_known: tuple[int, ...] = ()
+    in_passes: bool = False
 
 
 Failures = dict[int, pb.ItemFailure]
@@ -61,6 +63,8 @@ class Outcome:
     """What came of a step: spans to compute in the plan's order, and sequences that failed."""
 
     spans: list[Span] = field(default_factory=list)
+    in_passes: bool = False
+    """Whether the spans are computed token by token."""
     failed: list[tuple[EngineSequence, KvplaneError]] = field(default_factory=list)
 
 

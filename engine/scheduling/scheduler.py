@@ -10,7 +10,8 @@ sequence that goes first is never preempted by another of this engine, so there 
 
 A step may be scheduled while the plan of the one before is computed: tokens that are due are
 planned before they are known. What ends meanwhile is computed for nothing, and freed by the step
-after.
+after. Where all that runs is decoding, one plan has several tokens of each sequence, computed in
+passes, so that the control plane is asked once for all of them.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Scheduler(Queues):
         self._num_idle = 0
         self._room = Room()
         self.counts = Counts()
+        self.max_passes = 1
+        """Of the next plan; whoever arrives meanwhile waits for all of them."""
 
     def finish(self, sequence: EngineSequence) -> None:
         """Take a sequence out of its queue; its blocks are freed by the next step."""
@@ -97,10 +100,11 @@ class Scheduler(Queues):
         """
         intents = self._fork_intents()
         preempted = self._preempt() if self._must_preempt or self._asked else []
+        num_passes = 1 if intents or preempted or self._is_changing else self.max_passes
         intents += self._free_intents()
         intents += preempted
         victims = {s.kv_id for intent in preempted for s in intent.sequences}
-        appends = self._append_intents(victims)
+        appends = self._append_intents(victims, num_passes)
         intents += appends
         budget = self._max_batch_tokens - sum(sum(intent.num_slots) for intent in appends)
         if not self._blocked and not preempted:
@@ -211,8 +215,16 @@ class Scheduler(Queues):
             intents.insert(0, self._append([(kv_id, s, 0) for kv_id, s in late]))
         return intents
 
-    def _append_intents(self, victims: set[int]) -> list[Intent]:
-        """One operation for all running sequences but ``victims``, up to the batch's size."""
+    @property
+    def _is_changing(self) -> bool:
+        """Whether what runs will soon be others: a plan is to end soon then."""
+        can_admit = self.waiting and self._num_on_device() < self.max_sequences
+        return bool(can_admit or self.swapped or self._blocked or self._tight)
+
+    def _append_intents(self, victims: set[int], num_passes: int) -> list[Intent]:
+        """One operation for all running sequences but ``victims``, up to the batch's size; in at
+        most so many passes.
+        """
         budget = self._max_batch_tokens
         due: list[tuple[int, EngineSequence, int]] = []
         for sequence in self._compute_order(victims):
@@ -222,9 +234,16 @@ class Scheduler(Queues):
             if num > 0 and sequence.can_run_ahead:
                 due.append((sequence.kv_id, sequence, num))
                 budget -= num
-        return [self._append(due)] if due else []
+        if not due:
+            return []
+        in_passes = num_passes > 1 and all(sequence.can_pass for sequence in self.running)
+        if in_passes:
+            due = [(kv_id, s, min(num_passes, s.num_left)) for kv_id, s, _ in due]
+        return [self._append(due, in_passes=in_passes)]
 
-    def _append(self, items: Sequence[tuple[int, EngineSequence, int]]) -> Intent:
+    def _append(
+        self, items: Sequence[tuple[int, EngineSequence, int]], *, in_passes: bool = False
+    ) -> Intent:
         """Send the tokens that are known, and compute so many slots of each: kv id, sequence,
         slots.
         """
@@ -238,7 +257,7 @@ class Scheduler(Queues):
             chain.from_iterable(new_tokens),
         )
         num_known = tuple(len(s.tokens) for s in sequences)
-        return Intent(Kind.APPEND, operation, sequences, num_slots, num_known)
+        return Intent(Kind.APPEND, operation, sequences, num_slots, num_known, in_passes)
 
     def _preempt(self) -> list[Intent]:
         """Swap out, or free, the sequences that go last."""
@@ -377,6 +396,7 @@ class Scheduler(Queues):
         self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         num_blocks = columns.read(columns.INT32, done.append.num_blocks, "append.num_blocks")
+        outcome.in_passes |= intent.in_passes
         for item, sequence in enumerate(intent.sequences):
             failure = failures.get(item)
             if sequence.status is SequenceStatus.WAITING:  # its fork failed in this step
@@ -442,7 +462,10 @@ class Scheduler(Queues):
         sequence.num_computed = first + num_tokens
         if num_tokens > 0:
             is_live = sequence.status is not SequenceStatus.FINISHED
-            sequence.num_due = int(is_live and sequence.num_uncomputed == 0)
+            if outcome.in_passes:
+                sequence.num_due = num_tokens * is_live
+            else:
+                sequence.num_due = int(is_live and sequence.num_uncomputed == 0)
             outcome.spans.append(Span(sequence, first, num_tokens, bool(sequence.num_due)))
 
     # Helpers.

@@ -6,8 +6,9 @@
 
 A running sequence whose ``num_computed`` is ``len(tokens)`` has no next token yet: its logits are
 being computed. That token counts as ``num_due``, and the next step may plan its slot before it is
-known, which puts ``num_computed`` past ``num_sent`` until the token is sent. The engine holds
-tokens and counts, never K or V.
+known, which puts ``num_computed`` past ``num_sent`` until the token is sent. A plan in passes gives
+several tokens, one after another, which are all due from its beginning on. The engine holds tokens
+and counts, never K or V.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class EngineSequence:
     kv_id: int = 0
     num_sent: int = 0
     num_computed: int = 0
-    num_due: int = 0  # tokens that the plan which runs will give: 0 or 1
+    num_due: int = 0  # tokens that the plan which runs will give: more than 1 only in passes
     num_blocks: int = 0
     num_cached_tokens: int = 0
     num_admissions: int = 0
@@ -95,6 +96,17 @@ class EngineSequence:
             return False
         is_last = self.num_output_tokens + self.num_due >= self.request.params.max_tokens
         return not is_last and self.num_continuations == 1
+
+    @property
+    def can_pass(self) -> bool:
+        """Whether it goes on by one token after another, as plans in passes do."""
+        is_one = self.num_continuations == 1 and self.params.num_beams == 1
+        return is_one and self.num_uncomputed <= 1
+
+    @property
+    def num_left(self) -> int:
+        """The most tokens that come after those that are known or due."""
+        return self.params.max_tokens - self.num_output_tokens - self.num_due
 
     @property
     def max_total_tokens(self) -> int:

@@ -219,12 +219,22 @@ class Backend:
         self.batch_sizes: list[int] = []
 
     latent_layers: frozenset[int] = frozenset()
+    has_passes = True
 
     def open(self, session: OpenedSession) -> None:
         self.session_id = self.planes.executor.open(session.grant)
 
-    def start(self, plan: types.SignedPayload, num_tokens: int = 0) -> Started:
-        started = self.planes.executor.start(self.session_id, plan)
+    def start(
+        self, plan: types.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+    ) -> Started:
+        executor = self.planes.executor
+        if pass_index:
+            self.batch_sizes.append(executor.begin_pass(self.session_id, pass_index))
+            return Started(num_tokens)
+        started = executor.start(self.session_id, plan)
+        if pass_index is not None:
+            self.batch_sizes.append(executor.begin_pass(self.session_id, pass_index))
+            return Started(num_tokens)
         self.batch_sizes.append(started.num_tokens)
         return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
@@ -246,10 +256,10 @@ class Backend:
         assert out is not None
         return out
 
-    def finish(self) -> list[types.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> list[types.SignedPayload]:
         receipt = self.planes.executor.receipt(self.session_id)
-        assert receipt is not None
-        return [receipt]
+        assert (receipt is not None) is is_last
+        return [receipt] if receipt is not None else []
 
     def close(self) -> None:
         self.session_id = 0
@@ -267,6 +277,7 @@ class Engine:
     block_size_tokens: int = 8
     recovery_timeout_s: float = 1.0
     plans_ahead: bool = True
+    max_plan_s: float = 0.0
     shared_with: Engine | None = None
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     deltas: list[Delta] = field(default_factory=list)
@@ -295,6 +306,7 @@ class Engine:
             self.scheduler,
             recovery_timeout_s=self.recovery_timeout_s,
             plans_ahead=self.plans_ahead,
+            max_plan_s=self.max_plan_s,
         )
 
     def add(self, prompt: list[int], **params: Any) -> str:

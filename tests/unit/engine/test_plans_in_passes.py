@@ -1,0 +1,179 @@
+"""A plan has several tokens of each sequence that decodes, computed in passes; it changes none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
+
+from engine.running.core import MAX_PASSES
+from kvplane.errors import InternalError, StaleEpochError
+from kvplane.wire import columns
+
+NUM_LAYERS = LLAMA.num_hidden_layers
+LONG_S = 1000.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def slots_asked(engine: Engine) -> list[list[int]]:
+    """Of each Append that computes something."""
+    appends = [
+        columns.read(columns.INT32, operation.append.num_slots, "")
+        for step in engine.link.steps
+        for operation in step
+        if operation.HasField("append")
+    ]
+    return [[*slots] for slots in appends if any(slots)]
+
+
+def test_the_control_plane_is_asked_once_for_many_tokens(
+    folder: Path, reference: Reference
+) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    short, long = prompt_of(9, 1), prompt_of(12, 2)
+    ids = [engine.add(short, max_tokens=8), engine.add(long, max_tokens=2 * MAX_PASSES)]
+    engine.run()
+    assert engine.tokens(ids[0]) == [reference.greedy(short, 8)]
+    assert engine.tokens(ids[1]) == [reference.greedy(long, 2 * MAX_PASSES)]
+    # The prompts give a token each, and the plan that is asked for meanwhile another one.
+    assert slots_asked(engine) == [[1, 1], [6, MAX_PASSES], [MAX_PASSES - 2]]
+    assert engine.backend.batch_sizes[1:3] == [2, 2]
+    assert engine.backend.batch_sizes[3:9] == [2] * 5 + [1]
+    engine.check_quiet()
+
+
+def test_each_pass_gives_its_tokens_at_once(folder: Path) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    engine.add(prompt_of(9, 1), max_tokens=12)
+    sizes = [len(engine.core.step()) for _ in range(12)]
+    assert sizes == [1] * 12
+    engine.run()
+    engine.check_quiet()
+
+
+def test_a_sequence_that_ends_in_a_pass_leaves_the_others_alone(
+    folder: Path, reference: Reference
+) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    stopped, going = prompt_of(9, 1), prompt_of(12, 2)
+    wanted = reference.greedy(stopped, 14)
+    at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i >= 4)
+    ids = [
+        engine.add(stopped, max_tokens=14, stop_token_ids=(wanted[at],)),
+        engine.add(going, max_tokens=14),
+    ]
+    engine.run()
+    assert engine.tokens(ids[0]) == [wanted[: at + 1]]
+    assert engine.tokens(ids[1]) == [reference.greedy(going, 14)]
+    engine.check_quiet()
+
+
+def test_passes_that_nobody_wants_are_not_computed(folder: Path, reference: Reference) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    prompt = prompt_of(9, 1)
+    wanted = reference.greedy(prompt, 14)
+    at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i >= 4)
+    ended = engine.add(prompt, max_tokens=14, stop_token_ids=(wanted[at],))
+    engine.run()
+    assert engine.tokens(ended) == [wanted[: at + 1]]
+    assert engine.backend.num_layers_run == (at + 1) * NUM_LAYERS
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize("error", [InternalError("planted"), StaleEpochError("planted")])
+@pytest.mark.parametrize("at", [3, 4, 5])  # the pass that fails, of the first plan that has many
+def test_a_pass_that_fails_loses_no_token(
+    folder: Path, reference: Reference, error: Exception, at: int
+) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    engine.backend.faults = {(2 + at) * NUM_LAYERS: error}
+    prompts = [prompt_of(9, 1), prompt_of(12, 2)]
+    ids = [engine.add(prompt, max_tokens=12) for prompt in prompts]
+    engine.run()
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert engine.tokens(request_id) == [reference.greedy(prompt, 12)]
+    assert not engine.backend.faults
+    engine.check_quiet()
+
+
+def test_who_comes_waits_for_the_plan_and_no_longer(folder: Path, reference: Reference) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    first, second = prompt_of(9, 1), prompt_of(12, 2)
+    ids = [engine.add(first, max_tokens=4 * MAX_PASSES)]
+    for _ in range(4):
+        engine.core.step()
+    ids.append(engine.add(second, max_tokens=4))
+    num_steps = 0
+    while not any(delta.request_id == ids[1] for delta in engine.core.step()):
+        num_steps += 1
+    assert num_steps <= MAX_PASSES + 1
+    engine.run()
+    assert engine.tokens(ids[0]) == [reference.greedy(first, 4 * MAX_PASSES)]
+    assert engine.tokens(ids[1]) == [reference.greedy(second, 4)]
+    engine.check_quiet()
+
+
+def test_plans_are_short_until_continuations_separate(folder: Path) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    engine.add(prompt_of(9, 1), max_tokens=9, n=2, temperature=1.0)
+    engine.add(prompt_of(12, 2), max_tokens=9)
+    engine.run()
+    slots = slots_asked(engine)
+    assert slots[:2] == [[1], [1, 1, 1]]
+    assert max(slots[2]) > 1
+    engine.check_quiet()
+
+
+def test_plans_are_short_beside_a_beam_search(folder: Path) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    engine.add(prompt_of(9, 1), max_tokens=5, num_beams=2, n=2)
+    going = engine.add(prompt_of(12, 2), max_tokens=20)
+    while len(engine.core._live) == 2:
+        engine.core.step()
+    assert {max(slots) for slots in slots_asked(engine)} == {1}
+    engine.run()
+    assert engine.tokens(going)
+    engine.check_quiet()
+
+
+def test_the_next_plan_is_asked_for_in_the_last_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S)
+    engine.add(prompt_of(9, 1), max_tokens=2 + 2 * MAX_PASSES)
+    num_asked: list[int] = []
+    layer = engine.backend.layer
+
+    def noting(*tensors: Any, **options: Any) -> torch.Tensor:
+        num_asked.append(len(engine.link.steps))
+        return layer(*tensors, **options)
+
+    monkeypatch.setattr(engine.backend, "layer", noting)
+    engine.run()
+    of_plans = num_asked[1::NUM_LAYERS][2:]  # after the prompt and a plan of one token
+    assert of_plans == [3] * (MAX_PASSES - 1) + [4] * (1 + MAX_PASSES)
+    engine.check_quiet()
+
+
+def test_a_pool_that_is_short_of_blocks_is_asked_for_one_token_at_a_time(
+    folder: Path, reference: Reference
+) -> None:
+    engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=9, num_host_blocks=0)
+    prompts = [prompt_of(20, seed) for seed in (1, 2, 3)]
+    ids = [engine.add(prompt, max_tokens=20) for prompt in prompts]
+    engine.run()
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert engine.tokens(request_id) == [reference.greedy(prompt, 20)]
+    engine.check_quiet()
