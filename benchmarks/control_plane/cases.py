@@ -49,6 +49,7 @@ CASES: Final = (
         Case(rates.rate_name(num), partial(rates.steps_per_s, num_engines=num))
         for num in (1, 8, 64)
     ),
+    Case("steps_per_s_64_engines_paced", rates.steps_per_s_paced, GRPC),
     Case("steps_per_s_1_engine_ahead", rates.steps_per_s_1_engine_ahead, GRPC),
     Case("decode_beside_32k_admissions", rates.decode_beside_32k_admissions, GRPC),
     Case("scale", scale.scale, CORE),

@@ -19,6 +19,8 @@ from benchmarks.control_plane.gc_pauses import Pauses
 from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
+from control_plane.planning.steps.large_answers import LargeAnswer
+from control_plane.planning.steps.pieces import finished
 from kvplane.v1 import control_pb2 as cpb
 
 TENANT: Final = "tenant"
@@ -73,12 +75,19 @@ class CorePool:
             answer = done.encoded
             self.core.take_told()
         else:
-            response = self.core.step(cpb.StepRequest.FromString(data), TENANT)
-            self.core.take_told()
-            answer = response.SerializeToString()
+            answer = self._answer(cpb.StepRequest.FromString(data))
         seconds = time.perf_counter() - began
         self._announce()
         return cpb.StepResponse.FromString(answer), seconds
+
+    def _answer(self, request: cpb.StepRequest) -> bytes:
+        is_long = self.core.takes_long(request)
+        pieces = self.core.in_pieces(request, TENANT) if is_long else None
+        answer = self.core.step(request, TENANT) if pieces is None else finished(pieces)
+        self.core.take_told()
+        is_large = isinstance(answer, LargeAnswer)
+        encoded: bytes = answer.encoded if is_large else answer.SerializeToString()
+        return encoded
 
     def _announce(self) -> None:
         began = time.perf_counter()

@@ -2,7 +2,7 @@
 
 Over gRPC the engines are spread over processes of their own, one fewer than there are cores, in
 which each sends its next step when it has the answer to the last one; an engine that plans ahead,
-when it has the answer to the one before.
+when it has the answer to the one before; a paced one, when that is due besides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import uvloop
@@ -32,6 +32,8 @@ from kvplane.v1 import control_pb2 as cpb
 NUM_SEQUENCES: Final = 64
 _NUM_POOL_BLOCKS: Final = 100_000  # 64 engines hold 74,000 at the end of a round
 _STEPS_PER_ROUND: Final = 256  # after which its sequences are freed and new ones are admitted
+_NUM_PACED_ENGINES: Final = 64
+_PACED_STEPS_PER_S: Final = 5_000
 _NUM_WINDOWS: Final = 20
 _BARRIER_TIMEOUT_S: Final = 120.0
 
@@ -39,7 +41,8 @@ _BARRIER_TIMEOUT_S: Final = 120.0
 @dataclass(frozen=True)
 class Client:
     """What one client process does. ``prompt_tokens``: of prompts admitted without pause; 0 for
-    decode steps. ``num_steps_ahead``: an engine's decode steps on the way at a time.
+    decode steps. ``num_steps_ahead``: an engine's decode steps on the way at a time. ``period_s``:
+    an engine's next step is due so long after the one before was; 0: it is due at once.
     """
 
     address: str
@@ -49,6 +52,7 @@ class Client:
     seconds: float
     prompt_tokens: int = 0
     num_steps_ahead: int = 1
+    period_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,32 @@ async def steps_per_s(world: World, sizes: Sizes, num_engines: int) -> list[Row]
         if not isinstance(pool, Connection):
             engines = [await pool.engine() for _ in range(num_engines)]
             return [await _rate_in_process(name, engines, sizes)]
-        num_processes = max(1, min(num_engines, (os.cpu_count() or 2) - 1))
-        shares = [len(range(i, num_engines, num_processes)) for i in range(num_processes)]
-        firsts = itertools.accumulate(shares, initial=0)
-        clients = [
-            Client(pool.address, pool.key, first, num, sizes.rate_s)
-            for first, num in zip(firsts, shares, strict=False)
-        ]
-        samples = await _run(clients)
+        samples = await _run(_clients(pool, sizes, num_engines))
     return [_rate(name, samples), _latencies(f"{name}/latency", samples)]
+
+
+async def steps_per_s_paced(world: World, sizes: Sizes) -> list[Row]:
+    """Decode steps of 64 sequences each, 5,000 a second of all engines together. A step that is
+    sent late, as the one before had no answer, counts from when it was due.
+    """
+    assert isinstance(world, OverGrpc), "measured over gRPC only"
+    name = f"{rate_name(_NUM_PACED_ENGINES)}_paced"
+    period_s = _NUM_PACED_ENGINES / _PACED_STEPS_PER_S
+    async with world.pool(2 * _NUM_POOL_BLOCKS) as pool:
+        clients = _clients(pool, sizes, _NUM_PACED_ENGINES)
+        samples = await _run([replace(client, period_s=period_s) for client in clients])
+    return [_rate(name, samples), _latencies(f"{name}/latency", samples)]
+
+
+def _clients(pool: Connection, sizes: Sizes, num_engines: int) -> list[Client]:
+    """The engines' processes."""
+    num_processes = max(1, min(num_engines, (os.cpu_count() or 2) - 1))
+    shares = [len(range(i, num_engines, num_processes)) for i in range(num_processes)]
+    firsts = itertools.accumulate(shares, initial=0)
+    return [
+        Client(pool.address, pool.key, first, num, sizes.rate_s)
+        for first, num in zip(firsts, shares, strict=False)
+    ]
 
 
 async def steps_per_s_1_engine_ahead(world: World, sizes: Sizes) -> list[Row]:
@@ -160,7 +181,11 @@ async def _drive(client: Client) -> Samples:
         _barrier.wait(_BARRIER_TIMEOUT_S)
         begin_s = time.perf_counter()
         samples = Samples(begin_s, begin_s + client.seconds, array("d"), array("d"))
-        if is_decoding:
+        if client.period_s:
+            pairs = zip(engines, decodings, strict=True)
+            first = itertools.count(begin_s, client.period_s / len(engines))
+            loops = [_decode_paced(*pair, samples, client.period_s, next(first)) for pair in pairs]
+        elif is_decoding:
             pairs = zip(engines, decodings, strict=True)
             num_ahead = client.num_steps_ahead
             loops = [_decode(engine, decoding, samples, num_ahead) for engine, decoding in pairs]
@@ -186,6 +211,18 @@ async def _decode(engine: Engine, decoding: Decoding, samples: Samples, num_ahea
     while all(await asyncio.gather(*(some_steps() for _ in range(num_ahead)))):
         await engine.step(ops.free(decoding.ids))
         decoding = await _start(engine)
+
+
+async def _decode_paced(
+    engine: Engine, decoding: Decoding, samples: Samples, period_s: float, first_due_s: float
+) -> None:
+    """Without a round's end: the pool has blocks for all steps."""
+    for due_s in itertools.count(first_due_s, period_s):
+        # Timers have whole milliseconds: a step is sent a little early rather than late.
+        await asyncio.sleep(max(0, int(1e3 * (due_s - time.perf_counter()))) / 1e3)
+        late_s = max(0.0, time.perf_counter() - due_s)
+        if not samples.add(late_s + await engine.step(decoding.append())):
+            return
 
 
 async def _admit(engine: Engine, num_tokens: int, samples: Samples) -> None:

@@ -58,6 +58,7 @@ GOALS_P99: Final = {
         "decode_step_256",
         "steps_per_s_1_engine/latency",
         "steps_per_s_8_engines/latency",
+        "steps_per_s_64_engines_paced/latency",
         "decode_beside_32k_admissions",
     )
 }
