@@ -33,6 +33,7 @@ def show(world: World, _: Session) -> None:
     num_bounds = len(kvplane_blocks.duration_bounds_s())
     assert len(core.block_times()) > 6 * num_bounds  # three histograms of each tier
     assert core.num_token_pieces >= 0
+    assert core.num_touched >= 0
     assert core.has_publications in (False, True)
     core.prefix_tree(world.root(), world.number(5))
     core.num_sequences_in(tier)
