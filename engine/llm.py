@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.sync.caller_loop import CallerLoop
@@ -114,9 +114,7 @@ class LLM:
         """
         token_ids = self._encode(prompt, field="prompt")
         self._core.check_prompt(token_ids, params, field="prompt")
-        session = self._link.session
-        num_slots = session.num_device_blocks * session.layout.block_size_tokens
-        room = max(1, num_slots - len(token_ids) + 1)
+        room = max(1, self._pool_slots() - len(token_ids) + 1)
         params = replace(params, max_tokens=min(params.max_tokens, room))
         return self._core.add_request(prompt if isinstance(prompt, str) else "", token_ids, params)
 
@@ -192,6 +190,8 @@ class LLM:
                 self._link.pool_layout(config.recovery_timeout_s)  # until its shards are there
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
+            self._num_slots = 0
+            self._pool_slots()
             self._closing = self._closing.pop_all()
 
     def _add_all(
@@ -211,6 +211,15 @@ class LLM:
             self._core.add_request(text, ids, each)
             for text, ids, each in zip(texts, tokens, params, strict=True)
         ]
+
+    def _pool_slots(self) -> int:
+        """Tokens that the pool can hold, or could when a session was last open: while the planes
+        are away there is none, and the next step looks for them.
+        """
+        with suppress(InternalError):
+            session = self._link.session
+            self._num_slots = session.num_device_blocks * session.layout.block_size_tokens
+        return self._num_slots
 
     def _encode(self, prompt: Prompt, *, field: str) -> list[int]:
         if isinstance(prompt, str):

@@ -9,6 +9,8 @@ import pytest
 from engine_planes import POOL, Pair, save_byte_model
 
 from engine import LLM, SamplingParams
+from kvplane.errors import KvplaneError
+from kvplane.sync import ControlClient
 
 PROMPTS = ["a prompt that is long enough for a few blocks of its own; " * 2, "short", "and a third"]
 PARAMS = [
@@ -61,3 +63,40 @@ def test_a_plane_that_is_killed_and_comes_back_changes_no_token(
             assert collect(llm, disturb, at) == calm
         assert llm.stats.num_reopened_sessions >= 2
         assert all(tier.num_held_blocks == 0 for tier in llm.describe_pool().usage.tiers)
+
+
+def wait_for(pair: Pair) -> None:
+    with ControlClient(pair.control.address) as control:
+        control.wait_ready(POOL, 60.0)
+
+
+def answer(llm: LLM) -> list[int]:
+    """As a server asks."""
+    request_id = llm.submit("a prompt", SamplingParams(max_tokens=4, ignore_eos=True))
+    try:
+        while (output := llm.take_output(request_id)) is None:
+            llm.step()
+    except KvplaneError:
+        llm.abort(request_id)
+        raise
+    return output.outputs[0].token_ids
+
+
+def test_an_engine_whose_planes_were_away_too_long_answers_once_they_are_back(
+    model: Path, tmp_path: Path
+) -> None:
+    with Pair(model, tmp_path) as pair:
+        wait_for(pair)
+        address = pair.control.address
+        waits = {"timeout_s": 3.0, "recovery_timeout_s": 1.0}
+        with LLM(model, control_plane=address, pool_id=POOL, **waits) as llm:
+            calm = answer(llm)
+            pair.control.kill()
+            pair.data.kill()
+            for _ in range(2):
+                with pytest.raises(KvplaneError):
+                    answer(llm)
+            pair.control.start()
+            pair.data.start()
+            wait_for(pair)
+            assert answer(llm) == calm
