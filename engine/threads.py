@@ -10,17 +10,19 @@ _SPIN: Final = "5000"
 _VARIABLES: Final = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
-def tune_torch(num_threads: int) -> None:
+def tune_torch(num_threads: int, *, is_embedded: bool) -> None:
     """Choose how long torch's ``num_threads`` threads (0: one for each CPU) wait for work before
     they sleep, unless the environment does. Works before torch is imported.
 
-    By default they wait for milliseconds, which is right where each thread of torch and each of
-    our own kernels can have a CPU: waking them takes longer than a layer's attention. Where there
-    are fewer CPUs, those that wait would keep the others from working.
+    By default they wait for milliseconds, which is right for an engine that runs alone: waking them
+    takes longer than a layer's attention (``is_embedded``), and where each thread of torch and each
+    of our own kernels can have a CPU. Where a data plane beside the engine needs one that waits,
+    those that wait would keep it from working.
     """
     num_cpus = len(os.sched_getaffinity(0))
     num_both = 2 * (num_threads or num_cpus) - 1  # the calling thread works in both
-    if num_both > num_cpus and not any(name in os.environ for name in _VARIABLES):
+    is_crowded = num_both > num_cpus and not is_embedded
+    if is_crowded and not any(name in os.environ for name in _VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = _SPIN
 
 

@@ -10,7 +10,9 @@ process; ``remote``, the engine with one beside it. All compute in this process 
 layers, and take turns: every run has new prompts, which each side answers before the next run.
 Models are random and made for this, in float32. ``service``: the share of an embedded decode step
 that is neither the model's own work nor the kernels that write and attend. Each number of threads
-is measured in a process of its own, because torch is told how its threads wait when it starts.
+is measured in a process of its own, because torch is told how its threads wait when it starts: as
+an engine with a remote data plane has it where ``remote`` is among the sides, else as an embedded
+one.
 Each row is printed, and written to OUT, as soon as it is measured.
 """
 
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
         return
     given.threads = numbers[0]
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    tune_torch(given.threads)
+    tune_torch(given.threads, is_embedded="remote" not in given.sides.split(","))
     tune_grpc()  # as the planes' programs and the engine's do
     run(given)
 

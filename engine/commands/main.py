@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _generate(argv: Sequence[str]) -> int:
     config = parse(GenerateConfig, "engine generate", argv, os.environ)
-    tune_torch(config.num_threads)
+    tune_torch(config.num_threads, is_embedded=config.data_plane == "embedded")
     from .generate import run
 
     return run(config)
@@ -53,7 +53,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 def _serve(argv: Sequence[str]) -> int:
     config = parse(ServeConfig, "engine serve", argv, os.environ)
-    tune_torch(config.num_threads)
+    tune_torch(config.num_threads, is_embedded=config.data_plane == "embedded")
     from ..serving.server import run
 
     return run(config)

@@ -128,6 +128,8 @@ class EmbeddedBackend:
 
     def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
         """The receipt, after the last layer."""
+        if not is_last and self._executor.device.type == "cpu":
+            return ()  # its kernels have raised what was wrong
         receipt = self._executor.receipt(self._open_session())
         if not is_last:
             return ()

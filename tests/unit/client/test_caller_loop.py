@@ -15,7 +15,7 @@ from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import wait
 from kvplane.sync.passing_thread import call_in_passing
 
-LONG_S = 0.2  # for which nobody waits; the loop runs by itself long before
+LONG_S = 0.4  # after which the loop runs by itself
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_caller_takes_it_back_again_and_again(loop: CallerLoop) -> None:
     here = threading.current_thread().name
     for i in range(30):
         assert loop.run(thread_after(2)) == here
-        time.sleep(0.045 + 0.0005 * i)  # about when it begins to run by itself
+        time.sleep(0.195 + 0.0005 * i)  # about when it begins to run by itself
         assert wait(loop.send(thread_after(4))) == here
 
 

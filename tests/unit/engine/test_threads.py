@@ -28,14 +28,19 @@ def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_wait_briefly_where_there_is_no_cpu_for_each(
     num_threads: int, expected: str
 ) -> None:
-    tune_torch(num_threads)
+    tune_torch(num_threads, is_embedded=False)
     assert waiting() == f"GOMP_SPINCOUNT={expected}"
+
+
+def test_threads_wait_as_long_as_ever_where_nothing_runs_beside_them() -> None:
+    tune_torch(4, is_embedded=True)
+    assert waiting() == "GOMP_SPINCOUNT=default"
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
 def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "7")
-    tune_torch(4)
+    tune_torch(4, is_embedded=False)
     assert waiting() == f"{name}=7"
 
 
