@@ -51,9 +51,7 @@ class RegionLayers:
         # As each layer was called last: comparing is faster than hashing.
         self._latest: dict[int, tuple[tuple[object, ...], _Known | None]] = {}
 
-    def begin(
-        self, plan: pb.SignedPayload, num_tokens: int, pass_index: int | None = None
-    ) -> bool:
+    def begin(self, plan: pb.SignedPayload, num_tokens: int, pass_index: int | None = None) -> bool:
         """``Execution.begin`` without an event loop; False where it needs one."""
         return self._execution.begin_now(plan, num_tokens, pass_index)
 
