@@ -51,7 +51,9 @@ def table_of(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name, value in (rows[0] if rows else {"nothing": ""}).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        table.add_column(name.replace("_", " "), justify="right" if is_number else "left")
+        justify: Any = "right" if is_number else "left"
+        # What does not fit goes on below: half of a session's id is of no use.
+        table.add_column(name.replace("_", " "), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*map(_text, row.values()))
     return table
