@@ -102,6 +102,13 @@ MORE = {
         "tests/unit/engine/test_planning_ahead.py",
         "changes_no_token",
     ),
+    "a_plan_with_all_tables_has_passes": Fault(
+        SCHEDULER,
+        "self.max_passes = 1  # the next",
+        "pass  # the next",
+        ENGINE,
+        "all_tables",
+    ),
     "beams_go_on_in_passes": Fault(
         "engine/scheduling/sequence.py",
         "return is_one and self.num_uncomputed <= 1",
