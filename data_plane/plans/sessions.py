@@ -127,19 +127,15 @@ class Run:
 
     def check_next_pass(self, index: int) -> None:
         """Raise PlanOutOfOrderError unless the pass is the present one, or may begin."""
-        present = -1 if self.pass_index is None else self.pass_index
         if self.pass_index is None:
-            may_begin = not self.progress.has_begun
+            coming, may_begin = 0, not self.progress.has_begun
+            why = "begin pass 0 first" if may_begin else "its layers came without passes already"
         else:
-            may_begin = self.progress.is_complete
-        if index == present or (index == present + 1 and may_begin):
+            coming, may_begin = self.pass_index + 1, self.progress.is_complete
+            why = f"pass {self.pass_index} was begun last; pass {coming} may begin once it is done"
+        if index == self.pass_index or (index == coming and may_begin):
             return
-        raise PlanOutOfOrderError(
-            "the plan's layers were sent already, without passes"
-            if self.pass_index is None and not may_begin
-            else f"pass {present} was begun last, so finish it, or begin pass {present + 1}",
-            field="pass_index",
-        )
+        raise PlanOutOfOrderError(f"plan {self.number}: {why}", field="pass_index")
 
     def begin_pass(self, index: int) -> None:
         """Go on to the pass, which is the next. Its batch is on the host."""

@@ -36,15 +36,15 @@ BASIC = {
 MORE = {
     "passes_begin_before_the_one_before_is_written": Fault(
         SESSIONS,
-        "may_begin = self.progress.is_complete",
-        "may_begin = True",
+        "coming, may_begin = self.pass_index + 1, self.progress.is_complete",
+        "coming, may_begin = self.pass_index + 1, True",
         EXECUTOR,
         "come_in_order",
     ),
     "a_plan_begun_whole_goes_on_in_passes": Fault(
         SESSIONS,
-        "may_begin = not self.progress.has_begun",
-        "may_begin = True",
+        "coming, may_begin = 0, not self.progress.has_begun",
+        "coming, may_begin = 0, True",
         EXECUTOR,
         "begun_whole",
     ),
