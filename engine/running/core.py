@@ -435,6 +435,7 @@ class EngineCore:
         """
         self._num_failures += 1
         if self._num_failures > MAX_FAILURES or isinstance(error, LayoutMismatchError):
+            self._num_failures = 0  # who goes on after it is recovered from what comes then
             raise error
         _log.warning("step failed reason=%s: %s", error.reason, error.message)
         lost = isinstance(error, StaleError | SessionNotFoundError | UnavailableError)

@@ -1,4 +1,4 @@
-"""The tests of plans in passes notice a planted fault."""
+"""The tests of the engine's plans, in passes and after failures, notice a planted fault."""
 
 from __future__ import annotations
 
@@ -108,6 +108,13 @@ MORE = {
         "pass  # the next",
         ENGINE,
         "all_tables",
+    ),
+    "an_engine_that_has_raised_gives_up": Fault(
+        CORE,
+        "self._num_failures = 0  # who",
+        "pass  # who",
+        "tests/unit/engine/test_engine_core.py",
+        "has_raised",
     ),
     "beams_go_on_in_passes": Fault(
         "engine/scheduling/sequence.py",

@@ -222,6 +222,19 @@ def test_a_fault_that_stays_is_raised_in_the_end(folder: Path) -> None:
     assert engine.backend.num_layers_run == MAX_FAILURES + 1
 
 
+def test_an_engine_that_has_raised_recovers_from_what_comes_next(
+    folder: Path, calm: list[list[list[int]]]
+) -> None:
+    engine, ids = disturbed(folder)
+    num = MAX_FAILURES + 1
+    engine.backend.faults = {at: InternalError("planted") for at in range(1, num + 1)}
+    engine.backend.faults[num + 1] = StaleEpochError("its session ended with its planes")
+    with pytest.raises(InternalError, match="planted"):
+        engine.run()
+    engine.run()
+    assert_same(engine, ids, calm)
+
+
 def test_a_pool_that_stays_away_is_raised_in_the_end(folder: Path) -> None:
     engine, _ = disturbed(folder)
     engine.core.step()
