@@ -43,7 +43,9 @@ def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Pa
     for row in rows:
         assert list(row["num_equal"]) == names
         assert 0 < row["service_share"] < 1
-        assert all(milliseconds > 0 for milliseconds in row["step_ms"].values())
+        # So few tokens need one plan: none is asked for in a decode step.
+        assert all(milliseconds >= 0 for milliseconds in row["step_ms"].values())
+        assert all(row["step_ms"][part] > 0 for part in ("model", "kernels", "layer calls", "all"))
         assert set(row["num_equal"].values()) == {1}
         assert all(rate > 0 for rate in row["tokens_per_s"].values())
     assert "embedded / generate:" in printed
