@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -42,6 +43,20 @@ from .requests import Chat, CompletionRequest, read_chat, read_completion
 from .worker import EngineWorker, Prompt
 
 EncodeChat = Callable[[Sequence[Message]], Prompt]
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    """A path that is not served, or not with this method."""
+    assert isinstance(error, HTTPException)
+    answer = refusal(
+        NotFoundError(
+            f"{request.method} {request.url.path} is not served: POST /v1/completions and"
+            " /v1/chat/completions, GET /v1/models, /health and /metrics are"
+        )
+    )
+    answer.status_code = error.status_code
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 class ServingApp:
@@ -77,7 +92,8 @@ class ServingApp:
                 Route("/v1/models/{name:path}", self._models),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
-            ]
+            ],
+            exception_handlers={HTTPException: _not_served},
         )
 
     async def _completions(self, request: Request) -> Response:

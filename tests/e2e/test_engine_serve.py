@@ -274,7 +274,10 @@ def test_other_refusals_have_their_status(server: Server) -> None:
     assert server.request("POST", "/v1/completions", b"[" * 60_000)[0] == 400
     status, answer = server.request("POST", "/v1/completions", b" " * 70_000)
     assert (status, json.loads(answer)["error"]["param"]) == (400, "body")
-    assert server.request("GET", "/v1/completions")[0] == 405
+    for method, path, expected in (("GET", "/v1/completions", 405), ("POST", "/v1/complete", 404)):
+        status, answer = server.request(method, path, b"{}" if method == "POST" else None)
+        assert status == expected
+        assert f"{method} {path} is not served" in json.loads(answer)["error"]["message"]
     wait_until(lambda: server.metric("kvplane_engine_open_requests") == 0)
 
 
