@@ -1,6 +1,7 @@
 """``python -m data_plane``. Exit codes: 0 stopped by a signal, 1 cannot serve, 2 bad settings.
 
-1 includes a device that has failed for good: the process has to be started again.
+1 includes a device that has failed for good, and a later process that has taken this one's shard
+over: the process has to be started again.
 """
 
 from __future__ import annotations

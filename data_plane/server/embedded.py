@@ -22,7 +22,8 @@ class EmbeddedDataPlane:
     """``with EmbeddedDataPlane(config) as plane: plane.executor.start(...)``.
 
     Executor calls may come from any thread. A call that runs when the plane stops is finished.
-    When the device fails for good, the plane ends its registration, and every call fails.
+    When the device fails for good, or a later process takes the shard over, the plane ends its
+    registration, and every call fails.
     """
 
     def __init__(self, config: DataPlaneConfig) -> None:

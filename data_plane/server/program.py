@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane import tracing
-from kvplane.errors import InternalError, KvplaneError
+from kvplane.errors import InternalError, KvplaneError, StaleEpochError
 from kvplane.serving import event_loop
 from kvplane.serving.observability import logs
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
@@ -23,7 +23,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         tracing.setup("kvplane-data-plane", environ)
         event_loop.run(_serve(config))
-    except InternalError as error:  # a device that failed
+    except (InternalError, StaleEpochError) as error:  # the device failed; the shard was taken over
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 1
     except KvplaneError as error:  # a model, layout or device that cannot be used

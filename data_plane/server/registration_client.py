@@ -7,7 +7,8 @@ A control plane that has what this process reported before, such as ahead of tim
 (``ahead_client``), gets digests first, and a report of what differs.
 
 When the stream ends (the control plane restarts, the network fails), it registers again after a
-delay that grows and is random, so that data planes do not all return at once.
+delay that grows and is random, so that data planes do not all return at once. It does not when a
+later process has taken the shard over: a run stays older for as long as it lives.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from data_plane.server.registration_stream import (
     report_differences,
 )
 from data_plane.server.worker_thread import WorkerThread
-from kvplane.errors import KvplaneError, PlaneUnavailableError, StaleIncarnationError
+from kvplane.errors import (
+    KvplaneError,
+    PlaneUnavailableError,
+    StaleEpochError,
+    StaleIncarnationError,
+)
 from kvplane.transport.tls import TlsOptions, open_channel
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
@@ -43,6 +49,10 @@ _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
 # Incarnations are nanoseconds of a clock, unless they are chosen.
 _MOST_AHEAD_NS: Final = 24 * 3600 * 10**9
+_TAKEN_OVER: Final = (
+    "This process ends: its sessions are over, and no engine uses what it holds again. Started "
+    "again, it takes the shard once the other one has gone; --pool-id gives it a pool of its own"
+)
 
 
 class RegistrationClient:
@@ -74,12 +84,17 @@ class RegistrationClient:
         self._delay_s = _FIRST_DELAY_S
 
     async def run(self) -> None:
-        """Register, and again whenever the registration ends. Runs until cancelled."""
+        """Register, and again whenever the registration ends. Runs until cancelled. Raises
+        StaleEpochError when a later process holds the shard.
+        """
         try:
             while True:
                 try:
                     await self._register()
                 except KvplaneError as error:
+                    if isinstance(error, StaleEpochError) and error.field == "hello.epoch":
+                        _LOGGER.error("taken over reason=%s %s", error.reason, error)
+                        raise StaleEpochError(f"{error.message}. {_TAKEN_OVER}") from error
                     _LOGGER.warning("registration ended reason=%s %s", error.reason, error)
                 finally:
                     await self._on_change(False)

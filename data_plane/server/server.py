@@ -172,9 +172,14 @@ class DataPlaneServer(PlaneServer):
 
     async def run_until(self, end: Coroutine[Any, Any, object]) -> None:
         """Serve until ``end`` returns, then stop. When the device fails for good, health becomes
-        NOT_SERVING, the server stops, and InternalError is raised.
+        NOT_SERVING, the server stops, and InternalError is raised. When a later process has taken
+        the shard over, the same happens, with StaleEpochError.
         """
-        ends = [asyncio.create_task(end), asyncio.create_task(self._until_lost())]
+        ends = [
+            asyncio.create_task(end),
+            asyncio.create_task(self._until_lost()),
+            self._registration,
+        ]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -230,6 +235,7 @@ class DataPlaneServer(PlaneServer):
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """Log why the registration ended, which only a bug can cause."""
-    if not task.cancelled() and (error := task.exception()) is not None:
+    """Log why the registration ended, if only a bug can have caused that."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, KvplaneError):
         _LOGGER.error("registration stopped error=%s", frames_of(error))

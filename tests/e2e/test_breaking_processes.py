@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engine_planes import POOL, ROOT, Pair, save_byte_model
+from engine_planes import POOL, ROOT, Pair, Process, save_byte_model
 
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError
@@ -211,3 +211,43 @@ def test_two_engines_that_each_want_more_than_half_of_the_pool_both_come_to_an_e
         pool = describe(pair)
         assert pool.counters.max_held_blocks > longest
         wait_until(lambda: num_in_use(describe(pair)) == 0)
+
+
+def test_a_data_plane_that_was_taken_over_while_it_slept_ends_and_says_why(
+    model: Path, tmp_path: Path
+) -> None:
+    """Started again, as by a supervisor, it has a newer epoch and takes the shard back."""
+    control = Process("control_plane", tmp_path / "control.log", "--heartbeat-s", "0.5").start()
+    common = ("--control-plane", control.address, "--model", str(model), "--pool-id", POOL)
+    first, second = (
+        Process("data_plane", tmp_path / f"{name}.log", *common, "--num-device-blocks", "8")
+        for name in ("first", "second")
+    )
+
+    def holder() -> str:
+        async def ask() -> str:
+            async with ControlClient(control.address) as client:
+                (shard,) = (await client.describe_pool(POOL)).shards
+                return shard.address if shard.connected else ""
+
+        return asyncio.run(ask())
+
+    try:
+        first.start()
+        wait_until(lambda: holder() == first.address)
+        os.kill(first.pid, signal.SIGSTOP)
+        second.start()
+        wait_until(lambda: holder() == second.address)
+        second.stop()
+        os.kill(first.pid, signal.SIGCONT)
+        assert first.wait(30) == 1
+        told = (tmp_path / "first.log").read_text()
+        assert told.count("STALE_EPOCH") == 1
+        last = told.splitlines()[-1]
+        assert last.startswith(f"data_plane: error: shard 0 of pool '{POOL}' is registered by a")
+        assert "This process ends" in last
+        first.start()
+        wait_until(lambda: holder() == first.address)
+    finally:
+        for process in (first, second, control):
+            process.kill()
