@@ -75,6 +75,7 @@ class RegistrationClient:
         """
         self._executor = executor
         self._worker = worker
+        self._control_plane = control_plane
         self._channel = open_channel(control_plane, tls, health_of=_SERVICE)
         self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
         self._address = address
@@ -95,7 +96,12 @@ class RegistrationClient:
                     if isinstance(error, StaleEpochError) and error.field == "hello.epoch":
                         _LOGGER.error("taken over reason=%s %s", error.reason, error)
                         raise StaleEpochError(f"{error.message}. {_TAKEN_OVER}") from error
-                    _LOGGER.warning("registration ended reason=%s %s", error.reason, error)
+                    _LOGGER.warning(
+                        "registration ended reason=%s control_plane=%s %s",
+                        error.reason,
+                        self._control_plane,
+                        error,
+                    )
                 finally:
                     await self._on_change(False)
                 await asyncio.sleep(self._delay_s * random.uniform(0.5, 1.5))

@@ -16,7 +16,8 @@ import grpc.aio
 from data_plane.executor import Executor
 from data_plane.places import place_of
 from data_plane.server.worker_thread import WorkerThread
-from kvplane.errors import PlaneUnavailableError
+from kvplane.errors import KvplaneError, PlaneUnavailableError, ProtocolMismatchError
+from kvplane.transport.connection import BROKEN_CALL
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol
@@ -101,7 +102,7 @@ class RegistrationStream:
             async with self._turn:
                 await self._call.write(request)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise _typed(error) from error
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             raise PlaneUnavailableError("the stream has ended") from error
 
@@ -109,7 +110,7 @@ class RegistrationStream:
         try:
             response: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise _typed(error) from error
         if response is grpc.aio.EOF:
             raise PlaneUnavailableError("the control plane ended the stream")
         message: pb.RegisterResponse = response
@@ -131,6 +132,16 @@ class RegistrationStream:
 
     def cancel(self) -> None:
         self._call.cancel()
+
+
+def _typed(error: grpc.aio.AioRpcError) -> KvplaneError:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return ProtocolMismatchError(
+            f"the control plane is not served there: is --control-plane right? {error.details()}"
+        )
+    if error.details() == BROKEN_CALL:  # it ended while this side wrote
+        return PlaneUnavailableError("the stream broke")
+    return from_rpc_error(error)
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from kvplane.transport.tls import TlsOptions, open_channel
 from kvplane.wire.error_codec import from_rpc_error
 
 # gRPC's message, with the status INTERNAL, when a call is used while its connection closes.
-_BROKEN_CALL: Final = "Internal error from Core"
+BROKEN_CALL: Final = "Internal error from Core"
 
 
 class Connection:
@@ -63,7 +63,7 @@ def typed_errors() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        if error.details() == _BROKEN_CALL:
+        if error.details() == BROKEN_CALL:
             raise PlaneUnavailableError("the connection broke") from error
         raise from_rpc_error(error) from error
     except asyncio.InvalidStateError as error:

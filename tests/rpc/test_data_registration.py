@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from data_server import author_of, config_of, serving
 from plan_author import DEVICE, blocks_of, publications, set_blocks, span, tokens
@@ -233,3 +234,35 @@ async def test_an_embedded_data_plane_with_no_control_plane_says_so(tmp_path: Pa
     plane = EmbeddedDataPlane(config_of(tmp_path, "127.0.0.1:1"))
     with pytest.raises(PoolNotReadyError):
         await asyncio.to_thread(plane.start, 0.3)
+
+
+async def test_an_address_that_does_not_serve_the_control_plane_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as that of another data plane, or of any other gRPC server."""
+    other = grpc.aio.server()
+    port = other.add_insecure_port("127.0.0.1:0")
+    await other.start()
+    (tmp_path / "other").mkdir()
+    async with serving(tmp_path / "other", pool_id="other") as (data, _):
+        for address in (data.address, f"127.0.0.1:{port}"):
+            caplog.clear()
+            server = await DataPlaneServer.start(config_of(tmp_path, address))
+            try:
+                async with asyncio.timeout(20):
+                    while len(told := registrations_ended(caplog)) < 6:
+                        await asyncio.sleep(0.01)
+            finally:
+                await server.stop()
+            assert all(f" control_plane={address} " in line for line in told)
+            assert any(
+                "the control plane is not served there: is --control-plane right?" in line
+                for line in told
+            )
+            assert not any("Internal error from Core" in line for line in told)
+    await other.stop(None)
+
+
+def registrations_ended(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [record.getMessage() for record in caplog.records]
+    return [line for line in lines if line.startswith("registration ended reason=")]
