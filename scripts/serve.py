@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import Process, create_subprocess_exec
 from collections.abc import Coroutine
@@ -38,6 +40,15 @@ async def serve(model: Path) -> int:
 
     control = os.environ.get("KVPLANE_CONTROL_PLANE_BIND", "127.0.0.1:50051")
     data = os.environ.get("KVPLANE_DATA_PLANE_BIND", "127.0.0.1:50052")
+    # The planes would find out too, but those that have the addresses would seem to be these.
+    for name, address in (("CONTROL_PLANE", control), ("DATA_PLANE", data)):
+        if is_taken(address):
+            print(
+                f"serve: error: {address} is taken: stop what listens there, such as another make "
+                f"serve, or set KVPLANE_{name}_BIND",
+                file=sys.stderr,
+            )
+            return 1
     planes: list[Process] = []
     try:
         page = os.environ.setdefault("KVPLANE_CONTROL_PLANE_PAGE_PORT", "9103")
@@ -58,6 +69,22 @@ async def serve(model: Path) -> int:
     finally:
         for plane in reversed(planes):
             await stop(plane)
+
+
+def is_taken(address: str) -> bool:
+    """Whether another process listens at ``address``, "host:port"."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=family_of(host)):
+            return False
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    except ValueError:  # of which the planes say what is wrong
+        return False
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 async def start(program: str, *arguments: str) -> Process:

@@ -32,10 +32,8 @@ def free_address() -> str:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The script, once it has said that both planes are up."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    environ = {
+def environ() -> dict[str, str]:
+    return {
         **os.environ,
         "KVPLANE_CONTROL_PLANE_BIND": free_address(),
         "KVPLANE_CONTROL_PLANE_METRICS_PORT": "-1",
@@ -44,6 +42,12 @@ def serve(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         "KVPLANE_DATA_PLANE_METRICS_PORT": "-1",
         "KVPLANE_DATA_PLANE_NUM_DEVICE_BLOCKS": "16",
     }
+
+
+@pytest.fixture
+def serve(tmp_path: Path, environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """The script, once it has said that both planes are up."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.serve", "--model", str(tmp_path)],
         cwd=ROOT,
@@ -91,3 +95,25 @@ def test_a_plane_that_dies_ends_the_other_with_exit_code_1(serve: subprocess.Pop
     while is_running(planes["control_plane"]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(planes["control_plane"])
+
+
+def test_beside_planes_that_run_it_says_which_address_is_taken_and_starts_nothing(
+    serve: subprocess.Popen[str], environ: dict[str, str], tmp_path: Path
+) -> None:
+    planes = children(serve)
+    for plane, other in (("CONTROL_PLANE", "DATA_PLANE"), ("DATA_PLANE", "CONTROL_PLANE")):
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.serve", "--model", str(tmp_path)],
+            cwd=ROOT,
+            env={**environ, f"KVPLANE_{other}_BIND": free_address()},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        assert done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        taken = environ[f"KVPLANE_{plane}_BIND"]
+        assert line.startswith(f"serve: error: {taken} is taken: stop what listens there")
+        assert line.endswith(f"KVPLANE_{plane}_BIND")
+    assert all(is_running(pid) for pid in planes.values())
