@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
 from kvplane.clients.prefix_loader import Loaded, PrefixLoader
-from kvplane.errors import InternalError, KvplaneError, SessionNotFoundError, StaleError
+from kvplane.errors import (
+    InternalError,
+    KvplaneError,
+    SessionNotFoundError,
+    StaleError,
+    UnavailableError,
+)
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, StepResult
 from kvplane.session import Session
@@ -23,9 +30,12 @@ from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
+_LOGGER: Final = logging.getLogger(__name__)
 _CLIENT_NAME: Final = "kvplane engine"
 _LOADER_NAME: Final = "kvplane engine, files"
 _CLOSE_TIMEOUT_S: Final = 2.0
+# How long planes may take to be there before somebody is told that they are awaited.
+_SILENT_S: Final = 2.0
 
 
 class ControlLink:
@@ -40,6 +50,7 @@ class ControlLink:
         tls: TlsOptions | None = None,
     ) -> None:
         self._loop = loop
+        self._address = address
         self._pool_id = pool_id
         self._client = loop.call(lambda: ControlClient(address, tls=tls, timeout_s=timeout_s))
         self._tls = tls
@@ -58,9 +69,30 @@ class ControlLink:
         return self._session
 
     def pool_layout(self, wait_s: float) -> Layout:
-        """The pool's layout, once it is ready. Raises UnavailableError after ``wait_s`` seconds."""
-        self._loop.run(self._client.wait_ready(self._pool_id, wait_s))
+        """The pool's layout, once it is ready. Raises UnavailableError after ``wait_s`` seconds;
+        logs what it waits for when that takes long.
+        """
+        self._loop.run(self._wait_ready(wait_s))
         return Layout.from_proto(self.describe_pool().layout)
+
+    async def _wait_ready(self, wait_s: float) -> None:
+        waiting = asyncio.create_task(self._client.wait_ready(self._pool_id, wait_s))
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            if wait_s > _SILENT_S:
+                try:
+                    await self._client.wait_ready(self._pool_id, _SILENT_S)
+                except UnavailableError as error:
+                    _LOGGER.warning(
+                        "waiting control_plane=%s pool_id=%s at_most_s=%g %s",
+                        self._address,
+                        self._pool_id,
+                        wait_s,
+                        error.__cause__ or error,
+                    )
+            await waiting
+        finally:
+            waiting.cancel()
 
     def describe_pool(self) -> pb.DescribePoolResponse:
         """What the control plane says of the pool."""

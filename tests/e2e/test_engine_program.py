@@ -99,6 +99,18 @@ def test_planes_that_are_away_are_a_clear_error() -> None:
     assert all(json.loads(line)["level"] for line in log)
 
 
+def test_an_engine_soon_says_what_it_waits_for_and_for_how_long() -> None:
+    done = program(
+        "engine", "serve", "--model", "models/recall", "--bind", "127.0.0.1:0",
+        "--recovery-timeout-s", "2.5", "--control-plane", "127.0.0.1:1",
+    )  # fmt: skip
+    assert done.returncode == 1
+    (told,) = [line for line in done.stderr.splitlines() if " waiting " in line]
+    assert "control_plane=127.0.0.1:1 pool_id=default at_most_s=2.5 " in told
+    assert "Connection refused" in told
+    assert "pool 'default' is not ready after 2.5 s" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("config", [GenerateConfig, ServeConfig])
 def test_every_heading_of_the_help_names_settings_that_exist(config: Any) -> None:
     names = [name for group in config.HELP_GROUPS.values() for name in group]
