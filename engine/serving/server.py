@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 from kvplane import tracing
+from kvplane.errors import InternalError
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.observability import logs
 from kvplane.serving.settings import log_settings
@@ -22,7 +23,9 @@ _LOGGER: Final = logging.getLogger("engine")
 
 
 def run(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code."""
+    """Serve until SIGTERM or SIGINT; the exit code. Raises InternalError when the engine's thread
+    has ended by an exception: only a new process can serve then.
+    """
     logs.setup(config.log_level, config.log_format)
     log_settings(config, _LOGGER)
     tracing.setup("kvplane-engine")
@@ -38,13 +41,15 @@ def run(config: ServeConfig) -> int:
         )
         worker.start()
         try:
-            asyncio.run(_serve(app, config))
+            asyncio.run(_serve(app, config, worker))
         finally:
             worker.stop()
+    if worker.has_failed:
+        raise InternalError("the engine failed, see the log: only a new process can serve")
     return 0
 
 
-async def _serve(app: ServingApp, config: ServeConfig) -> None:
+async def _serve(app: ServingApp, config: ServeConfig, worker: EngineWorker) -> None:
     server = HttpServer(
         app.asgi,
         config.bind,
@@ -54,4 +59,9 @@ async def _serve(app: ServingApp, config: ServeConfig) -> None:
         logger=_LOGGER,
         cut=lambda why: app.metrics.cut.labels(why).inc(),
     )
+
+    def end() -> None:
+        server.should_exit = True
+
+    worker.when_failed(end)
     await server.serve()

@@ -3,7 +3,8 @@
     event loop   stream() ──submission──►  thread   submit, step, step, ...
                  ◄──deltas, output, error──┘
 
-A request whose stream is closed before its end is aborted.
+A request whose stream is closed before its end is aborted. An exception that is no KvplaneError
+ends the thread: what the engine has in memory may be wrong by then.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class EngineWorker:
         self._open: dict[str, _Submission] = {}
         self._num_open = 0
         self._is_stopping = False
+        self._when_failed: Callable[[], None] = lambda: None
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -91,6 +94,18 @@ class EngineWorker:
     def is_alive(self) -> bool:
         """Whether requests are served."""
         return self._thread.is_alive() and not self._is_stopping
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the thread has ended by an exception."""
+        return self._has_failed
+
+    def when_failed(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once ``has_failed`` and what was open is answered, in any thread."""
+        with self._wakes:
+            self._when_failed = call
+            if self._has_failed:
+                call()
 
     def start(self) -> None:
         """Begin to serve."""
@@ -143,17 +158,24 @@ class EngineWorker:
     # The thread.
 
     def _run(self) -> None:
+        has_failed = True
         try:
             while self._take():
                 self._step()
+            has_failed = False
         except Exception:
             _LOGGER.exception("the engine failed")
         finally:
-            with self._wakes:
-                self._is_stopping = True
-                left = [*self._incoming, *self._open.values()]
-            for submission in left:
+            self._end(has_failed)
+
+    def _end(self, has_failed: bool) -> None:
+        with self._wakes:
+            self._is_stopping = True
+            self._has_failed = has_failed
+            for submission in (*self._incoming, *self._open.values()):
                 submission.deliver(PlaneUnavailableError("the engine is stopping"))
+            if has_failed:
+                self._when_failed()
 
     def _take(self) -> bool:
         """Submit some of what came, waiting for something to do. False when told to stop."""

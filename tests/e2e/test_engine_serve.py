@@ -317,3 +317,46 @@ def test_settings_that_are_wrong_end_it_at_once(flags: list[str], message: str) 
     done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+# A bug that the second step of a sequence meets.
+PLANTED = """
+import sys
+from engine.commands.main import main
+from engine.llm import LLM
+step = LLM.step
+def fails(self):
+    if self.stats.num_generated_tokens:
+        raise ZeroDivisionError("planted")
+    return step(self)
+LLM.step = fails
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_bug_in_the_engine_ends_the_server_once_its_clients_have_an_answer(
+    server: Server, tmp_path: Path
+) -> None:
+    """A supervisor starts another one: a process that answers 503 for ever would be left alone."""
+    port_file = tmp_path / "port"
+    command = [
+        *(sys.executable, "-c", PLANTED, "serve", "--model", str(server.model)),
+        *("--control-plane", server.control.address, "--data-plane", "embedded"),
+        *("--pool-id", "other", "--num-device-blocks", "32", "--num-threads", "1"),
+        *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            wait_until(port_file.exists, 60)
+            url = f"http://127.0.0.1:{int(port_file.read_text())}/v1"
+            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+            with client, pytest.raises(openai.InternalServerError) as caught:
+                client.completions.create(model="byte-model", prompt="a", max_tokens=200)
+            assert caught.value.status_code == 503
+            _, told = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "ZeroDivisionError" in told
+    assert told.splitlines()[-1].startswith("engine: error: INTERNAL: the engine failed")
