@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
 from typing import Any, Final
 
 from rich.console import Console, Group
@@ -144,11 +145,15 @@ async def rotate_key(context: Context, pool: str, wait_s: float) -> int:
 
 
 async def top(context: Context, interval_s: float, count: int) -> int:
-    """Pools, live: what they hold, and what they do in a second. ``count`` 0: until interrupted."""
+    """Pools, live: what they hold, and what they do in a second. ``count`` 0: until interrupted.
+    Updates replace each other on a terminal, and follow each other elsewhere.
+    """
+    console = Console()
+    replaces = console.is_terminal and not console.is_dumb_terminal and not context.as_json
     async with context.client() as client:
         earlier, at_s = await describe(client), time.monotonic()
         shown = 0
-        with Live(console=Console(), auto_refresh=False, transient=False) as live:
+        with Live(console=console, auto_refresh=False) if replaces else nullcontext() as live:
             while True:
                 await asyncio.sleep(interval_s)
                 now, now_s = await describe(client), time.monotonic()
@@ -160,7 +165,11 @@ async def top(context: Context, interval_s: float, count: int) -> int:
                     print_json(rows)
                 else:
                     title = Text(f"{context.address}  {time.strftime('%H:%M:%S')}")
-                    live.update(Group(title, table_of(rows)), refresh=True)
+                    update = Group(title, table_of(rows))
+                    if live is None:
+                        console.print(update)
+                    else:
+                        live.update(update, refresh=True)
                 earlier, at_s, shown = now, now_s, shown + 1
                 if shown == count:
                     return 0

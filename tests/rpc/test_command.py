@@ -168,6 +168,14 @@ async def test_top_shows_rates_as_often_as_asked(command: Command) -> None:
     assert POOL_ID in (await command("top", "--interval-s", "0.05", "--count", "1")).out
 
 
+async def test_top_prints_each_update_in_whole_lines_where_there_is_no_terminal(
+    command: Command,
+) -> None:
+    out = (await command("top", "--interval-s", "0.05", "--count", "3")).out
+    assert out.endswith("\n")
+    assert sum("%" in line for line in out.splitlines()) == 3
+
+
 async def test_ping_asks_either_plane(command: Command, planes: Any) -> None:
     for address in ([], [planes[1].address]):
         done = await command("--json", "ping", *address)
