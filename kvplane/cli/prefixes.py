@@ -56,7 +56,7 @@ async def explain(context: Context, tokens: list[int], pool: str, namespace: str
 
 
 async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
-    """Print each change of the index on a line. ``count`` 0: until interrupted."""
+    """Print each change of the index on a line, ``count`` lines; 0: until interrupted."""
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         shown = 0
@@ -66,9 +66,9 @@ async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
                     print_json(line)
                 else:
                     print(" ".join(str(value) for value in line.values()), flush=True)
-            shown += 1
-            if shown == count:
-                break
+                shown += 1
+                if shown == count:
+                    return 0
     return 0
 
 

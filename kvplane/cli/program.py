@@ -160,7 +160,7 @@ async def explain(context: Context, tokens: str, pool: str, namespace: str) -> i
 @_command
 @_with_pool
 @_with_namespace
-@click.option("--count", default=0, type=click.IntRange(min=0), help="Events; 0: no end.")
+@click.option("--count", default=0, type=click.IntRange(min=0), help="Lines; 0: no end.")
 async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
     """Each change of a pool's prefix index, until Ctrl-C."""
     return await prefixes.watch(context, pool, namespace, count)

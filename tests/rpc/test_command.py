@@ -95,6 +95,7 @@ async def test_bench_makes_traffic_and_lookup_explain_retain_and_forget_find_its
     assert done.code == 0
     assert done.rows["cached_tokens"] > 0
     events = (await command("--json", "watch", "--count", "3")).out.splitlines()
+    assert len(events) == 3
     assert json.loads(events[0]) == {"event": "cleared"}
     assert json.loads(events[1])["event"] == "stored"
     tokens = ",".join(map(str, random.Random(0).choices(range(256), k=16)))
