@@ -35,6 +35,7 @@ async def main(address: str, pool_id: str, other_pool_id: str) -> None:
     """Prefill a prompt of three blocks in one pool and find it cached in the other."""
     async with ControlClient(address) as control:
         layout = Layout.from_proto((await control.wait_ready(pool_id)).layout)
+        await control.wait_ready(other_pool_id)
         prompt = range(3 * layout.block_size_tokens)
         here = await control.open_session(pool_id, layout)
         there = await control.open_session(other_pool_id, layout)
