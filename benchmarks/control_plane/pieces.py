@@ -27,7 +27,7 @@ _FORKS_A_STEP = 4_000
 
 async def pieces(world: World, sizes: Sizes) -> list[Row]:
     """Resync, abort and end a session of many forks; compute long prompts again after an abort,
-    publish them, and send their tables whole after another: the longest piece of each. Without the
+    publish them, and send their tables whole by a Resync: the longest piece of each. Without the
     request's bytes and the answer's.
     """
     rows = []
@@ -96,10 +96,7 @@ async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, floa
         append = ops.appends(ids, lengths, ones, ones, ones)
         request = cpb.StepRequest(session=ref, number=number + 2, operations=[append])
         pool.core.answer(request, TENANT)
-        abort = cpb.AbortPlanRequest(session=ref, number=number + 3, plan_number=number + 2)
-        pool.core.answer(abort, TENANT)
-        request = cpb.StepRequest(session=ref, number=number + 4, operations=[append])
-        _, tables_s = _longest(pool, request)
+        _, tables_s = _longest(pool, cpb.ResyncRequest(session=ref, number=number + 3))
         return compute_s, publish_s, tables_s
 
 

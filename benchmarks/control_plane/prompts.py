@@ -138,8 +138,8 @@ async def swap_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
-    """Abort a decode step of 256 sequences of 2,048 blocks each; the next step's plan has all
-    tables whole. Before that, once, abort the admissions themselves; the next step computes all
+    """Abort a decode step of 256 sequences of 2,048 blocks each; the next step's plan says what
+    all tables are. Before that, once, abort the admissions themselves; the next step computes all
     prompts again.
     """
     name, num = "abort_256x2048", sizes.num_aborted_sequences

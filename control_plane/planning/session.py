@@ -113,7 +113,7 @@ class Session:
 
     @property
     def resync_due(self) -> bool:
-        """Whether the next plan carries whole tables."""
+        """Whether the next plan says what all tables are."""
         return self.native.resync_due(self.slot)
 
     def num_held(self) -> int:

@@ -225,6 +225,13 @@ class Session:
                 field="plan.number",
             )
         if plan.resync:
+            if plan.finished > self.finished:
+                raise PlanOutOfOrderError(
+                    f"the plan keeps tables as plan {plan.finished} left them, and the session's "
+                    f"last plan to finish here is {self.finished}: call Resync, whose plan keeps "
+                    "none",
+                    field="plan.finished",
+                )
             return None
         if running is not None:
             raise PlanOutOfOrderError(

@@ -172,7 +172,6 @@ class Scheduler(Queues):
             self._in_line = None
         self.running, self.swapped, self._blocked = [], [], []
         self._must_preempt = False
-        self.max_passes = 1  # the next plan has all tables, and is presented for each pass
         for sequence in live:
             state = known.pop(sequence.kv_id, None)
             if state is None:

@@ -258,7 +258,7 @@ class ControlPlaneServiceServicer(object):
 
     def AbortPlan(self, request, context):
         """Aborts a plan and with it every other unreceipted plan, earlier ones too: each sequence is cut to the tokens whose KV was written
-        by receipted plans, and the next step's plan carries whole tables. FAILED_PRECONDITION (PLAN_RECEIPTED) if the plan has run.
+        by receipted plans, and the next step's plan says what all tables are. FAILED_PRECONDITION (PLAN_RECEIPTED) if the plan has run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

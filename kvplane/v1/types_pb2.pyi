@@ -48,6 +48,7 @@ class TableChangeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TABLE_CHANGE_KIND_DROP: _ClassVar[TableChangeKind]
     TABLE_CHANGE_KIND_TRUNCATE: _ClassVar[TableChangeKind]
     TABLE_CHANGE_KIND_TRIM: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_KEEP: _ClassVar[TableChangeKind]
 ROLE_UNSPECIFIED: Role
 ROLE_ENGINE: Role
 ROLE_ROUTER: Role
@@ -73,6 +74,7 @@ TABLE_CHANGE_KIND_FORK: TableChangeKind
 TABLE_CHANGE_KIND_DROP: TableChangeKind
 TABLE_CHANGE_KIND_TRUNCATE: TableChangeKind
 TABLE_CHANGE_KIND_TRIM: TableChangeKind
+TABLE_CHANGE_KIND_KEEP: TableChangeKind
 CALLERS_FIELD_NUMBER: _ClassVar[int]
 callers: _descriptor.FieldDescriptor
 
@@ -245,7 +247,7 @@ class SessionGrant(_message.Message):
     def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., ordinal: _Optional[int] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., layout_fingerprint: _Optional[bytes] = ..., max_plans_in_flight: _Optional[int] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans", "allocations", "traceparent")
+    __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans", "allocations", "traceparent", "finished")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +260,7 @@ class Plan(_message.Message):
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     version: int
     session: SessionRef
     pool_id: str
@@ -270,7 +273,8 @@ class Plan(_message.Message):
     spans: Spans
     allocations: Allocations
     traceparent: str
-    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: bool = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., transfers: _Optional[_Union[Transfers, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ..., allocations: _Optional[_Union[Allocations, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    finished: int
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: bool = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., transfers: _Optional[_Union[Transfers, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ..., allocations: _Optional[_Union[Allocations, _Mapping]] = ..., traceparent: _Optional[str] = ..., finished: _Optional[int] = ...) -> None: ...
 
 class TableChanges(_message.Message):
     __slots__ = ("kinds", "sequence_ids", "groups", "tiers", "first_blocks", "num_blocks", "parent_sequence_ids", "indices", "generations", "allocated")

@@ -31,6 +31,8 @@ KEPT = "executor/test_kept_blocks.py"
 BOUND = "data_kernels/test_bound_layers.py"
 WRITTEN = "executor/test_written_slots.py"
 BATCH = "plans/test_attention_batch.py"
+TABLES = "plans/test_table_changes.py"
+ORDER = "plans/test_plan_order.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -45,6 +47,8 @@ BASIC = {
     "stale_entries_readable": TAKEN,
     "trimmed_entries_readable": TRIMMED,
     "truncation_keeps_one_too_many": TRIMMED,
+    "kept_tables_are_counted_whole": TABLES,
+    "tables_are_kept_of_plans_that_never_ran": ORDER,
     "allocations_keep_their_generation": KEPT,
     "withdrawals_ignored": PUBLICATIONS,
     "receipts_before_the_end": STREAMS,
@@ -56,6 +60,7 @@ BASIC = {
 MORE = {
     "tokens_of_bound_keys_uncounted": BOUND,
     "spans_past_their_tables": BATCH,
+    "tables_are_kept_twice": TABLES,
     "zero-attention": EXECUTOR,
     "swap-two-blocks": EXECUTOR,
     "shift-table": EXECUTOR,

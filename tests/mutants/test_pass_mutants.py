@@ -102,13 +102,6 @@ MORE = {
         "tests/unit/engine/test_planning_ahead.py",
         "changes_no_token",
     ),
-    "a_plan_with_all_tables_has_passes": Fault(
-        SCHEDULER,
-        "self.max_passes = 1  # the next",
-        "pass  # the next",
-        ENGINE,
-        "all_tables",
-    ),
     "an_engine_that_has_raised_gives_up": Fault(
         CORE,
         "self._num_failures = 0  # who",

@@ -3,8 +3,8 @@
 Each sequence is cut to what receipts say was written, so every plan in flight loses its spans: all
 are aborted together. Their transfers are undone: tables refer to the sources again, which were
 pinned for this, in place of the copies. Forks and frees stay. The data plane learns of the abort
-from the next plan, which carries all tables whole; until that has run, blocks released here stay
-retired.
+from the next plan, which says what all tables are: what it has of them is named, and not sent
+again. Until that has run, blocks released here stay retired.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def abort_from(session: Session, plan_number: int) -> None:
         abort_plans(session, next_plan=session.numbers.last + 1)
 
 
-def abort_plans(session: Session, *, next_plan: int) -> None:
-    """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher,
-    carries all tables whole.
+def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> None:
+    """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher, says
+    what all tables are, and unless it ``keeps_tables`` has all of them whole.
     """
-    session.native.abort(session.slot, next_plan)
+    session.native.abort(session.slot, next_plan, keeps_tables)
     for number in session.plans:
         session.void(number)
     session.plans.clear()

@@ -88,7 +88,10 @@ class Requests:
                 return True
             if not session.resync_due:
                 return False
-        return native.num_sequences(slot) > _MANY_SEQUENCES or session.num_held() > _MANY_BLOCKS
+        if native.num_sequences(slot) > _MANY_SEQUENCES:
+            return True
+        # An abort writes no tables.
+        return type(request) is not cpb.AbortPlanRequest and session.num_held() > _MANY_BLOCKS
 
     def answer(self, session: Session, request: Request, *, in_pieces: bool = False) -> Pieces[Any]:
         """Run a request under its number, or repeat the answer that it got. Ends with the answer,
@@ -210,7 +213,7 @@ class Requests:
     ) -> Pieces[cpb.ResyncResponse]:
         session = member.session
         yield from self._take_receipts(session, request, in_pieces)
-        abort_plans(session, next_plan=request.number)
+        abort_plans(session, next_plan=request.number, keeps_tables=False)
         session.pool.statistics.num_resyncs += 1
         if in_pieces:
             yield

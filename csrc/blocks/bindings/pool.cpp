@@ -259,14 +259,14 @@ void bind_sessions(py::class_<P>& pool) {
       py::arg("slot"));
   pool.def(
       "abort",
-      [](P& self, Slot slot, int64_t next_plan) {
+      [](P& self, Slot slot, int64_t next_plan, bool keeps_tables) {
         checked(self, slot);
         in_groups(self, [&](Groups groups) {
-          Pool::abort(groups, slot, next_plan);
+          Pool::abort(groups, slot, next_plan, keeps_tables);
           return 0;
         });
       },
-      py::arg("slot"), py::arg("next_plan"));
+      py::arg("slot"), py::arg("next_plan"), py::arg("keeps_tables") = true);
   pool.def(
       "resync_due",
       [](const P& self, Slot slot) {

@@ -206,7 +206,8 @@ class Pool final : private Listener {
   // then to come before anything else of the session.
   bool receipted(Slot slot, int64_t plan, int64_t max_blocks = std::numeric_limits<int64_t>::max());
   int64_t num_tokens_in_flight(Slot slot) const;
-  static void abort(Groups groups, Slot slot, int64_t next_plan);
+  // `keeps_tables`: the next plan need not send what the data plane has.
+  static void abort(Groups groups, Slot slot, int64_t next_plan, bool keeps_tables);
 
   // Queries
   Session& session(Slot slot) { return sessions_[slot]; }
@@ -349,7 +350,7 @@ class Pool final : private Listener {
   void send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated);
   int64_t drop(Session& session, uint32_t index, int64_t plan);
 
-  // Tables (tables.cpp): references of pieces are counted here.
+  // Tables (tables.cpp): references of pieces are counted here, and changes are noted.
   void own_piece(Session& session, Sequence& sequence, size_t piece);
   void push_blocks(Session& session, Sequence& sequence, const std::vector<Block>& blocks);
   void put_block(Session& session, Sequence& sequence, int64_t i, Block b);
@@ -433,7 +434,7 @@ class Pool final : private Listener {
   bool has_plan(const Session& session) const;
   void complete_draft(Session& session);
   void end_step(Session& session);
-  void abort_one(Slot slot, int64_t next_plan);
+  void abort_one(Slot slot, int64_t next_plan, bool keeps_tables);
 
   // Publication (publish.cpp)
   void publish(Session& session, uint32_t index);

@@ -1,6 +1,7 @@
 // One engine's sequences and plans in flight, and the draft of its next plan.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <limits>
 #include <unordered_map>
@@ -36,6 +37,10 @@ struct Sequence {
   bool live = false;
   bool table_sent = false;  // the data plane will have a table for it once the last plan has run
   int64_t copied_by = 0;    // the last plan that copies blocks of its table from elsewhere
+  // Leading entries that are as receipts say the data plane has them, until `changed_by` has run:
+  // the first plan with the table's last change, or one before that plan. From then on all are.
+  int64_t num_sent = 0;
+  int64_t changed_by = 0;
   Tier tier = kDevice;
   Table table;  // blocks; the first num_trimmed are kNoBlock
   int64_t num_trimmed = 0;
@@ -120,7 +125,7 @@ struct Receipting {
   size_t next_touched = 0;  // of this plan
 };
 
-// Whole tables that are written to the draft some at a time.
+// What is kept of all tables, and the rest of them, written to the draft some at a time.
 struct WholeTables {
   bool begun = false;
   std::vector<uint32_t> indices;  // of the sequences
@@ -157,6 +162,19 @@ struct Session {
   std::vector<std::pair<Tier, Block>> kept;
   std::unordered_set<uint64_t> allocated;
 };
+
+// Leading entries of the table that the data plane has, whichever plans in flight have reached it.
+inline int64_t num_sent(const Session& session, const Sequence& sequence) {
+  const int64_t size = sequence.table.size;
+  return sequence.changed_by <= session.done ? size : std::min(sequence.num_sent, size);
+}
+
+// Entries from `first` on are no longer what the data plane has, until a plan that is made from now
+// on has run. One that has been made and is aborted may have reached it or not.
+inline void note_change(const Session& session, Sequence& sequence, int64_t first) {
+  sequence.num_sent = std::min(num_sent(session, sequence), first);
+  sequence.changed_by = session.last_plan + 1;
+}
 
 inline uint64_t key_of(Tier tier, Block b) { return uint64_t{tier} << 32 | b; }
 

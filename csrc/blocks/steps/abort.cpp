@@ -1,7 +1,7 @@
 // Aborting plans that have not run, or may have run in part: each sequence is cut to what receipts
 // say was written. Transfers are undone: tables refer to the sources again, which were pinned for
 // this, in place of the copies. Forks and frees stay. The data plane learns of the abort from the
-// next plan, which carries whole tables; until that has run, blocks released here stay retired.
+// next plan, which says what all tables are; until that has run, blocks released here stay retired.
 //
 // Time is proportional to the sequences, the blocks that they lose and the tables that hold copies.
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace kvplane::blocks {
 
-void Pool::abort(Groups groups, Slot slot, int64_t next_plan) {
+void Pool::abort(Groups groups, Slot slot, int64_t next_plan, bool keeps_tables) {
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
     if (!pool.config_.window_tokens) continue;  // nothing is ever trimmed
@@ -28,7 +28,7 @@ void Pool::abort(Groups groups, Slot slot, int64_t next_plan) {
       }
     }
   }
-  for (int64_t g = 0; g < groups.size; ++g) groups[g]->abort_one(slot, next_plan);
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->abort_one(slot, next_plan, keeps_tables);
 }
 
 // Whether what receipts say was written ends where the next position would see what was trimmed.
@@ -37,7 +37,7 @@ bool Pool::is_lost(const Sequence& sequence) const {
          std::min(sequence.num_written, sequence.tokens.size) < fewest_tokens(sequence);
 }
 
-void Pool::abort_one(Slot slot, int64_t next_plan) {
+void Pool::abort_one(Slot slot, int64_t next_plan, bool keeps_tables) {
   Session& session = sessions_[slot];
   session.plans.push_back(std::move(session.record));  // what was drafted since the last plan
   session.record = PlanRecord{};
@@ -52,7 +52,10 @@ void Pool::abort_one(Slot slot, int64_t next_plan) {
   std::vector<uint32_t> indices;
   session.sequences.for_each([&](int64_t, uint32_t index) { indices.push_back(index); });
   std::sort(indices.begin(), indices.end());  // as they lie in memory
-  for (const uint32_t index : indices) cut_to_written(session, index, origins, next_plan);
+  for (const uint32_t index : indices) {
+    cut_to_written(session, index, origins, next_plan);
+    if (!keeps_tables) note_change(session, sequences_[index], 0);
+  }
   end_plans(session, next_plan);
   session.resync_due = true;
 }

@@ -147,7 +147,7 @@ void Draft::clear() {
 }
 
 void Draft::encode(std::string_view prefix, int64_t number, int64_t previous, bool resync,
-                   const std::function<char*(size_t)>& make) const {
+                   int64_t finished, const std::function<char*(size_t)>& make) const {
   const auto write_part = [](auto& fields, uint32_t field, const auto& part) {
     if (part.empty()) return;
     ProtoSize size;
@@ -164,6 +164,7 @@ void Draft::encode(std::string_view prefix, int64_t number, int64_t previous, bo
     write_part(fields, 9, transfers);
     write_part(fields, 10, spans);
     write_part(fields, 11, allocations);
+    fields.varint(13, finished);
   };
   ProtoSize size;
   write_plan(size);

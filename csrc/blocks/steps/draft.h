@@ -15,7 +15,8 @@ enum class ChangeKind : uint8_t {
   kFork = 3,
   kDrop = 4,
   kTruncate = 5,
-  kTrim = 6
+  kTrim = 6,
+  kKeep = 7
 };
 
 struct TableChanges {
@@ -39,7 +40,7 @@ struct TableChanges {
     parents.push_back(parent_id);
   }
   void drop(int64_t sequence_id) { add(ChangeKind::kDrop, sequence_id, Tier(0), 0, 0); }
-  // TRUNCATE keeps the first num entries, TRIM drops them.
+  // TRUNCATE and KEEP keep the first num entries, TRIM drops them.
   void cut(ChangeKind kind, int64_t sequence_id, int64_t num) {
     add(kind, sequence_id, Tier(0), 0, num);
   }
@@ -104,10 +105,11 @@ struct Draft {
   // Adds what a layer group drafted. All groups have the same spans.
   void add(const Draft& other, uint8_t group);
   void clear();
-  // Writes fields 5 to 11 of Plan, after `prefix`, which holds the fields before them, encoded, to
-  // where `make(num_bytes)` says.
+  // Writes fields 5 to 11 and 13 of Plan, after `prefix`, which holds the other fields, encoded, to
+  // where `make(num_bytes)` says. `finished`: the last plan that has run, where the plan keeps
+  // tables.
   void encode(std::string_view prefix, int64_t number, int64_t previous, bool resync,
-              const std::function<char*(size_t)>& make) const;
+              int64_t finished, const std::function<char*(size_t)>& make) const;
 };
 
 }  // namespace kvplane::blocks

@@ -1,4 +1,4 @@
-// Plans: what a step changed becomes one message; whole tables after an abort; demotion.
+// Plans: what a step changed becomes one message; all tables after an abort; demotion.
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
@@ -85,7 +85,8 @@ bool Pool::finish(Groups groups, Slot slot, std::string_view prefix,
     if (groups.size > 1) merged.add(session.draft, static_cast<uint8_t>(g));
   }
   const Draft& draft = groups.size > 1 ? merged : first.draft;
-  draft.encode(prefix, first.number, first.last_plan, first.resync_due, make);
+  draft.encode(prefix, first.number, first.last_plan, first.resync_due,
+               first.resync_due ? first.done : 0, make);
   for (int64_t g = 0; g < groups.size; ++g) groups[g]->end_step(groups[g]->sessions_[slot]);
   return true;
 }
@@ -115,17 +116,22 @@ void Pool::end_step(Session& session) {
   session.resync_due = false;
 }
 
-// All tables as they are now. A table that shares its first pieces with one before it is sent as a
-// fork of that one. Whether some are left, with this many blocks written.
+// All tables as they are now. What the data plane has of a table is kept, and one that shares its
+// first pieces with one before it is sent as a fork of that one. Whether some are left, with this
+// many blocks written.
 bool Pool::write_whole_tables(Session& session, int64_t max_blocks) {
   WholeTables& tables = session.tables;
   TableChanges& changes = session.draft.changes;
   if (!std::exchange(tables.begun, true)) {
     changes.clear();
-    changes.indices.reserve(static_cast<size_t>(session.num_held));
-    changes.generations.reserve(static_cast<size_t>(session.num_held));
-    changes.allocated.reserve(static_cast<size_t>(session.num_held));
     tables.indices = indices_of(session.slot);
+    int64_t num = 0;
+    for (const uint32_t index : tables.indices)
+      num += sequences_[index].table.size - num_sent(session, sequences_[index]);
+    const auto most = static_cast<size_t>(std::min(num, session.num_held));
+    changes.indices.reserve(most);
+    changes.generations.reserve(most);
+    changes.allocated.reserve(most);
   }
   const size_t first_index = changes.indices.size() + changes.kinds.size();
   for (; tables.next < tables.indices.size(); ++tables.next) {
@@ -141,19 +147,23 @@ void Pool::write_whole_table(Session& session, Sequence& sequence) {
   TableChanges& changes = session.draft.changes;
   sequence.table_sent = sequence.table.size > 0;
   if (!sequence.table.size) return;
+  const int64_t size = sequence.table.size, num_kept = num_sent(session, sequence);
   int64_t first = sequence.num_trimmed;
   ChangeKind kind = ChangeKind::kReplace;
   const auto [it, is_first] = session.tables.sent.try_emplace(sequence.table.pieces[0], &sequence);
   const int64_t num_shared = is_first ? 0 : num_shared_pieces(sequence.table, it->second->table);
-  if (!is_first && num_shared >= first) {
-    changes.fork(sequence.id, it->second->id, num_shared);
-    if (num_shared == sequence.table.size) return;
-    first = num_shared;
+  if (const int64_t num = std::max(num_kept, num_shared); num > 0 && num >= first) {
+    if (num_kept >= num_shared)
+      changes.cut(ChangeKind::kKeep, sequence.id, num);
+    else
+      changes.fork(sequence.id, it->second->id, num);
+    if (num == size) return;
+    first = num;
     kind = ChangeKind::kSet;
   }
-  changes.set(kind, sequence.id, sequence.tier, first, sequence.table.size - first);
+  changes.set(kind, sequence.id, sequence.tier, first, size - first);
   size_t i = changes.indices.size();
-  add_entries(sequence, first, sequence.table.size, changes);
+  add_entries(sequence, first, size, changes);
   changes.allocated.resize(changes.indices.size());
   const auto& destinations = session.destinations;
   for (; i < changes.indices.size(); ++i) {

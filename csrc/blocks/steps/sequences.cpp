@@ -101,6 +101,7 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
   child.table = parent.table;
   for (const uint32_t piece : child.table.pieces) ++table_store_[piece].num_owners;
   session.num_entries += child.table.size;
+  note_change(session, child, 0);
   child.num_trimmed = parent.num_trimmed;
   child.tokens.share(token_store_, parent.tokens);
   session.num_tokens += child.tokens.size;

@@ -31,6 +31,7 @@ void Pool::own_piece(Session& session, Sequence& sequence, size_t piece) {
 // Adds entries for blocks whose references the caller holds.
 void Pool::push_blocks(Session& session, Sequence& sequence, const std::vector<Block>& blocks) {
   Table& table = sequence.table;
+  note_change(session, sequence, table.size);
   if (table.size % Table::kItems && !blocks.empty())
     own_piece(session, sequence, table.pieces.size() - 1);
   const Block* next = blocks.data();
@@ -50,6 +51,7 @@ void Pool::push_blocks(Session& session, Sequence& sequence, const std::vector<B
 
 // Replaces an entry of a piece that the sequence owns alone; the caller sees to the references.
 void Pool::put_block(Session& session, Sequence& sequence, int64_t i, Block b) {
+  note_change(session, sequence, i);
   own_piece(session, sequence, static_cast<size_t>(i / Table::kItems));
   table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]]
       .items[i % Table::kItems] = b;
@@ -59,6 +61,7 @@ void Pool::put_block(Session& session, Sequence& sequence, int64_t i, Block b) {
 // Returns how many blocks no table refers to any more. Tails first.
 int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
   Table& table = sequence.table;
+  if (num < table.size) note_change(session, sequence, num);
   int64_t num_released = 0;
   while (table.size > num) {
     const size_t last = table.pieces.size() - 1;

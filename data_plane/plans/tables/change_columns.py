@@ -29,13 +29,14 @@ AT_ALLOCATIONS = "plan.allocations"
 MAX_ENTRIES = 2**22  # of a table, with the trimmed ones
 # Of all tables that a plan replaces, or of all that it trims: they are in no message.
 MAX_TRIMMED_ENTRIES = 2**26
-SET, REPLACE, FORK, DROP, TRUNCATE, TRIM = (
+SET, REPLACE, FORK, DROP, TRUNCATE, TRIM, KEEP = (
     pb.TABLE_CHANGE_KIND_SET,
     pb.TABLE_CHANGE_KIND_REPLACE,
     pb.TABLE_CHANGE_KIND_FORK,
     pb.TABLE_CHANGE_KIND_DROP,
     pb.TABLE_CHANGE_KIND_TRUNCATE,
     pb.TABLE_CHANGE_KIND_TRIM,
+    pb.TABLE_CHANGE_KIND_KEEP,
 )
 
 
@@ -85,7 +86,7 @@ class ChangeColumns:
         kinds = column(columns.UINT8, "kinds")
         num = len(kinds)
         require(
-            (kinds < SET) | (kinds > TRIM),
+            (kinds < SET) | (kinds > KEEP),
             "kinds",
             lambda i: f"{kinds[i]} is not a TableChangeKind",
         )

@@ -21,6 +21,7 @@ from data_plane.plans.tables.change_columns import (
     AT_CHANGES,
     DROP,
     FORK,
+    KEEP,
     MAX_ENTRIES,
     MAX_TRIMMED_ENTRIES,
     REPLACE,
@@ -104,6 +105,7 @@ class _Changer:
         self._session_id = session_id
         self._changes = changes
         self._counts = _Counts()
+        self._before: dict[tuple[int, int], Table] = {}  # by group and sequence, of a resync
         self._num_forks = 0
         self._num_copied = 0
         # Forks of a table share one, so that many cost what one does.
@@ -116,6 +118,7 @@ class _Changer:
                 for sequence_id, table in list(of_group.items()):
                     self._tables.put(self._session_id, sequence_id, None, group)
                     self._counts.add(table, -1)
+                    self._before[group, sequence_id] = table
         changes, entries = self._changes, self._changes.entries
         blocks, end = entries.blocks.astype(np.int32), 0
         for i, (kind, sequence_id, group, place, first, num) in enumerate(
@@ -139,6 +142,9 @@ class _Changer:
             elif kind == FORK:
                 made = self._fork(sequence_id, group, num, i)
                 self._counts.add(made)
+                self._counts.add(old, -1)
+            elif kind == KEEP:
+                made = self._keep(resync, group, sequence_id, num, i)
                 self._counts.add(old, -1)
             elif old is None:
                 at = f"{AT_CHANGES}.sequence_ids[{i}]"
@@ -219,6 +225,22 @@ class _Changer:
             raise InvalidRequestError("a sequence cannot be forked from itself", field=at)
         parent = self._tables.get(self._session_id, parent_id, at, group)
         return self._prefix(parent, num_blocks, i)
+
+    def _keep(self, resync: bool, group: int, sequence_id: int, num_blocks: int, i: int) -> Table:
+        """The first entries of the table before the plan."""
+        if not resync:
+            raise InvalidRequestError(
+                "KEEP is for a plan with resync", field=f"{AT_CHANGES}.kinds[{i}]"
+            )
+        before = self._before.pop((group, sequence_id), None)  # once
+        if before is None:
+            at = f"{AT_CHANGES}.sequence_ids[{i}]"
+            raise SequenceNotFoundError(no_table(sequence_id), field=at)
+        made = self._prefix(before, num_blocks, i)
+        # This way little is counted where little is lost.
+        self._counts.add(before)
+        self._counts.add(before.part(num_blocks, len(before.blocks)), -1)
+        return made
 
     def _prefix(self, table: Table, num_blocks: int, i: int) -> Table:
         _check_at_most(len(table.blocks), num_blocks, i)

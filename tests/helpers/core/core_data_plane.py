@@ -256,6 +256,7 @@ class DataPlane:
             return plan.number == last
         if not plan.resync and plan.previous != last:
             return False
+        assert plan.finished <= last, "tables of a plan that has not run are kept"
         again = self.running.get(session_id, (0, {}))
         if again[0] > plan.number:
             return False
@@ -267,7 +268,7 @@ class DataPlane:
         self.tables[session_id] = {} if plan.resync else {i: list(t) for i, t in before.items()}
         if again[0] != plan.number:
             self.former[session_id] = {}
-        self._apply(plan, again=again[0] == plan.number)
+        self._apply(plan, before, again=again[0] == plan.number)
         for source, destination in transfers_of(plan):
             self._copy(session_id, source, destination)
         spans = spans_of(plan)
@@ -278,7 +279,7 @@ class DataPlane:
         self.finished[session_id] = plan.number
         return True
 
-    def _apply(self, plan: tpb.Plan, *, again: bool) -> None:
+    def _apply(self, plan: tpb.Plan, before: dict[int, list[BlockId]], *, again: bool) -> None:
         session_id = plan.session.session_id
         tables = self.tables[session_id]
         for key, last_plan in list(self.cut.items()):
@@ -290,6 +291,11 @@ class DataPlane:
                 parent = tables[change.parent_id]
                 assert change.num_blocks <= len(parent)
                 tables[change.sequence_id] = parent[: change.num_blocks]
+            elif change.kind == tpb.TABLE_CHANGE_KIND_KEEP:
+                assert plan.resync and change.sequence_id not in tables
+                kept = before[change.sequence_id]
+                assert change.num_blocks <= len(kept)
+                tables[change.sequence_id] = kept[: change.num_blocks]
             elif change.kind == tpb.TABLE_CHANGE_KIND_DROP:
                 del tables[change.sequence_id]
             elif change.kind == tpb.TABLE_CHANGE_KIND_TRUNCATE:

@@ -166,6 +166,10 @@ def trim(sequence_id: int, num_blocks: int) -> Change:
     return Change(pb.TABLE_CHANGE_KIND_TRIM, sequence_id, num_blocks=num_blocks)
 
 
+def keep(sequence_id: int, num_blocks: int) -> Change:
+    return Change(pb.TABLE_CHANGE_KIND_KEEP, sequence_id, num_blocks=num_blocks)
+
+
 def ref(index: int, generation: int = 1, tier: pb.Tier = DEVICE) -> pb.BlockRef:
     return pb.BlockRef(tier=tier, index=index, generation=generation)
 

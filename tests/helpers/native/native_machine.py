@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from native_pool import DEVICE, HOST, Code, View
+from native_pool import DEVICE, HOST, Code, Kind, View
 from native_sessions import Engine, Group, Known, World
 
 
@@ -361,11 +361,11 @@ class Walk:
         self.pick().abort()
 
     def resync(self) -> None:
-        engine = self.pick()
-        engine.abort()
+        (engine := self.pick()).abort(keeps_tables=False)
         self.world.check()
         engine.caller.begin()
         engine.finish()
+        assert Kind.KEEP not in {change.kind for change in engine.queue[-1].plan.changes}
 
     # Outside of steps
 

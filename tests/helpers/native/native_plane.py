@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from native_pool import DEVICE, Change, Kind, MadePlan, Ref, Span
+from native_pool import DEVICE, Kind, MadePlan, Ref, Span
 
 Place = tuple[int, int]
 Table = list[Ref | None]
@@ -27,10 +27,10 @@ def values_of(tokens: Iterable[int], start: int) -> list[int]:
     return values
 
 
-def changed(tables: dict[int, Table], changes: Iterable[Change]) -> dict[int, Table]:
+def changed(before: dict[int, Table], plan: MadePlan) -> dict[int, Table]:
     """The tables of a session after the changes of a plan."""
-    tables = dict(tables)
-    for change in changes:
+    tables = {} if plan.resync else dict(before)
+    for change in plan.changes:
         old = tables.get(change.sequence_id)
         new: Table
         if change.kind == Kind.SET:
@@ -41,6 +41,9 @@ def changed(tables: dict[int, Table], changes: Iterable[Change]) -> dict[int, Ta
             new[change.first : change.first + change.num] = change.blocks
         elif change.kind == Kind.REPLACE:
             new = [None] * change.first + list(change.blocks)
+        elif change.kind == Kind.KEEP:
+            assert plan.resync and old is None and change.num <= len(before[change.sequence_id])
+            new = before[change.sequence_id][: change.num]
         elif change.kind == Kind.FORK:
             assert old is None, "a fork over a live table"
             parent = tables[change.parent_id]
@@ -133,7 +136,8 @@ class Plane:
             running = Running(plan.number, self.tables.get(session, {}))
         self.running[session] = running
         self._allocate(plan, running, again=again)
-        tables = changed({} if plan.resync else running.before, plan.changes)
+        assert plan.finished <= last, "tables of a plan that has not run are kept"
+        tables = changed(running.before, plan)
         self.tables[session] = tables
         for table in tables.values():
             for ref in filter(None, table):

@@ -61,6 +61,7 @@ class Kind(enum.IntEnum):
     DROP = 4
     TRUNCATE = 5
     TRIM = 6
+    KEEP = 7
 
 
 class Ref(NamedTuple):
@@ -113,6 +114,7 @@ class MadePlan:
     number: int
     previous: int
     resync: bool
+    finished: int  # that has run, where tables are kept
     changes: list[Change]
     transfers: list[tuple[Ref, Ref]]
     spans: list[Span]
@@ -190,6 +192,7 @@ def decoded(payload: bytes) -> MadePlan:
         number=plan.number,
         previous=plan.previous,
         resync=plan.resync,
+        finished=plan.finished,
         changes=_changes(plan.changes),
         transfers=list(
             zip(
@@ -374,10 +377,10 @@ class Caller(View):
         while self.pool.receipted(self.slot, plan, FEW_BLOCKS):
             pass
 
-    def abort(self) -> None:
+    def abort(self, *, keeps_tables: bool = True) -> None:
         """All plans in flight; takes a number."""
         self.number += 1
-        self.pool.abort(self.slot, self.number)
+        self.pool.abort(self.slot, self.number, keeps_tables)
 
     def deferred(self, *rows: tuple[int, int, int, Sequence[int]]) -> Failure | None:
         """Rows: id, the step that admitted it, first position, tokens."""

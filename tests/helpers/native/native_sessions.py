@@ -94,8 +94,7 @@ class Engine:
 
     def _take(self, made: MadePlan, issued: Issued, group: int) -> None:
         """What a plan does in one group."""
-        before = {} if made.resync else self.tables[group]
-        tables = self.tables[group] = changed(before, made.changes)
+        tables = self.tables[group] = changed(self.tables[group], made)
         places: set[Place] = set()
         for span in made.spans:
             places |= {ref.place for ref in tables[span.sequence_id] if ref}
@@ -153,11 +152,11 @@ class Engine:
         self.caller.receipted(arrived[-1].plan.number)
         self.world.take_publications()
 
-    def abort(self) -> None:
+    def abort(self, *, keeps_tables: bool = True) -> None:
         """Abort everything in flight: what receipts say was written stays, and no more."""
         before = {state.sequence_id: state for state in self.caller.states()}
         tables = [{i: view.table(i) for i in before} for view in self.views]
-        self.caller.abort()
+        self.caller.abort(keeps_tables=keeps_tables)
         self.voided += self.queue
         self.queue = []
         for state in self.caller.states():

@@ -91,6 +91,41 @@ FAULTS = {
         "        max_blocks)\n      return true;",
         "        max_blocks)\n      return ++tables.next, true;",
     ),
+    "trims_in_flight_count_as_sent": Mutant(
+        "steps/tables.cpp", "  note_change(session, sequence, i);\n", ""
+    ),
+    "new_blocks_in_flight_count_as_sent": Mutant(
+        "steps/tables.cpp", "  note_change(session, sequence, table.size);\n", ""
+    ),
+    "cuts_in_flight_count_as_sent": Mutant(
+        "steps/tables.cpp", "  if (num < table.size) note_change(session, sequence, num);\n", ""
+    ),
+    "forks_in_flight_count_as_sent": Mutant(
+        "steps/sequences.cpp", "  note_change(session, child, 0);\n", ""
+    ),
+    "changes_count_as_sent_by_the_plan_before": Mutant(
+        "core/session.h",
+        "sequence.changed_by = session.last_plan + 1;",
+        "sequence.changed_by = session.last_plan;",
+    ),
+    "plans_in_flight_count_as_run": Mutant(
+        "core/session.h",
+        "return sequence.changed_by <= session.done ?",
+        "return sequence.changed_by <= session.last_plan ?",
+    ),
+    "an_earlier_change_in_flight_is_forgotten": Mutant(
+        "core/session.h",
+        "sequence.num_sent = std::min(num_sent(session, sequence), first);",
+        "sequence.num_sent = first;",
+    ),
+    "a_resync_keeps_tables": Mutant(
+        "steps/abort.cpp", "if (!keeps_tables) note_change(", "if (false) note_change("
+    ),
+    "a_plan_keeps_tables_as_one_in_flight_left_them": Mutant(
+        "steps/plans.cpp",
+        "first.resync_due ? first.done : 0, make);",
+        "first.resync_due ? first.last_plan : 0, make);",
+    ),
     "written_in_place_though_shared": Mutant(
         "steps/append.cpp",
         "return piece.num_owners == 1 &&\n         store(kDevice).is_writable(b, "

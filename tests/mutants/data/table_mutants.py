@@ -13,6 +13,7 @@ import numpy as np
 
 from data_plane import executor, plan_runner
 from data_plane.kernels.shards import shard_kernels
+from data_plane.plans import sessions
 from data_plane.plans.batches import attention_batch, transfers
 from data_plane.plans.contents import last_tenants, written_slots
 from data_plane.plans.tables import allocations, block_tables, table_changes
@@ -54,6 +55,39 @@ def truncation_keeps_one_too_many() -> None:
         return shorten(self, old, kind, num_blocks, i)
 
     table_changes._Changer._shorten = keep_one_more  # type: ignore[method-assign]
+
+
+def kept_tables_are_counted_whole() -> None:
+    """What a plan leaves of a table counts as before, with what is cut off."""
+
+    def keep(self: Any, _resync: bool, group: int, sequence_id: int, num: int, i: int) -> Any:
+        before = self._before.pop((group, sequence_id))
+        self._counts.add(before)
+        return self._prefix(before, num, i)
+
+    table_changes._Changer._keep = keep  # type: ignore[method-assign]
+
+
+def tables_are_kept_twice() -> None:
+    keep = table_changes._Changer._keep
+
+    def keep_again(self: Any, resync: bool, group: int, sequence_id: int, *rest: int) -> Any:
+        before = self._before.get((group, sequence_id))
+        made = keep(self, resync, group, sequence_id, *rest)
+        self._before[group, sequence_id] = before
+        return made
+
+    table_changes._Changer._keep = keep_again  # type: ignore[method-assign]
+
+
+def tables_are_kept_of_plans_that_never_ran() -> None:
+    place = sessions.Session.place
+
+    def place_any(self: Any, plan: pb.Plan, digest: bytes) -> Any:
+        plan.finished = 0
+        return place(self, plan, digest)
+
+    sessions.Session.place = place_any  # type: ignore[method-assign]
 
 
 def trimmed_entries_readable() -> None:
@@ -239,6 +273,9 @@ TABLE_MUTANTS: dict[str, Callable[[], None]] = {
         stale_entries_readable,
         finished_plans_attend_for_ever,
         truncation_keeps_one_too_many,
+        kept_tables_are_counted_whole,
+        tables_are_kept_twice,
+        tables_are_kept_of_plans_that_never_ran,
         trimmed_entries_readable,
         trimmed_entries_attended,
         allocations_keep_their_generation,

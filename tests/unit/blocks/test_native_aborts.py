@@ -39,8 +39,8 @@ def test_an_abort_leaves_what_receipts_say_was_written() -> None:
     caller.begin()
     plan = caller.finish()
     assert plan is not None and plan.resync
-    assert [(c.kind, c.sequence_id, c.num) for c in plan.changes] == [(Kind.REPLACE, 1, 2)]
-    assert plan.changes[0].allocated == [False, False]
+    assert [(c.kind, c.sequence_id, c.num) for c in plan.changes] == [(Kind.KEEP, 1, 2)]
+    assert plan.finished == 1
     caller.receipted()
     assert caller.pool.usage(DEVICE)[4] == 0
 
@@ -98,7 +98,7 @@ def test_whole_tables_say_what_is_allocated_and_send_children_as_forks() -> None
     caller.begin()
     caller.fork((1, 2), (1, 3))
     ran(caller)
-    caller.abort()
+    caller.abort(keeps_tables=False)
     caller.begin()
     caller.append((3, 300, 1, [5], 0))
     plan = caller.finish()
@@ -110,6 +110,60 @@ def test_whole_tables_say_what_is_allocated_and_send_children_as_forks() -> None
     assert three.num < 75 and (rest.kind, rest.first) == (Kind.SET, three.num)
     assert rest.allocated[-1] and not any(rest.allocated[:-1])
     assert rest.first + rest.num == 76
+
+
+def changes_after_an_abort(caller: Caller) -> list[tuple[int, int, int, int]]:
+    """Kind, sequence, first entry and number of entries."""
+    caller.abort()
+    caller.begin()
+    plan = caller.finish()
+    assert plan is not None and plan.resync
+    caller.pool.check_integrity()
+    return [(c.kind, c.sequence_id, c.first, c.num) for c in plan.changes]
+
+
+def test_what_the_data_plane_has_of_a_table_is_kept_after_an_abort() -> None:
+    """Also after another one: until a plan with a change has run, what was changed is sent."""
+    caller = with_prompt(list(range(16)), num_device=20)
+    caller.begin()
+    caller.append((1, 16, 4, [1, 2, 3, 4], 0))
+    caller.finish()
+    for _ in range(2):
+        assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 4)]
+    caller.begin()
+    caller.append((1, 16, 4, [1, 2, 3, 4], 0))
+    ran(caller)
+    assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 5)]
+
+
+def test_what_only_plans_in_flight_changed_is_sent_after_an_abort() -> None:
+    caller = with_prompt(list(range(16)), num_device=20)
+    caller.begin()
+    assert caller.truncate((1, 10))[1] == []
+    caller.finish()
+    assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 3)]
+    caller.begin()
+    caller.append((1, 10, 4, [7, 8, 9, 9], 3))
+    caller.finish()
+    caller.receipted(caller.number)
+    assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 4)], "lookahead is given back"
+    caller.begin()
+    caller.fork((1, 2))
+    caller.finish()
+    changes = changes_after_an_abort(caller)
+    assert changes == [(Kind.KEEP, 1, 0, 4), (Kind.FORK, 2, 0, 4)]
+
+
+def test_a_sequence_of_the_same_id_keeps_nothing() -> None:
+    caller = with_prompt(list(range(16)), num_device=20)
+    caller.begin()
+    caller.free(1)
+    caller.finish()
+    caller.begin()
+    assert len(caller.admit(1, list(range(16)))) == 3
+    caller.finish()
+    changes = changes_after_an_abort(caller)
+    assert all(kind != Kind.KEEP for kind, *_ in changes)
 
 
 def test_a_block_given_up_before_whole_tables_is_no_source_of_theirs() -> None:

@@ -268,11 +268,12 @@ def test_a_trimmed_sequence_is_swapped_forked_and_sent_whole() -> None:
     replaced = plan.changes[-1]
     assert (replaced.kind, replaced.first, replaced.num) == (Kind.REPLACE, 2, 3)
     caller.receipted()
-    caller.abort()
-    caller.begin()
-    plan = caller.finish()
-    assert plan is not None and plan.resync
-    assert [(c.kind, c.first, c.num) for c in plan.changes] == [(Kind.REPLACE, 2, 3)] * 2
+    for keeps_tables, change in ((True, (Kind.KEEP, 0, 5)), (False, (Kind.REPLACE, 2, 3))):
+        caller.abort(keeps_tables=keeps_tables)
+        caller.begin()
+        plan = caller.finish()
+        assert plan is not None and plan.resync
+        assert [(c.kind, c.first, c.num) for c in plan.changes] == [change] * 2
     caller.pool.check_integrity()
 
 

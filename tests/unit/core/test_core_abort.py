@@ -32,7 +32,7 @@ def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:
     engine.check()
 
 
-def test_the_step_after_an_abort_carries_whole_tables_also_without_operations() -> None:
+def test_the_step_after_an_abort_says_what_all_tables_are_also_without_operations() -> None:
     engine = World().engine()
     engine.admit(1, range(12))
     engine.step(engine.growth(1, [12], 1))
@@ -42,7 +42,7 @@ def test_the_step_after_an_abort_carries_whole_tables_also_without_operations() 
     assert not engine.queue, "SubmitReceipts makes no plan"
     engine.step()
     assert engine.queue[0].plan.resync
-    assert engine.queue[0].plan.changes.kinds == bytes([tpb.TABLE_CHANGE_KIND_REPLACE])
+    assert engine.queue[0].plan.changes.kinds == bytes([tpb.TABLE_CHANGE_KIND_KEEP])
     engine.run_all()
     engine.settle()
     engine.check()

@@ -108,18 +108,6 @@ def test_a_pass_that_fails_loses_no_token(
     engine.check_quiet()
 
 
-def test_a_plan_with_all_tables_is_presented_once(folder: Path, reference: Reference) -> None:
-    engine = Engine(folder, max_plan_s=LONG_S)
-    engine.backend.faults = {3 * NUM_LAYERS: InternalError("planted")}  # the first of many passes
-    prompt = prompt_of(9, 1)
-    request_id = engine.add(prompt, max_tokens=2 * MAX_PASSES)
-    engine.run()
-    # Also of the plan that is asked for meanwhile.
-    assert slots_asked(engine)[:5] == [[1], [MAX_PASSES], [1], [1], [MAX_PASSES]]
-    assert engine.tokens(request_id) == [reference.greedy(prompt, 2 * MAX_PASSES)]
-    engine.check_quiet()
-
-
 def test_who_comes_waits_for_the_plan_and_no_longer(folder: Path, reference: Reference) -> None:
     engine = Engine(folder, max_plan_s=LONG_S)
     first, second = prompt_of(9, 1), prompt_of(12, 2)

@@ -15,6 +15,7 @@ from plan_author import (
     blocks_of,
     drop,
     fork,
+    keep,
     ref,
     set_blocks,
     span,
@@ -266,11 +267,12 @@ def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
     num_run = 0
     for turn in range(1, 151):
         session = dice.choice((1, 2))
-        fields = _random_plan(dice, turn)
+        resync = dice.random() < 0.2
+        fields = _random_plan(dice, turn, resync=resync)
         number = numbers[session] + 1
         before = rig.snapshot()
         try:
-            rig.run(number, session, resync=dice.random() < 0.1, **fields)
+            rig.run(number, session, resync=resync, **fields)
         except KvplaneError:
             assert rig.snapshot() == before
         else:
@@ -280,10 +282,12 @@ def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
     assert num_run > 15
 
 
-def _random_plan(dice: random.Random, turn: int) -> dict[str, Any]:
+def _random_plan(dice: random.Random, turn: int, *, resync: bool) -> dict[str, Any]:
     """Generations that are ``turn`` are new."""
     sequences = range(1, 4)
     changes, transfers, spans, allocations = [], [], [], []
+    if resync and dice.random() < 0.7:
+        changes = [keep(dice.choice(sequences), dice.randint(0, 1))]
     for _ in range(dice.randint(1, 2)):
         sequence = dice.choice(sequences)
         kind = dice.random()

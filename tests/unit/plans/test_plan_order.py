@@ -117,6 +117,10 @@ def test_a_refusal_of_a_plan_names_what_is_out_of_order() -> None:
     with pytest.raises(PlanOutOfOrderError, match="last plan to finish here is 3") as refused:
         session.place(pb.Plan(number=5, previous=4), b"")
     assert refused.value.field == "plan.previous"
+    assert session.place(pb.Plan(number=5, previous=4, resync=True, finished=3), b"") is None
+    with pytest.raises(PlanOutOfOrderError, match="call Resync") as refused:
+        session.place(pb.Plan(number=5, previous=4, resync=True, finished=4), b"")
+    assert refused.value.field == "plan.finished"
 
 
 @pytest.mark.parametrize("has_run", [False, True])

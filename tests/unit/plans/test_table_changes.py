@@ -16,6 +16,7 @@ from plan_author import (
     Change,
     drop,
     fork,
+    keep,
     pack_allocations,
     pack_changes,
     ref,
@@ -62,7 +63,7 @@ def entries(tables: BlockTables, session_id: int = 1) -> Model:
 
 CHANGES = st.lists(
     st.tuples(
-        st.sampled_from(["set", "replace", "fork", "drop", "truncate", "trim"]),
+        st.sampled_from(["set", "replace", "fork", "drop", "truncate", "trim", "keep"]),
         st.integers(1, 3),
         st.integers(1, 3),
         st.integers(0, 4),
@@ -73,14 +74,19 @@ CHANGES = st.lists(
 HOLE = (0, 0)
 
 
-@given(st.lists(CHANGES, max_size=4), st.sampled_from([DEVICE, HOST]))
+@given(st.lists(st.tuples(st.booleans(), CHANGES), max_size=4), st.sampled_from([DEVICE, HOST]))
 def test_tables_change_as_lists_do(
-    plans: list[list[tuple[str, int, int, int, int]]], tier: pb.Tier
+    plans: list[tuple[bool, list[tuple[str, int, int, int, int]]]], tier: pb.Tier
 ) -> None:
-    """Each plan makes several changes; what they allocate was never allocated before."""
+    """Each plan, some with ``resync``, makes several changes; what they allocate was never
+    allocated before.
+    """
     tables, model, next_block = BlockTables(NUM_BLOCKS, BLOCK_SIZE), Model(), 0
-    for plan in plans:
+    for resync, plan in plans:
         changes: list[Change] = []
+        before = Model()
+        if resync:
+            before, model = model, Model()
         for kind, sequence_id, other, first, num in plan:
             table = model.get(sequence_id, [])
             if kind in ("set", "replace") and next_block + num <= NUM_BLOCKS[tier]:
@@ -108,7 +114,12 @@ def test_tables_change_as_lists_do(
                 num = min(num, len(table))
                 model[sequence_id] = [HOLE] * num + table[num:]
                 changes.append(trim(sequence_id, num))
-        apply(tables, *changes)
+            elif kind == "keep" and sequence_id in before:
+                kept = before.pop(sequence_id)
+                num = min(first, len(kept))
+                model[sequence_id] = kept[:num]
+                changes.append(keep(sequence_id, num))
+        apply(tables, *changes, resync=resync)
         assert entries(tables) == model
         tables.check_integrity()
 
@@ -187,6 +198,12 @@ BAD: dict[str, tuple[list[Change], type[KvplaneError], str]] = {
         InvalidRequestError,
         "first_blocks[1]",
     ),
+    "kept of a plan that goes on": ([drop(2), keep(1, 1)], InvalidRequestError, "kinds[1]"),
+    "kept with a tier": (
+        [Change(pb.TABLE_CHANGE_KIND_KEEP, 1, tier=DEVICE)],
+        InvalidRequestError,
+        "tiers[0]",
+    ),
     "a table longer than any": (
         [set_blocks(3, [(3, 1)], first_block=2**22, replace=True)],
         InvalidRequestError,
@@ -213,6 +230,53 @@ def test_a_plan_of_whole_tables_forgets_the_others_of_its_session() -> None:
     assert entries(tables) == {9: [(1, 1)]}
     assert entries(tables, 2) == {1: [(2, 1)]}
     tables.check_integrity()
+
+
+def test_a_plan_that_says_what_all_tables_are_keeps_what_it_names() -> None:
+    tables = sound()
+    apply(tables, keep(1, 1), set_blocks(1, [(3, 1)], first_block=1), fork(9, 1, 2), resync=True)
+    assert entries(tables) == {1: [(0, 1), (3, 1)], 9: [(0, 1), (3, 1)]}
+    assert tables.ref_counts[DEVICE][:4].tolist() == [2, 0, 1, 2]
+    assert tables.ref_counts[HOST][0] == 0
+    tables.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "field"),
+    [
+        ([keep(1, 3)], InvalidRequestError, "num_blocks[0]"),
+        ([keep(1, -1)], InvalidRequestError, "num_blocks[0]"),
+        ([keep(2, 1), keep(9, 1)], SequenceNotFoundError, "sequence_ids[1]"),
+        ([keep(1, 2), keep(1, 2)], SequenceNotFoundError, "sequence_ids[1]"),
+        ([keep(1, 2), set_blocks(3, [(0, 2)])], StaleGenerationError, "generations[0]"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_kept_is_refused_and_all_tables_stay(
+    changes: list[Change], error: type[KvplaneError], field: str
+) -> None:
+    tables = sound()
+    before = entries(tables)
+    with pytest.raises(error) as refused:
+        apply(tables, *changes, resync=True)
+    assert refused.value.field == f"plan.changes.{field}"
+    assert entries(tables) == before
+    tables.check_integrity()
+
+
+def test_to_keep_long_tables_takes_no_time() -> None:
+    num, length = 64, 1000
+    tables = BlockTables({DEVICE: num * length, HOST: 8}, BLOCK_SIZE)
+    for i in range(num):
+        apply(tables, set_blocks(i + 1, [(i * length + k, 1) for k in range(length)]))
+    plan = pb.Plan(changes=pack_changes([keep(i + 1, length - i % 2) for i in range(num)]))
+    plan.resync = True
+    with tables.transaction():
+        begin = time.thread_time()
+        apply_changes(tables, 1, plan)
+        took_s = time.thread_time() - begin
+    tables.check_integrity()
+    assert took_s < 0.01, "some 0.5 ms; to count all entries took 20"
 
 
 def test_what_a_plan_allocates_is_told_with_the_generations_that_end() -> None:
