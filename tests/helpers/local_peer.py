@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import os
 import socket
@@ -158,6 +159,14 @@ async def regions(server: DataPlaneServer, wanted: int) -> None:
     async with asyncio.timeout(10):
         while server.local.num_regions != wanted or num_mapped() > 2 * wanted:
             await asyncio.sleep(0.01)
+
+
+def forget_regions_of_others() -> None:
+    """Those that tests before this one left to be collected as garbage, with the frames of errors
+    that they expected.
+    """
+    gc.collect()
+    assert num_mapped() == 0
 
 
 def num_mapped() -> int:

@@ -20,7 +20,7 @@ from data_server import author_of, serving
 from gpu_engine import GpuEngine
 from gpu_peer import num_gpu_maps
 from kernel_sets import emulated_kernels, late_kernels
-from local_peer import LocalPeer, num_mapped, plan_of_two_tokens
+from local_peer import LocalPeer, forget_regions_of_others, num_mapped, plan_of_two_tokens
 from plan_author import PlanAuthor, dense_attention, tokens
 
 from data_plane.kernels.arguments import AttentionArguments
@@ -93,6 +93,7 @@ def noting(kernels: Kernels, outs: list[int | None]) -> Kernels:
 
 @contextlib.asynccontextmanager
 async def rig_of(folder: Path, kernels: Kernels, **settings: Any) -> AsyncIterator[Rig]:
+    forget_regions_of_others()
     native = kernels._module  # type: ignore[attr-defined]
     early = native.num_early_frees()
     values = {

@@ -20,7 +20,7 @@ import grpc.aio
 import pytest
 import torch
 from data_server import author_of, serving
-from local_peer import LocalPeer, num_mapped, plan_of_two_tokens, regions
+from local_peer import LocalPeer, forget_regions_of_others, num_mapped, plan_of_two_tokens, regions
 from plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 
 from data_plane.server.local import endpoint
@@ -66,6 +66,7 @@ class Rig:
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    forget_regions_of_others()
     async with (
         serving(tmp_path, local_region_bytes=REGION_BYTES, num_local_regions=6) as (server, side),
         grpc.aio.insecure_channel(server.address) as channel,
