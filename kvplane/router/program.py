@@ -49,6 +49,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; its exit code: 0 stopped by a signal, 1 cannot serve, 2 bad settings."""
     config = parse(RouterConfig, "router", argv, environ, "kvplane.")
     logs.setup(config.log_level, config.log_format)
+    if config.log_level == "info":  # a line for each request, and for each look at an engine
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
     log_settings(config, _LOGGER)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # the server ends by them, and raises them again
