@@ -73,6 +73,8 @@ class Cache:
         )
         self._key = self._core.register(hello).key
         self._core.report(_POOL, 0, _EPOCH, cpb.BlockReport(last=True))
+        while self._core.work():  # a large pool is made some blocks at a time
+            pass
         request = cpb.OpenSessionRequest(pool_id=_POOL, layout=_LAYOUT.to_proto())
         self._session = self._core.open_session(request, _TENANT).session
         self._number = 0

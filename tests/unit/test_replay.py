@@ -91,6 +91,11 @@ def test_all_blocks_of_a_prompt_are_found_when_it_comes_again(policy: str) -> No
     assert [cache.run(i, [1, 2, 3, 4]) for i in range(3)] == [0, 4, 4]
 
 
+def test_a_cache_of_more_blocks_than_a_pool_is_built_of_at_once() -> None:
+    cache = Cache(10_000, "lru")
+    assert [cache.run(time_s, range(6_000)) for time_s in (0.0, 1.0)] == [0, 6_000]
+
+
 def test_a_full_cache_keeps_the_heads_of_what_was_used_last() -> None:
     cache = Cache(4, "lru")
     assert cache.run(0, [1, 2, 3]) == 0

@@ -233,6 +233,8 @@ class PoolShards:
         if silent:
             return f"shards {', '.join(silent)} have not reported their blocks yet"
         unfenced = sorted({i for waiting, _ in self._fencing.values() for i in waiting})
+        if not unfenced:
+            return "what its shards reported is still being entered"
         return f"shards {', '.join(map(str, unfenced))} have not stopped sessions that ended yet"
 
     def overlapping(self, shard: tpb.Shard) -> list[int]:
