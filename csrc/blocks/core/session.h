@@ -170,7 +170,8 @@ inline int64_t num_sent(const Session& session, const Sequence& sequence) {
 }
 
 // Entries from `first` on are no longer what the data plane has, until a plan that is made from now
-// on has run. One that has been made and is aborted may have reached it or not.
+// on has run. One that has been made and is aborted may have reached it or not. A table that is cut
+// needs no note: of what is left, the data plane has as much as before.
 inline void note_change(const Session& session, Sequence& sequence, int64_t first) {
   sequence.num_sent = std::min(num_sent(session, sequence), first);
   sequence.changed_by = session.last_plan + 1;

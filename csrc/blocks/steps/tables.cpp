@@ -61,7 +61,6 @@ void Pool::put_block(Session& session, Sequence& sequence, int64_t i, Block b) {
 // Returns how many blocks no table refers to any more. Tails first.
 int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
   Table& table = sequence.table;
-  if (num < table.size) note_change(session, sequence, num);
   int64_t num_released = 0;
   while (table.size > num) {
     const size_t last = table.pieces.size() - 1;

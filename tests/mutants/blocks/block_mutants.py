@@ -97,9 +97,6 @@ FAULTS = {
     "new_blocks_in_flight_count_as_sent": Mutant(
         "steps/tables.cpp", "  note_change(session, sequence, table.size);\n", ""
     ),
-    "cuts_in_flight_count_as_sent": Mutant(
-        "steps/tables.cpp", "  if (num < table.size) note_change(session, sequence, num);\n", ""
-    ),
     "forks_in_flight_count_as_sent": Mutant(
         "steps/sequences.cpp", "  note_change(session, child, 0);\n", ""
     ),
