@@ -59,7 +59,7 @@ def build_executor(
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
     device_blocks = share_blocks(layout, num_device_blocks, expected_tokens)
-    _require_room(device, device_blocks, host_blocks, block_bytes)
+    _require_room(device, device_blocks, host_blocks, block_bytes, kernels.scratch_bytes)
     executor = Executor(
         layout,
         pool_id=config.pool_id,
@@ -82,19 +82,21 @@ def _require_room(
     device_blocks: Sequence[int],
     host_blocks: Sequence[int],
     block_bytes: Callable[[int], int],
+    scratch_bytes: int,
 ) -> None:
     """Raise NeverFitsError unless tiers of so many blocks of each layer group fit in what is free
-    now: the system gives more memory than it has, and ends the process when it is used.
+    now, beside ``scratch_bytes`` of the device for its kernels: the system gives more memory than
+    it has, and ends the process when it is used, and a GPU fails in the middle of a plan.
     ``block_bytes``: of a block of each group.
     """
     host = torch.device("cpu")
     taken = 0
-    for field, blocks, where in (
-        ("num_host_blocks", host_blocks, host),
-        ("num_device_blocks", device_blocks, device),
+    for field, blocks, where, kept in (
+        ("num_host_blocks", host_blocks, host, 0),
+        ("num_device_blocks", device_blocks, device, scratch_bytes),
     ):
         asked = sum(n * block_bytes(group) for group, n in enumerate(blocks))
-        available = free_bytes(where) - (taken if where == host else 0)
+        available = free_bytes(where) - (taken if where == host else 0) - kept
         if asked > available:
             raise NeverFitsError(
                 f"{max(blocks)} blocks take {asked} bytes, {available} are available on {where}",

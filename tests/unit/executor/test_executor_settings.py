@@ -15,6 +15,7 @@ import torch
 from plan_author import LAYOUT, POOL_ID
 
 from data_plane import Executor
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor, layout_from_json
 from data_plane.server.config import PROGRAM, DataPlaneConfig
@@ -191,6 +192,18 @@ def test_a_pool_that_does_not_fit_says_what_it_takes_and_what_is_there(
     with pytest.raises(NeverFitsError, match=r"take \d+ bytes, \d+ are available") as refused:
         build_executor(config)
     assert refused.value.field == field
+
+
+def test_a_pool_leaves_the_kernels_what_they_need(
+    layout_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = LAYOUT.block_bytes()
+    monkeypatch.setattr("data_plane.server.build.free_bytes", lambda device: 100 * block_bytes)
+    monkeypatch.setattr(CpuKernels, "scratch_bytes", 40 * block_bytes)
+    build_executor(DataPlaneConfig(layout=layout_file, device="cpu", num_device_blocks=60))
+    with pytest.raises(NeverFitsError, match="are available") as refused:
+        build_executor(DataPlaneConfig(layout=layout_file, device="cpu", num_device_blocks=61))
+    assert refused.value.field == "num_device_blocks"
 
 
 def test_the_memory_of_a_pool_is_there_from_the_start(layout_file: Path) -> None:
