@@ -50,7 +50,7 @@ from .runner import Runner
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
 IDLE_DELAY_S: Final = 0.005
-MAX_PASSES: Final = 16  # of one plan
+ALONE_PLAN_S: Final = 0.5  # well below what a session has to yield in
 _LEAST_PASS_S: Final = 1e-6
 NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are asked for
 
@@ -85,6 +85,8 @@ class EngineCore:
         self._recovery_timeout_s = recovery_timeout_s
         self._plans_ahead = plans_ahead
         self._max_plan_s = max_plan_s if backend.has_passes else 0.0
+        self.may_arrive = True
+        """Whether requests may come while a plan is computed, which would wait for all of it."""
         self._live: dict[str, LiveRequest] = {}
         self._deltas: list[Delta] = []
         self._outputs: dict[str, RequestOutput] = {}
@@ -185,11 +187,8 @@ class EngineCore:
         return deltas
 
     def settle(self) -> None:
-        """Submit the last receipt, so that what was computed can be found by others."""
-        try:
-            self._link.submit_receipts()
-        except KvplaneError as error:
-            _log.warning("receipts were not submitted: %s", error)
+        """Send the last receipt, so that the blocks that the last step freed can be used."""
+        self._link.submit_receipts()
 
     def _step(self) -> None:
         """Compute the plan's next pass, or else carry out the step that was asked for; the next one
@@ -228,8 +227,10 @@ class EngineCore:
             self._num_failures = 0
         self._sample(spans, logits)
         seconds = time.monotonic() - started_s
-        fitting = int(self._max_plan_s / max(seconds, _LEAST_PASS_S))
-        self._scheduler.max_passes = max(1, min(MAX_PASSES, fitting))
+        most_s = self._max_plan_s
+        if most_s and not self.may_arrive:
+            most_s = max(most_s, ALONE_PLAN_S)
+        self._scheduler.max_passes = max(1, int(most_s / max(seconds, _LEAST_PASS_S)))
         self.stats.note_step(seconds, sum(span.num_tokens for span in spans))
 
     def _ask(self, *, expects_news: bool) -> Asked | None:

@@ -31,7 +31,7 @@ from .intents import Counts, Failures, Intent, Kind, Outcome, Span
 from .policy import Policy, PriorityThenArrival
 from .queues import Queues
 from .room import Room
-from .sequence import EngineSequence, SequenceStatus
+from .sequence import EngineSequence, SequenceStatus, most_passes
 
 # Steps to wait for pending blocks, or without any progress, before more is preempted.
 PATIENCE_STEPS: Final = 32
@@ -238,7 +238,8 @@ class Scheduler(Queues):
             return []
         in_passes = num_passes > 1 and all(sequence.can_pass for sequence in self.running)
         if in_passes:
-            due = [(kv_id, s, min(num_passes, s.num_left)) for kv_id, s, _ in due]
+            most = min(num_passes, most_passes(self.running))
+            due = [(kv_id, s, min(most, s.num_left)) for kv_id, s, _ in due]
         return [self._append(due, in_passes=in_passes)]
 
     def _append(

@@ -13,13 +13,18 @@ and counts, never K or V.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 import torch
 
 from ..request import Request, SamplingParams, TokenLogprob
 from ..sampling.detokenizer import Detokenizer
+
+MAX_PASSES: Final = 64  # of one plan
+MAX_WASTED_PASSES: Final = 16  # that a sequence which has ended is computed in
 
 
 class SequenceStatus(Enum):
@@ -104,6 +109,11 @@ class EngineSequence:
         return is_one and self.num_uncomputed <= 1
 
     @property
+    def ends_by_length(self) -> bool:
+        """Whether no token ends it before ``max_tokens`` do."""
+        return not (self.request.end_token_ids or self.params.stop)
+
+    @property
     def num_left(self) -> int:
         """The most tokens that come after those that are known or due."""
         return self.params.max_tokens - self.num_output_tokens - self.num_due
@@ -135,3 +145,11 @@ class EngineSequence:
         """
         self.status = SequenceStatus.WAITING
         self.kv_id = self.num_sent = self.num_computed = self.num_due = self.num_blocks = 0
+
+
+def most_passes(running: Sequence[EngineSequence]) -> int:
+    """Of a plan of these sequences. One that ends early is computed to the plan's end, unless it is
+    the only one.
+    """
+    is_certain = all(sequence.ends_by_length for sequence in running)
+    return MAX_PASSES if is_certain or len(running) == 1 else MAX_WASTED_PASSES

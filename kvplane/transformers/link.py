@@ -181,8 +181,16 @@ class ControlLink:
         self._loop.post(add)
 
     def submit_receipts(self) -> None:
-        """Submit receipts now: there is no next step."""
-        self._loop.run(self.session.submit_receipts())
+        """Send receipts now, since there is no next step, and do not wait for the answer."""
+        session = self.session
+
+        async def submit() -> None:
+            try:
+                await session.submit_receipts()
+            except KvplaneError as error:
+                _LOGGER.warning("receipts were not submitted: %s", error)
+
+        self._loop.send(submit())
 
     def abort_last_plan(self) -> list[SequenceState]:
         """Abort the last plan; every sequence of the session as it is then."""

@@ -77,6 +77,14 @@ def test_a_stream_gives_the_same_text_in_pieces(llm: LLM) -> None:
     assert pieces == want
 
 
+def test_requests_may_arrive_in_a_stream_and_not_while_a_batch_is_answered(llm: LLM) -> None:
+    """Plans are longer where nobody would wait for them."""
+    params, seen = SamplingParams(max_tokens=4), list[bool]()
+    llm.generate(["a batch"], params, on_output=lambda _: seen.append(llm._core.may_arrive))
+    seen += {llm._core.may_arrive for _ in llm.stream(["a stream"], params)}
+    assert seen == [False, True]
+
+
 def test_a_stop_string_ends_a_text_and_is_left_out(llm: LLM) -> None:
     prompt = "stop somewhere"
     (whole,) = llm.generate([prompt], SamplingParams(max_tokens=30))

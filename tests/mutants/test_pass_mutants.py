@@ -14,6 +14,7 @@ SESSIONS = "data_plane/plans/sessions.py"
 BATCH = "data_plane/plans/batches/attention_batch.py"
 CORE = "engine/running/core.py"
 SCHEDULER = "engine/scheduling/scheduler.py"
+SEQUENCE = "engine/scheduling/sequence.py"
 
 BASIC = {
     "the_first_pass_is_the_last": Fault(
@@ -102,6 +103,43 @@ MORE = {
         "tests/unit/engine/test_planning_ahead.py",
         "changes_no_token",
     ),
+    "rows_that_ended_are_computed_for_long": Fault(
+        SEQUENCE, "is_certain = all(", "is_certain = True or all(", ENGINE, "asked_once"
+    ),
+    "one_sequence_has_short_plans": Fault(
+        SEQUENCE,
+        "return MAX_PASSES if is_certain or len(running) == 1",
+        "return MAX_PASSES if is_certain",
+        ENGINE,
+        "runs_alone",
+    ),
+    "stop_strings_end_nothing": Fault(
+        SEQUENCE,
+        "return not (self.request.end_token_ids or self.params.stop)",
+        "return not self.request.end_token_ids",
+        ENGINE,
+        "asked_once",
+    ),
+    "who_arrives_waits_for_a_long_plan": Fault(
+        CORE, "if most_s and not self.may_arrive:", "if most_s:", ENGINE, "nobody_can_arrive"
+    ),
+    "a_batch_is_asked_for_often": Fault(
+        CORE, "if most_s and not self.may_arrive:", "if False:", ENGINE, "nobody_can_arrive"
+    ),
+    "a_batch_may_be_joined": Fault(
+        "engine/llm.py",
+        "self._core.may_arrive = False",
+        "pass",
+        "tests/e2e/test_engine_llm.py",
+        "may_arrive",
+    ),
+    "nobody_arrives_after_a_batch": Fault(
+        "engine/llm.py",
+        "self._core.may_arrive = True",
+        "pass",
+        "tests/e2e/test_engine_llm.py",
+        "may_arrive",
+    ),
     "an_engine_that_has_raised_gives_up": Fault(
         CORE,
         "self._num_failures = 0  # who",
@@ -110,7 +148,7 @@ MORE = {
         "has_raised",
     ),
     "beams_go_on_in_passes": Fault(
-        "engine/scheduling/sequence.py",
+        SEQUENCE,
         "return is_one and self.num_uncomputed <= 1",
         "return True",
         ENGINE,

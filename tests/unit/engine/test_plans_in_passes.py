@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
-from engine.running.core import MAX_PASSES
+from engine.scheduling.sequence import MAX_PASSES, MAX_WASTED_PASSES
 from kvplane.errors import InternalError, StaleEpochError
 from kvplane.wire import columns
 
@@ -38,19 +38,49 @@ def slots_asked(engine: Engine) -> list[list[int]]:
     return [[*slots] for slots in appends if any(slots)]
 
 
+@pytest.mark.parametrize(("stop", "most"), [((), MAX_PASSES), (("no end",), MAX_WASTED_PASSES)])
 def test_the_control_plane_is_asked_once_for_many_tokens(
-    folder: Path, reference: Reference
+    folder: Path, reference: Reference, stop: tuple[str, ...], most: int
 ) -> None:
-    engine = Engine(folder, max_plan_s=LONG_S)
+    """For fewer where a sequence may end early, whose row is computed to the plan's end."""
+    engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=100)
     short, long = prompt_of(9, 1), prompt_of(12, 2)
-    ids = [engine.add(short, max_tokens=8), engine.add(long, max_tokens=2 * MAX_PASSES)]
+    ids = [
+        engine.add(short, max_tokens=most + 4, stop=stop),
+        engine.add(long, max_tokens=most + 6, stop=stop),
+    ]
     engine.run()
-    assert engine.tokens(ids[0]) == [reference.greedy(short, 8)]
-    assert engine.tokens(ids[1]) == [reference.greedy(long, 2 * MAX_PASSES)]
+    assert engine.tokens(ids[0]) == [reference.greedy(short, most + 4)]
+    assert engine.tokens(ids[1]) == [reference.greedy(long, most + 6)]
     # The prompts give a token each, and the plan that is asked for meanwhile another one.
-    assert slots_asked(engine) == [[1, 1], [6, MAX_PASSES], [MAX_PASSES - 2]]
-    assert engine.backend.batch_sizes[1:3] == [2, 2]
-    assert engine.backend.batch_sizes[3:9] == [2] * 5 + [1]
+    assert slots_asked(engine) == [[1, 1], [most, most], [2, 4]]
+    assert engine.backend.batch_sizes[1 : 4 + most] == [2] * (3 + most)
+    assert engine.backend.batch_sizes[4 + most : 6 + most] == [1, 1]
+    engine.check_quiet()
+
+
+def test_a_sequence_that_runs_alone_has_long_plans(folder: Path, reference: Reference) -> None:
+    """What comes after its end is not computed."""
+    engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=100)
+    prompt = prompt_of(9, 1)
+    wanted = reference.greedy(prompt, 60)
+    at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i >= 4)
+    ended = engine.add(prompt, max_tokens=60, stop_token_ids=(wanted[at],))
+    engine.run()
+    assert engine.tokens(ended) == [wanted[: at + 1]]
+    assert slots_asked(engine) == [[1], [58]]
+    assert engine.backend.num_layers_run == (at + 1) * NUM_LAYERS
+    engine.check_quiet()
+
+
+def test_plans_are_longer_where_nobody_can_arrive(folder: Path) -> None:
+    engine = Engine(folder, max_plan_s=1e-9)
+    for may_arrive, longest in ((True, 1), (False, 10)):
+        engine.core.may_arrive = may_arrive
+        engine.add(prompt_of(9, 1), max_tokens=12)
+        num_before = len(slots_asked(engine))
+        engine.run()
+        assert max(map(max, slots_asked(engine)[num_before:])) == longest
     engine.check_quiet()
 
 
@@ -109,9 +139,9 @@ def test_a_pass_that_fails_loses_no_token(
 
 
 def test_who_comes_waits_for_the_plan_and_no_longer(folder: Path, reference: Reference) -> None:
-    engine = Engine(folder, max_plan_s=LONG_S)
+    engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=100)
     first, second = prompt_of(9, 1), prompt_of(12, 2)
-    ids = [engine.add(first, max_tokens=4 * MAX_PASSES)]
+    ids = [engine.add(first, max_tokens=2 * MAX_PASSES)]
     for _ in range(4):
         engine.core.step()
     ids.append(engine.add(second, max_tokens=4))
@@ -120,7 +150,7 @@ def test_who_comes_waits_for_the_plan_and_no_longer(folder: Path, reference: Ref
         num_steps += 1
     assert num_steps <= MAX_PASSES + 1
     engine.run()
-    assert engine.tokens(ids[0]) == [reference.greedy(first, 4 * MAX_PASSES)]
+    assert engine.tokens(ids[0]) == [reference.greedy(first, 2 * MAX_PASSES)]
     assert engine.tokens(ids[1]) == [reference.greedy(second, 4)]
     engine.check_quiet()
 
@@ -151,7 +181,7 @@ def test_plans_are_short_beside_a_beam_search(folder: Path) -> None:
 def test_the_next_plan_is_asked_for_in_the_last_pass(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(folder, max_plan_s=LONG_S)
+    engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=100)
     engine.add(prompt_of(9, 1), max_tokens=2 + 2 * MAX_PASSES)
     num_asked: list[int] = []
     layer = engine.backend.layer
