@@ -10,11 +10,12 @@ again. Until that has run, blocks released here stay retired.
 from __future__ import annotations
 
 from control_plane.planning.session import Session
+from control_plane.planning.steps.pieces import PIECE_ENTRIES, Pieces
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 
 
-def abort_from(session: Session, plan_number: int) -> None:
-    """Abort plan ``plan_number`` and all in flight with it.
+def abort_from(session: Session, plan_number: int) -> Pieces[None]:
+    """Abort plan ``plan_number`` and all in flight with it, some sequences at a time.
 
     Raises PlanReceiptedError when it has run, InvalidRequestError when no plan has that number.
     """
@@ -27,14 +28,15 @@ def abort_from(session: Session, plan_number: int) -> None:
             f"plan {plan_number} has run: what it wrote stays", field="plan_number"
         )
     if any(number >= plan_number for number in session.plans):
-        abort_plans(session, next_plan=session.numbers.last + 1)
+        yield from abort_plans(session, next_plan=session.numbers.last + 1)
 
 
-def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> None:
+def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> Pieces[None]:
     """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher, says
     what all tables are, and unless it ``keeps_tables`` has all of them whole.
     """
-    session.native.abort(session.slot, next_plan, keeps_tables)
+    while session.native.abort(session.slot, next_plan, keeps_tables, PIECE_ENTRIES):
+        yield
     for number in session.plans:
         session.void(number)
     session.plans.clear()

@@ -41,6 +41,11 @@ def finished(pieces: Pieces[T]) -> T:
             return end.value  # type: ignore[no-any-return]
 
 
+def paced(pieces: Pieces[T], *, in_pieces: bool) -> Pieces[T]:
+    """The work, with its pauses only if ``in_pieces``."""
+    return (yield from pieces) if in_pieces else finished(pieces)
+
+
 def digest_in_pieces(payload: bytes) -> Pieces[bytes]:
     """``signing.digest`` of what took some time to encode, if it is large."""
     digest, view = hashlib.sha256(), memoryview(payload)

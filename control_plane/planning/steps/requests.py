@@ -26,6 +26,7 @@ from control_plane.planning.steps.pieces import (
     PIECE_TOKENS,
     Pieces,
     num_tokens_of,
+    paced,
 )
 from control_plane.planning.steps.planner import Planner, check_no_plan, read_operations
 from control_plane.planning.steps.plans import finish_in_pieces, finish_plan
@@ -79,7 +80,8 @@ class Requests:
     def takes_long(self, session: Session, request: Request) -> bool:
         """Whether others should be served while the request runs."""
         native, slot = session.native, session.slot
-        if request.receipts and native.num_tokens_in_flight(slot) > _MANY_TOKENS:
+        may_end_plans = request.receipts or type(request) is cpb.AbortPlanRequest
+        if may_end_plans and native.num_tokens_in_flight(slot) > _MANY_TOKENS:
             return True
         if type(request) is cpb.SubmitReceiptsRequest:
             return False
@@ -90,8 +92,10 @@ class Requests:
                 return False
         if native.num_sequences(slot) > _MANY_SEQUENCES:
             return True
-        # An abort writes no tables.
-        return type(request) is not cpb.AbortPlanRequest and session.num_held() > _MANY_BLOCKS
+        if type(request) is cpb.AbortPlanRequest:
+            return False
+        is_step = type(request) is cpb.StepRequest
+        return (native.num_unsent(slot) if is_step else session.num_held()) > _MANY_BLOCKS
 
     def answer(self, session: Session, request: Request, *, in_pieces: bool = False) -> Pieces[Any]:
         """Run a request under its number, or repeat the answer that it got. Ends with the answer,
@@ -200,7 +204,7 @@ class Requests:
     ) -> Pieces[cpb.AbortPlanResponse]:
         session = member.session
         yield from self._take_receipts(session, request, in_pieces)
-        abort_from(session, request.plan_number)
+        yield from paced(abort_from(session, request.plan_number), in_pieces=in_pieces)
         session.pool.statistics.num_aborts += 1
         if in_pieces:
             yield
@@ -213,7 +217,8 @@ class Requests:
     ) -> Pieces[cpb.ResyncResponse]:
         session = member.session
         yield from self._take_receipts(session, request, in_pieces)
-        abort_plans(session, next_plan=request.number, keeps_tables=False)
+        aborting = abort_plans(session, next_plan=request.number, keeps_tables=False)
+        yield from paced(aborting, in_pieces=in_pieces)
         session.pool.statistics.num_resyncs += 1
         if in_pieces:
             yield
@@ -231,10 +236,7 @@ class Requests:
 
     def _take_receipts(self, session: Session, request: Request, in_pieces: bool) -> Pieces[None]:
         receipts = self._bounded(request.receipts)
-        if in_pieces:
-            yield from take_in_pieces(session, receipts)
-        else:
-            take_receipts(session, receipts)
+        yield from paced(take_in_pieces(session, receipts), in_pieces=in_pieces)
 
     def _take_past(
         self,

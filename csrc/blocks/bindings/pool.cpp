@@ -259,14 +259,27 @@ void bind_sessions(py::class_<P>& pool) {
       py::arg("slot"));
   pool.def(
       "abort",
-      [](P& self, Slot slot, int64_t next_plan, bool keeps_tables) {
+      [](P& self, Slot slot, int64_t next_plan, bool keeps_tables, int64_t max_blocks) {
         checked(self, slot);
-        in_groups(self, [&](Groups groups) {
-          Pool::abort(groups, slot, next_plan, keeps_tables);
-          return 0;
+        return in_groups(self, [&](Groups groups) {
+          return Pool::abort(groups, slot, next_plan, keeps_tables, max_blocks);
         });
       },
-      py::arg("slot"), py::arg("next_plan"), py::arg("keeps_tables") = true);
+      py::arg("slot"), py::arg("next_plan"), py::arg("keeps_tables") = true,
+      py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
+  pool.def(
+      "num_unsent",
+      [](P& self, Slot slot) {
+        checked(self, slot);
+        return in_groups(self, [&](Groups groups) {
+          int64_t num = 0;
+          for (int64_t g = 0; g < groups.size; ++g)
+            for (const Sequence* sequence : groups[g]->sequences_of(slot))
+              num += sequence->table.size - num_sent(groups[g]->session(slot), *sequence);
+          return num;
+        });
+      },
+      py::arg("slot"));
   pool.def(
       "resync_due",
       [](const P& self, Slot slot) {

@@ -206,8 +206,8 @@ class Pool final : private Listener {
   // then to come before anything else of the session.
   bool receipted(Slot slot, int64_t plan, int64_t max_blocks = std::numeric_limits<int64_t>::max());
   int64_t num_tokens_in_flight(Slot slot) const;
-  // `keeps_tables`: the next plan need not send what the data plane has.
-  static void abort(Groups groups, Slot slot, int64_t next_plan, bool keeps_tables);
+  // So too. `keeps`: the next plan need not send what the data plane has of tables.
+  static bool abort(Groups groups, Slot slot, int64_t next_plan, bool keeps, int64_t max_blocks);
 
   // Queries
   Session& session(Slot slot) { return sessions_[slot]; }
@@ -434,7 +434,8 @@ class Pool final : private Listener {
   bool has_plan(const Session& session) const;
   void complete_draft(Session& session);
   void end_step(Session& session);
-  void abort_one(Slot slot, int64_t next_plan, bool keeps_tables);
+  static void begin_abort(Groups groups, Slot slot);
+  int64_t cut_one(Session& session, int64_t id, int64_t next_plan, bool keeps);
 
   // Publication (publish.cpp)
   void publish(Session& session, uint32_t index);
@@ -490,11 +491,10 @@ class Pool final : private Listener {
   std::deque<std::pair<Block, int64_t>> forgotten_;  // device blocks: (block, generation)
 
   DryRun dry_;
-  Session* allocating_ = nullptr;  // for whom device blocks are allocated now
-  std::vector<Block> scratch_;
-  std::vector<Block> cut_;      // scratch of cut_table
-  std::vector<Block> entered_;  // by publish
-  std::vector<Block> fresh_;    // see publish_fresh
+  Session* allocating_ = nullptr;     // for whom device blocks are allocated now
+  std::vector<Block> scratch_, cut_;  // cut_: of cut_table
+  std::vector<Block> entered_;        // by publish
+  std::vector<Block> fresh_;          // see publish_fresh
 };
 
 }  // namespace kvplane::blocks

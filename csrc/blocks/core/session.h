@@ -125,6 +125,15 @@ struct Receipting {
   size_t next_touched = 0;  // of this plan
 };
 
+// An abort, by which the sequences are cut some at a time, in all layer groups together. The first
+// group has all but the origins, of which each has its own.
+struct Aborting {
+  bool begun = false;
+  std::vector<int64_t> ids;  // of the sequences
+  size_t next = 0;
+  Origins origins;
+};
+
 // What is kept of all tables, and the rest of them, written to the draft some at a time.
 struct WholeTables {
   bool begun = false;
@@ -146,6 +155,7 @@ struct Session {
   std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;
   Receipting receipting;  // empty but between two pieces of a receipt
+  Aborting aborting;      // so too, of an abort
   std::deque<Release> releases;
   int64_t done = 0;  // highest plan receipted
   int64_t last_plan = 0;

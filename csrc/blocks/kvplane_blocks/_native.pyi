@@ -217,8 +217,14 @@ class _Sessions:
         """
     def num_tokens_in_flight(self, slot: int) -> int:
         """Tokens that plans in flight compute."""
-    def abort(self, slot: int, next_plan: int, keeps_tables: bool = True) -> None:
-        """``keeps_tables``: the next plan need not send what the data plane has."""
+    def abort(
+        self, slot: int, next_plan: int, keeps_tables: bool = True, max_blocks: int = ...
+    ) -> bool:
+        """``keeps_tables``: the next plan need not send what the data plane has. Whether some of it
+        is left for the next call, as of ``receipted``.
+        """
+    def num_unsent(self, slot: int) -> int:
+        """Table entries that the data plane does not have, or need not."""
     def resync_due(self, slot: int) -> bool: ...
     def plans_in_flight(self, slot: int) -> int: ...
     def last_plan(self, slot: int) -> int: ...

@@ -11,7 +11,39 @@
 
 namespace kvplane::blocks {
 
-void Pool::abort(Groups groups, Slot slot, int64_t next_plan, bool keeps_tables) {
+namespace {
+
+void add_origins(const PlanRecord& record, Origins& origins) {
+  for (const Transfer& transfer : record.transfers) {
+    const auto it = origins.find(transfer.source);
+    const BlockRef origin = it == origins.end() ? transfer.source : it->second;
+    origins.insert_or_assign(transfer.destination, origin);
+  }
+}
+
+}  // namespace
+
+bool Pool::abort(Groups groups, Slot slot, int64_t next_plan, bool keeps, int64_t max_blocks) {
+  Aborting& aborting = groups[0]->sessions_[slot].aborting;
+  if (!aborting.begun) begin_abort(groups, slot);
+  for (int64_t num = 0; aborting.next < aborting.ids.size();) {
+    if (num >= max_blocks) return true;
+    const int64_t id = aborting.ids[aborting.next++];
+    for (int64_t g = 0; g < groups.size; ++g)
+      num += groups[g]->cut_one(groups[g]->sessions_[slot], id, next_plan, keeps);
+  }
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Session& session = groups[g]->sessions_[slot];
+    session.plans.push_back(std::move(session.record));  // what was drafted since the last plan
+    session.record = PlanRecord{};
+    groups[g]->end_plans(session, next_plan);
+    session.resync_due = true;
+    session.aborting = Aborting{};
+  }
+  return false;
+}
+
+void Pool::begin_abort(Groups groups, Slot slot) {
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
     if (!pool.config_.window_tokens) continue;  // nothing is ever trimmed
@@ -28,7 +60,18 @@ void Pool::abort(Groups groups, Slot slot, int64_t next_plan, bool keeps_tables)
       }
     }
   }
-  for (int64_t g = 0; g < groups.size; ++g) groups[g]->abort_one(slot, next_plan, keeps_tables);
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Session& session = groups[g]->sessions_[slot];
+    groups[g]->end_draft(session);
+    for (const PlanRecord& record : session.plans) add_origins(record, session.aborting.origins);
+    add_origins(session.record, session.aborting.origins);
+  }
+  Session& session = groups[0]->sessions_[slot];
+  std::vector<std::pair<uint32_t, int64_t>> order;  // as they lie in memory
+  session.sequences.for_each([&](int64_t id, uint32_t index) { order.emplace_back(index, id); });
+  std::sort(order.begin(), order.end());
+  for (const auto& [index, id] : order) session.aborting.ids.push_back(id);
+  session.aborting.begun = true;
 }
 
 // Whether what receipts say was written ends where the next position would see what was trimmed.
@@ -37,27 +80,13 @@ bool Pool::is_lost(const Sequence& sequence) const {
          std::min(sequence.num_written, sequence.tokens.size) < fewest_tokens(sequence);
 }
 
-void Pool::abort_one(Slot slot, int64_t next_plan, bool keeps_tables) {
-  Session& session = sessions_[slot];
-  session.plans.push_back(std::move(session.record));  // what was drafted since the last plan
-  session.record = PlanRecord{};
-  end_draft(session);
-  Origins origins;
-  for (const PlanRecord& record : session.plans)
-    for (const Transfer& transfer : record.transfers) {
-      const auto it = origins.find(transfer.source);
-      const BlockRef origin = it == origins.end() ? transfer.source : it->second;
-      origins.insert_or_assign(transfer.destination, origin);
-    }
-  std::vector<uint32_t> indices;
-  session.sequences.for_each([&](int64_t, uint32_t index) { indices.push_back(index); });
-  std::sort(indices.begin(), indices.end());  // as they lie in memory
-  for (const uint32_t index : indices) {
-    cut_to_written(session, index, origins, next_plan);
-    if (!keeps_tables) note_change(session, sequences_[index], 0);
-  }
-  end_plans(session, next_plan);
-  session.resync_due = true;
+// Returns how many blocks it gives up; the sequence counts as one, too.
+int64_t Pool::cut_one(Session& session, int64_t id, int64_t next_plan, bool keeps) {
+  const uint32_t index = *session.sequences.find(id);
+  const int64_t held_before = session.num_held;
+  cut_to_written(session, index, session.aborting.origins, next_plan);
+  if (!keeps) note_change(session, sequences_[index], 0);
+  return 1 + std::max<int64_t>(0, held_before - session.num_held);
 }
 
 // Forgets the plans in flight, which will get no receipt. What they read may be read until

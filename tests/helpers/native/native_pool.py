@@ -378,9 +378,11 @@ class Caller(View):
             pass
 
     def abort(self, *, keeps_tables: bool = True) -> None:
-        """All plans in flight; takes a number."""
+        """All plans in flight, and every other time some blocks at once; takes a number."""
         self.number += 1
-        self.pool.abort(self.slot, self.number, keeps_tables)
+        most = FEW_BLOCKS if self.number % 2 else 1 << 40
+        while self.pool.abort(self.slot, self.number, keeps_tables, most):
+            pass
 
     def deferred(self, *rows: tuple[int, int, int, Sequence[int]]) -> Failure | None:
         """Rows: id, the step that admitted it, first position, tokens."""

@@ -21,6 +21,7 @@ from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.abort import abort_plans
+from control_plane.planning.steps.pieces import finished
 from control_plane.planning.steps.planner import Planner, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
@@ -124,7 +125,7 @@ class PlanningRig:
     def abort(self) -> None:
         """Abort all plans in flight, under the next number."""
         self.session.numbers.use()
-        abort_plans(self.session, next_plan=self.session.numbers.last + 1)
+        finished(abort_plans(self.session, next_plan=self.session.numbers.last + 1))
         self.sharing.aborted(self.sharing.members[self.session.id], queries.states(self.session))
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:

@@ -86,6 +86,16 @@ FAULTS = {
         "const auto& [index, uid] = touched[next_touched++];\n"
         "      if (max_blocks == 2 && num == 1) continue;",
     ),
+    "an_abort_in_pieces_leaves_one_out": Mutant(
+        "steps/abort.cpp",
+        "if (num >= max_blocks) return true;",
+        "if (num >= max_blocks) return ++aborting.next, true;",
+    ),
+    "an_abort_counts_no_blocks": Mutant(
+        "steps/abort.cpp",
+        "return 1 + std::max<int64_t>(0, held_before - session.num_held);",
+        "return session.num_held > held_before;",
+    ),
     "whole_tables_in_pieces_leave_one_out": Mutant(
         "steps/plans.cpp",
         "        max_blocks)\n      return true;",
@@ -116,7 +126,7 @@ FAULTS = {
         "sequence.num_sent = first;",
     ),
     "a_resync_keeps_tables": Mutant(
-        "steps/abort.cpp", "if (!keeps_tables) note_change(", "if (false) note_change("
+        "steps/abort.cpp", "if (!keeps) note_change(", "if (false) note_change("
     ),
     "a_plan_keeps_tables_as_one_in_flight_left_them": Mutant(
         "steps/plans.cpp",

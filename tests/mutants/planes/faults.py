@@ -18,6 +18,7 @@ from control_plane.planning.session import Session
 from control_plane.planning.steps import planner, receipts
 from control_plane.planning.steps.abort import abort_from
 from control_plane.planning.steps.numbering import Answer, Numbering
+from control_plane.planning.steps.pieces import finished
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.sessions import Sessions
 from data_plane.plans.tables.block_tables import BlockTables
@@ -49,7 +50,7 @@ def abort_not_numbered(patch: pytest.MonkeyPatch) -> None:
     def abort_plan(self: core.ControlPlane, request: Any, tenant: str) -> Any:
         session = self._sessions.get(request.session.session_id)
         if session is not None and request.number <= session.numbers.last:
-            abort_from(session, request.plan_number)
+            finished(abort_from(session, request.plan_number))
         return original(self, request, tenant)
 
     patch.setattr(core.ControlPlane, "abort_plan", abort_plan)

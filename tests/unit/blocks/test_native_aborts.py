@@ -112,6 +112,26 @@ def test_whole_tables_say_what_is_allocated_and_send_children_as_forks() -> None
     assert rest.first + rest.num == 76
 
 
+def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there() -> None:
+    for num_pieces in range(4):
+        caller = Caller(new_pool(16))
+        caller.begin()
+        for i in (1, 2, 3):
+            caller.admit(i, [i] * 12)
+        caller.finish()
+        left = [caller.pool.abort(caller.slot, 2, True, 1) for _ in range(num_pieces)]
+        assert left == [True, True, False][:num_pieces]
+        caller.pool.check_integrity()
+        held = sum(state.num_blocks for state in caller.states())
+        assert held == 3 * (3 - min(num_pieces, 3))
+        caller.pool.end_session(caller.slot)
+        while caller.pool.end_some(caller.slot, 1):
+            caller.pool.check_integrity()
+        caller.pool.session_fenced(caller.slot)
+        caller.pool.check_integrity()
+        assert caller.pool.usage(DEVICE)[1] == 16
+
+
 def changes_after_an_abort(caller: Caller) -> list[tuple[int, int, int, int]]:
     """Kind, sequence, first entry and number of entries."""
     caller.abort()

@@ -7,6 +7,7 @@ from core_messages import DEVICE
 from core_model import World
 
 from control_plane.planning.steps.abort import abort_from
+from control_plane.planning.steps.pieces import finished
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.v1 import types_pb2 as tpb
@@ -93,7 +94,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
     assert list(session.plans) == [made]
     engine.abort(made)
     assert not session.plans
-    abort_from(session, made)  # aborted before: nothing to do
+    finished(abort_from(session, made))  # aborted before: nothing to do
     engine.queue.clear()
     engine.send(engine.growth(1, [8], 1))
     engine.settle()

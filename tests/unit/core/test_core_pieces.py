@@ -13,7 +13,7 @@ from control_plane.planning import queries
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.session import Session
-from control_plane.planning.steps import pieces, plans, receipts, requests
+from control_plane.planning.steps import abort, pieces, plans, receipts, requests
 from control_plane.planning.steps.large_answers import LargeAnswer
 from kvplane import ops
 from kvplane.errors import SessionNotFoundError
@@ -48,7 +48,8 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     for module in (requests, pieces):
         patch.setattr(module, "PIECE_TOKENS", 10)
     patch.setattr(receipts, "PIECE_BLOCKS", 3)
-    patch.setattr(plans, "PIECE_ENTRIES", 3)
+    for module in (abort, plans):
+        patch.setattr(module, "PIECE_ENTRIES", 3)
     patch.setattr(requests, "LARGE_BYTES", 300)
     patch.setattr("control_plane.planning.pools.pool._PIECE_SEQUENCES", 2)
     patch.setattr("control_plane.planning.core._CHECKED_AT_A_TIME", 3)
@@ -183,7 +184,7 @@ def test_others_step_between_the_pieces() -> None:
     assert other.number - before == 7, "after reading, between operations, before the plan"
     request = cpb.ResyncRequest(session=engine.ref, number=2)
     in_pieces(world.core, between)(request, "tenant")
-    assert other.number - before == 10
+    assert other.number - before == 7 + 3 + 5, "also between sequences that are cut"
     other.settle()
     other.check()
 
@@ -290,9 +291,33 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_pieces(
     request = cpb.ResyncRequest(session=engine.ref, number=engine.number + 2)
     response = in_pieces(world.core, between)(request, "tenant")
     num_chunks = -(-len(response.plan.payload) // 100)
-    assert len(found) == 3 + 5 + num_chunks
+    assert len(found) == 3 + 1 + 5 + num_chunks
     digest = signing.digest(response.plan.payload)
     assert session.plans[engine.number + 2].digest == digest
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("num_pieces", [2, 4, 6])
+def test_a_session_may_end_while_its_plans_are_aborted(num_pieces: int) -> None:
+    world = World(num_device=64)
+    engine, other = world.engine(), world.engine()
+    other.admit(1, range(3))
+    engine.step(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
+    number = engine.number + 1
+    request = cpb.AbortPlanRequest(session=engine.ref, number=number, plan_number=engine.number)
+    left = world.core.in_pieces(request, "tenant")
+    for _ in range(num_pieces):
+        next(left)
+        world.core.check_integrity()
+        other.send(other.growth(1, [other.number], 1))
+    world.core.close_session(engine.ref, "tenant")
+    world.core.check_integrity()
+    with pytest.raises(SessionNotFoundError):
+        next(left)
+    other.send(ops.free([1]))
+    other.settle()
+    finish_work(world)
+    assert world.usage()["held"] == world.usage()["retired"] == 0
 
 
 @pytest.mark.usefixtures("small")

@@ -6,6 +6,7 @@ import pytest
 from planning_rig import DEVICE, HOST, PlanningRig
 
 from control_plane.planning.steps.abort import abort_from
+from control_plane.planning.steps.pieces import finished
 from kvplane import ops
 from kvplane.v1 import types_pb2 as tpb
 
@@ -22,7 +23,7 @@ def rig() -> PlanningRig:
 
 def abort_from_next(rig: PlanningRig, plan_number: int) -> None:
     rig.session.numbers.use()
-    abort_from(rig.session, plan_number)
+    finished(abort_from(rig.session, plan_number))
 
 
 def test_what_no_receipt_covers_is_cut_with_its_tokens_and_blocks(rig: PlanningRig) -> None:
