@@ -100,19 +100,22 @@ def measure(
     num_runs: int,
     first_seed: int,
 ) -> Row:
-    """The first run warms up and is not counted. Each run has a thread of its own, that no side
-    computes beside the threads that torch keeps for another.
+    """The first run warms up and is not counted. The sides take turns at being first. Each run has
+    a thread of its own, that no side computes beside the threads that torch keeps for another.
     """
     row = Row(model, workload, {name: [] for name in of}, dict.fromkeys(of, 0))
     for run in range(num_runs + 1):
         prompts = workload.prompts(first_seed + run)
-        wanted: Prompts | None = None
-        for name, side in of.items():
-            tokens, seconds = call_in_passing(partial(timed, side, prompts, workload.num_new))
-            wanted = tokens if wanted is None else wanted
+        first, names = run % len(of), [*of]
+        tokens: dict[str, Prompts] = {}
+        for name in names[first:] + names[:first]:
+            task = partial(timed, of[name], prompts, workload.num_new)
+            tokens[name], seconds = call_in_passing(task)
             if run > 0:
                 row.seconds[name].append(seconds)
-                row.num_equal[name] += tokens == wanted
+        if run > 0:
+            for name in names:
+                row.num_equal[name] += tokens[name] == tokens[names[0]]
     if times is not None:
         row.step_s = times.take(workload.batch)
     return row
