@@ -86,7 +86,7 @@ class EngineConfig:
         minimum=0.0,
         help="How long a plan may take: while all sequences decode, it has as many tokens of each"
         " as fit, and the control plane is asked once for all. A request that comes meanwhile waits"
-        " as long; in a batch, where none can, a plan may take 0.5 s. 0 asks for each token.",
+        " as long; in a batch, where none can, a plan may take 0.25 s. 0 asks for each token.",
     )
     timeout_s: float = setting(10.0, unit="s", minimum=0.1, help="Deadline of one call to a plane.")
     recovery_timeout_s: float = setting(

@@ -50,7 +50,8 @@ from .runner import Runner
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
 IDLE_DELAY_S: Final = 0.005
-ALONE_PLAN_S: Final = 0.5  # well below what a session has to yield in
+# Two plans are computed before one that is asked to yield does, within a second.
+ALONE_PLAN_S: Final = 0.25
 _LEAST_PASS_S: Final = 1e-6
 NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are asked for
 

@@ -172,6 +172,7 @@ class Scheduler(Queues):
             self._in_line = None
         self.running, self.swapped, self._blocked = [], [], []
         self._must_preempt = False
+        self.max_passes = 1  # the next plan may have whole tables, and is presented for each pass
         for sequence in live:
             state = known.pop(sequence.kv_id, None)
             if state is None:
@@ -239,7 +240,10 @@ class Scheduler(Queues):
         in_passes = num_passes > 1 and all(sequence.can_pass for sequence in self.running)
         if in_passes:
             most = min(num_passes, most_passes(self.running))
-            due = [(kv_id, s, min(most, s.num_left)) for kv_id, s, _ in due]
+            longer = [(kv_id, s, min(most, s.num_left)) for kv_id, s, _ in due]
+            size = self._block_size_tokens
+            in_passes = self._room.fits(sum(s.num_missing(n, size) for _, s, n in longer))
+            due = longer if in_passes else due
         return [self._append(due, in_passes=in_passes)]
 
     def _append(

@@ -108,6 +108,11 @@ class EngineSequence:
         is_one = self.num_continuations == 1 and self.params.num_beams == 1
         return is_one and self.num_uncomputed <= 1
 
+    def num_missing(self, num_slots: int, block_size_tokens: int) -> int:
+        """Blocks that it lacks for so many slots more."""
+        num_blocks = -(-(self.num_computed + num_slots) // block_size_tokens)
+        return max(0, num_blocks - self.num_blocks)
+
     @property
     def ends_by_length(self) -> bool:
         """Whether no token ends it before ``max_tokens`` do."""

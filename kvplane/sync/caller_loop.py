@@ -1,6 +1,6 @@
 """An asyncio loop that runs in the thread that waits for it.
 
-    caller:  send ── compute ── result ── send ── ...        nothing for 0.2 s
+    caller:  send ── compute ── result ── send ── ...        nothing for 0.3 s
     loop:    runs               runs      runs               runs in a thread of its own
 
 A step's answer then costs no switch between threads, and while the caller computes no other thread
@@ -21,7 +21,7 @@ from .loop_thread import LoopThread, Pending
 
 Result = TypeVar("Result")
 
-_IDLE_S: Final = 0.2  # without a caller, longer than a plan: then the loop runs by itself
+_IDLE_S: Final = 0.3  # without a caller, longer than a plan: then the loop runs by itself
 _ASK_AGAIN_S: Final = 0.01
 
 

@@ -181,8 +181,10 @@ class ControlLink:
         self._loop.post(add)
 
     def submit_receipts(self) -> None:
-        """Send receipts now, since there is no next step, and do not wait for the answer."""
-        session = self.session
+        """Send receipts, since there is no next step, and do not wait for the answer."""
+        session = self._session
+        if session is None:  # it could not be opened again, so there is nothing to submit
+            return
 
         async def submit() -> None:
             try:

@@ -140,6 +140,20 @@ MORE = {
         "tests/e2e/test_engine_llm.py",
         "may_arrive",
     ),
+    "long_plans_are_asked_for_that_do_not_fit": Fault(
+        SCHEDULER,
+        "in_passes = self._room.fits(sum(",
+        "in_passes = True or self._room.fits(sum(",
+        ENGINE,
+        "does_not_fit",
+    ),
+    "a_plan_after_an_abort_has_passes": Fault(
+        SCHEDULER,
+        "self.max_passes = 1  # the next",
+        "pass  # the next",
+        ENGINE,
+        "after_an_abort",
+    ),
     "an_engine_that_has_raised_gives_up": Fault(
         CORE,
         "self._num_failures = 0  # who",

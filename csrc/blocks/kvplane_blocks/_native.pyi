@@ -167,7 +167,7 @@ class _Sessions:
     def cut(self, slot: int, sequence_id: int) -> int: ...
     def reserve(self, slot: int, sequence_id: int, num_blocks: int) -> bool: ...
     def prepare(self, slot: int, max_blocks: int) -> bool:
-        """Before ``finish``: write about so many blocks of whole tables, where they are due.
+        """Before ``finish``: write about so many blocks of tables, after an abort.
         Returns whether some are left.
         """
     def finish(self, slot: int, prefix: bytes) -> bytes | None: ...
@@ -187,7 +187,7 @@ class _Sessions:
         """``receipted`` with plan ``done``, ``begin``, ``append`` or ``admit``, and ``finish``:
         what the operation came to, the items refused, the plan, and the seconds of the operation.
 
-        None, with nothing changed, when whole tables are due, plans in flight compute more than
+        None, with nothing changed, when all tables are due, plans in flight compute more than
         ``most_tokens``, or an append might not find room. When an admission was refused, why, and
         the seconds: the step has begun then, and ``finish`` was not called.
         """
@@ -216,7 +216,7 @@ class _Sessions:
         True is returned, the same call is to follow before anything else of the session.
         """
     def num_tokens_in_flight(self, slot: int) -> int:
-        """Tokens that plans in flight compute."""
+        """Tokens that plans in flight compute or copy."""
     def abort(
         self, slot: int, next_plan: int, keeps_tables: bool = True, max_blocks: int = ...
     ) -> bool:
@@ -224,7 +224,7 @@ class _Sessions:
         is left for the next call, as of ``receipted``.
         """
     def num_unsent(self, slot: int) -> int:
-        """Table entries that the data plane does not have, or need not."""
+        """Table entries that the data plane may not have."""
     def resync_due(self, slot: int) -> bool: ...
     def plans_in_flight(self, slot: int) -> int: ...
     def last_plan(self, slot: int) -> int: ...

@@ -84,9 +84,10 @@ bool Pool::is_lost(const Sequence& sequence) const {
 int64_t Pool::cut_one(Session& session, int64_t id, int64_t next_plan, bool keeps) {
   const uint32_t index = *session.sequences.find(id);
   const int64_t held_before = session.num_held;
+  const int64_t num_copies = session.aborting.origins.empty() ? 0 : sequences_[index].table.size;
   cut_to_written(session, index, session.aborting.origins, next_plan);
   if (!keeps) note_change(session, sequences_[index], 0);
-  return 1 + std::max<int64_t>(0, held_before - session.num_held);
+  return 1 + std::max(num_copies, held_before - session.num_held);
 }
 
 // Forgets the plans in flight, which will get no receipt. What they read may be read until

@@ -45,6 +45,7 @@ void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, ui
   const BlockRef destination{tier, copy, store(tier).generation(copy)};
   session.destinations.insert(key_of(tier, copy));
   session.record.transfers.push_back({source, destination});
+  session.record.num_tokens += block_size_;
 }
 
 // Blocks of the draft may be allocated again.

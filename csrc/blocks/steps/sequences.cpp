@@ -177,8 +177,9 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   publish(session, index);  // tokens may have become known since the last receipt
   const int64_t complete = std::min(
       std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_, sequence.private_from);
-  const bool expects =
-      sequence.tier == kDevice && !sequence.pending.empty() && complete > sequence.num_published;
+  // After an abort all that is pending is of the draft, whose plan has nothing of it any more.
+  const bool expects = !session.resync_due && sequence.tier == kDevice &&
+                       !sequence.pending.empty() && complete > sequence.num_published;
   clear_leaders(sequence, index, sequence.num_published);
   BlockStore& blocks = store(sequence.tier);
   if (expects) {

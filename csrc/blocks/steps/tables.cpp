@@ -182,7 +182,7 @@ void Pool::add_entries(const Sequence& sequence, int64_t first, int64_t end,
 void Pool::set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
                        int64_t end, const std::vector<uint8_t>* allocated) {
   sequence.table_sent = true;
-  if (session.resync_due) return;  // the plan will carry whole tables
+  if (session.resync_due) return;  // the plan will say what all tables are
   TableChanges& changes = session.draft.changes;
   changes.set(kind, sequence.id, sequence.tier, first, end - first);
   add_entries(sequence, first, end, changes);

@@ -93,13 +93,18 @@ FAULTS = {
     ),
     "an_abort_counts_no_blocks": Mutant(
         "steps/abort.cpp",
-        "return 1 + std::max<int64_t>(0, held_before - session.num_held);",
+        "return 1 + std::max(num_copies, held_before - session.num_held);",
         "return session.num_held > held_before;",
     ),
     "whole_tables_in_pieces_leave_one_out": Mutant(
         "steps/plans.cpp",
         "        max_blocks)\n      return true;",
         "        max_blocks)\n      return ++tables.next, true;",
+    ),
+    "what_a_plan_leaves_out_is_published": Mutant(
+        "steps/sequences.cpp",
+        "const bool expects = !session.resync_due && ",
+        "const bool expects = ",
     ),
     "trims_in_flight_count_as_sent": Mutant(
         "steps/tables.cpp", "  note_change(session, sequence, i);\n", ""

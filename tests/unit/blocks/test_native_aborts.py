@@ -112,6 +112,37 @@ def test_whole_tables_say_what_is_allocated_and_send_children_as_forks() -> None
     assert rest.first + rest.num == 76
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_goes_before_the_plan_after_an_abort_is_made_is_not_published(is_cut: bool) -> None:
+    """That plan has none of the copies from the host tier that were to fill its blocks."""
+    tokens = list(range(1, 9))
+    caller = with_prompt(tokens, num_device=8, num_host=8)
+    caller.begin()
+    caller.free(1)
+    ran(caller)
+    caller.begin()
+    assert len(caller.admit(2, [50] * 32)) == 3, "which moves the first prompt to the host tier"
+    ran(caller)
+    caller.begin()
+    caller.free(2)
+    ran(caller)
+    assert caller.pool.match(b"root", i32(tokens))[:2] == (0, 2)
+    caller.abort()
+    if not is_cut:
+        caller.begin()
+    assert caller.admit(3, [*tokens, 7], num_compute=0, admitted_by=caller.number)[0] == 8
+    if is_cut:
+        caller.pool.cut(caller.slot, 3)
+        caller.begin()
+    else:
+        assert caller.free(3)[1] == []
+    plan = caller.finish()
+    assert plan is not None and plan.changes == [] and plan.transfers == []
+    caller.receipted()
+    caller.pool.check_integrity()
+    assert caller.pool.match(b"root", i32(tokens))[:2] == (0, 2)
+
+
 def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there() -> None:
     for num_pieces in range(4):
         caller = Caller(new_pool(16))

@@ -19,6 +19,8 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
 )
+from kvplane.sync.loop_thread import LoopThread
+from kvplane.transformers.link import ControlLink
 
 NUM_LAYERS = 2
 
@@ -277,3 +279,16 @@ def test_the_engine_keeps_no_keys_or_values(folder: Path) -> None:
     held = [getattr(sequence, name) for name in sequence.__slots__]
     assert not any(isinstance(each, torch.Tensor) for each in held)
     assert sequence.logits == []
+
+
+def test_without_a_session_there_is_no_receipt_to_send() -> None:
+    """As after an outage that was too long: the requests have failed, and there is no work."""
+    loop = LoopThread("test-link")
+    try:
+        link = ControlLink(loop, "127.0.0.1:1", "default", timeout_s=1.0)
+        with pytest.raises(InternalError, match="no session is open"):
+            _ = link.session
+        link.submit_receipts()
+        link.close()
+    finally:
+        loop.close()

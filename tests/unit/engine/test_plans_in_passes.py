@@ -138,6 +138,35 @@ def test_a_pass_that_fails_loses_no_token(
     engine.check_quiet()
 
 
+def test_a_plan_after_an_abort_is_presented_once(folder: Path, reference: Reference) -> None:
+    """It may have whole tables."""
+    engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=100)
+    engine.backend.faults = {3 * NUM_LAYERS: InternalError("planted")}  # the first of many passes
+    prompt = prompt_of(9, 1)
+    request_id = engine.add(prompt, max_tokens=2 * MAX_PASSES)
+    engine.run()
+    # Also of the plan that is asked for meanwhile.
+    assert slots_asked(engine)[:5] == [[1], [MAX_PASSES], [1], [1], [MAX_PASSES]]
+    assert engine.tokens(request_id) == [reference.greedy(prompt, 2 * MAX_PASSES)]
+    engine.check_quiet()
+
+
+def test_a_plan_that_does_not_fit_has_one_token_of_each(folder: Path, reference: Reference) -> None:
+    """And nobody is preempted for it."""
+    engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=9, num_host_blocks=0)
+    lengths = (8, 40)
+    prompts = [prompt_of(20, seed) for seed in (1, 2)]
+    pairs = zip(prompts, lengths, strict=True)
+    ids = [engine.add(prompt, max_tokens=length) for prompt, length in pairs]
+    engine.run()
+    for request_id, prompt, length in zip(ids, prompts, lengths, strict=True):
+        assert engine.tokens(request_id) == [reference.greedy(prompt, length)]
+    assert engine.core.stats.num_recompute_preemptions == 0
+    assert {max(slots) for slots in slots_asked(engine)[1:-1]} == {1}
+    assert max(slots_asked(engine)[-1]) > 16
+    engine.check_quiet()
+
+
 def test_who_comes_waits_for_the_plan_and_no_longer(folder: Path, reference: Reference) -> None:
     engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=100)
     first, second = prompt_of(9, 1), prompt_of(12, 2)
