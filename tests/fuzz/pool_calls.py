@@ -135,8 +135,13 @@ def receipted(world: World, session: Session) -> None:
 
 
 def abort(world: World, session: Session) -> None:
+    """All at once, or the first part of it."""
+    keeps_tables = world.data.PickValueInList([True, False])
+    most = world.data.PickValueInList([MOST, MOST, 1, 2])
     with granted():
-        world.pool.abort(session.slot, session.number + 1)
+        if world.pool.abort(session.slot, session.number + 1, keeps_tables, most):
+            session.aborting = keeps_tables
+            return
     world.begin(session)
 
 

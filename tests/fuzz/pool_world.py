@@ -38,6 +38,7 @@ class Session:
     slot: int
     number: int = 1
     receipting: int | None = None
+    aborting: bool | None = None  # whether it keeps tables
     is_due: bool = False
 
 
@@ -203,6 +204,11 @@ class World:
             with granted():
                 self.pool.receipted(session.slot, session.receipting)
             session.receipting = None
+        if session.aborting is not None:
+            with granted():
+                self.pool.abort(session.slot, session.number + 1, session.aborting)
+            session.aborting = None
+            self.begin(session)
         if session.is_due:
             self.finish(session)
             self.begin(session)

@@ -54,6 +54,7 @@ def count(world: World, session: Session) -> None:
             num(slot, tier)
         assert pool.num_blocks_held(slot) >= 0
         assert pool.num_tokens_in_flight(slot) >= 0
+        assert pool.num_unsent(slot) >= 0
         assert pool.resync_due(slot) in (False, True)
     sequence_id = world.some_id(session)
     assert world.pool.has_sequence(slot, sequence_id) <= world.pool.num_sequences(slot)
