@@ -60,6 +60,7 @@ class ControlLink:
         self._loader: tuple[PrefixLoader, Session] | None = None  # of blocks from files
         self._opening_loader = asyncio.Lock()
         self._last_plan_number = 0
+        self._submitting: Pending[None] | None = None  # receipts, which nobody has waited for
 
     @property
     def session(self) -> Session:
@@ -95,7 +96,10 @@ class ControlLink:
             waiting.cancel()
 
     def describe_pool(self) -> pb.DescribePoolResponse:
-        """What the control plane says of the pool."""
+        """What the control plane says of the pool, after receipts that were submitted."""
+        submitting, self._submitting = self._submitting, None
+        if submitting is not None:
+            wait(submitting)
         return self._loop.run(self._client.describe_pool(self._pool_id))
 
     def open(self, layout: Layout) -> Session:
@@ -192,7 +196,7 @@ class ControlLink:
             except KvplaneError as error:
                 _LOGGER.warning("receipts were not submitted: %s", error)
 
-        self._loop.send(submit())
+        self._submitting = self._loop.send(submit())
 
     def abort_last_plan(self) -> list[SequenceState]:
         """Abort the last plan; every sequence of the session as it is then."""
