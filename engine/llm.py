@@ -74,12 +74,12 @@ class LLM:
         """
         request_ids = self._add_all(prompts, sampling_params)
         outputs: dict[str, RequestOutput] = {}
-        self._core.may_arrive = False
+        may_arrive, self._core.may_arrive = self._core.may_arrive, False
         try:
             for _ in self._run(request_ids, outputs, on_output):
                 pass
         finally:
-            self._core.may_arrive = True
+            self._core.may_arrive = may_arrive
         return [outputs[request_id] for request_id in request_ids]
 
     def chat(

@@ -61,6 +61,7 @@ MORE = {
     "tokens_of_bound_keys_uncounted": BOUND,
     "spans_past_their_tables": BATCH,
     "tables_are_kept_twice": TABLES,
+    "all_that_is_kept_is_counted": TABLES,
     "zero-attention": EXECUTOR,
     "swap-two-blocks": EXECUTOR,
     "shift-table": EXECUTOR,

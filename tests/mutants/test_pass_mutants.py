@@ -128,14 +128,14 @@ MORE = {
     ),
     "a_batch_may_be_joined": Fault(
         "engine/llm.py",
-        "self._core.may_arrive = False",
-        "pass",
+        "may_arrive, self._core.may_arrive = self._core.may_arrive, False",
+        "may_arrive = self._core.may_arrive",
         "tests/e2e/test_engine_llm.py",
         "may_arrive",
     ),
     "nobody_arrives_after_a_batch": Fault(
         "engine/llm.py",
-        "self._core.may_arrive = True",
+        "self._core.may_arrive = may_arrive",
         "pass",
         "tests/e2e/test_engine_llm.py",
         "may_arrive",

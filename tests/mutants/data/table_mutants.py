@@ -68,6 +68,17 @@ def kept_tables_are_counted_whole() -> None:
     table_changes._Changer._keep = keep  # type: ignore[method-assign]
 
 
+def all_that_is_kept_is_counted() -> None:
+    """What is kept is taken away and added, however long."""
+
+    def keep(self: Any, _resync: bool, group: int, sequence_id: int, num: int, i: int) -> Any:
+        made = self._prefix(self._before.pop((group, sequence_id)), num, i)
+        self._counts.add(made)
+        return made
+
+    table_changes._Changer._keep = keep  # type: ignore[method-assign]
+
+
 def tables_are_kept_twice() -> None:
     keep = table_changes._Changer._keep
 
@@ -274,6 +285,7 @@ TABLE_MUTANTS: dict[str, Callable[[], None]] = {
         finished_plans_attend_for_ever,
         truncation_keeps_one_too_many,
         kept_tables_are_counted_whole,
+        all_that_is_kept_is_counted,
         tables_are_kept_twice,
         tables_are_kept_of_plans_that_never_ran,
         trimmed_entries_readable,
