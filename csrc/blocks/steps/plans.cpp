@@ -86,8 +86,10 @@ bool Pool::finish(Groups groups, Slot slot, std::string_view prefix,
     if (groups.size > 1) merged.add(session.draft, static_cast<uint8_t>(g));
   }
   const Draft& draft = groups.size > 1 ? merged : first.draft;
-  draft.encode(prefix, first.number, first.last_plan, first.resync_due,
-               first.resync_due ? first.done : 0, make);
+  const std::vector<uint8_t>& kinds = draft.changes.kinds;
+  const bool keeps = std::count(kinds.begin(), kinds.end(), uint8_t(ChangeKind::kKeep)) > 0;
+  draft.encode(prefix, first.number, first.last_plan, first.resync_due, keeps ? first.done : 0,
+               make);
   for (int64_t g = 0; g < groups.size; ++g) groups[g]->end_step(groups[g]->sessions_[slot]);
   return true;
 }

@@ -130,13 +130,16 @@ FAULTS = {
         "sequence.num_sent = std::min(num_sent(session, sequence), first);",
         "sequence.num_sent = first;",
     ),
+    "a_plan_that_keeps_nothing_names_a_plan_that_has_run": Mutant(
+        "steps/plans.cpp", "keeps ? first.done : 0,", "first.resync_due ? first.done : 0,"
+    ),
     "a_resync_keeps_tables": Mutant(
         "steps/abort.cpp", "if (!keeps) note_change(", "if (false) note_change("
     ),
     "a_plan_keeps_tables_as_one_in_flight_left_them": Mutant(
         "steps/plans.cpp",
-        "first.resync_due ? first.done : 0, make);",
-        "first.resync_due ? first.last_plan : 0, make);",
+        "keeps ? first.done : 0,",
+        "keeps ? first.last_plan : 0,",
     ),
     "written_in_place_though_shared": Mutant(
         "steps/append.cpp",

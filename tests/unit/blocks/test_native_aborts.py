@@ -103,6 +103,7 @@ def test_whole_tables_say_what_is_allocated_and_send_children_as_forks() -> None
     caller.append((3, 300, 1, [5], 0))
     plan = caller.finish()
     assert plan is not None and plan.resync
+    assert plan.finished == 0, "it asks nothing of what the data plane has"
     one, two, three, rest = plan.changes
     assert (one.kind, one.num) == (Kind.REPLACE, 75)
     assert (two.kind, two.parent_id, two.num) == (Kind.FORK, 1, 75)
