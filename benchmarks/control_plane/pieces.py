@@ -27,8 +27,9 @@ _FORKS_A_STEP = 4_000
 
 async def pieces(world: World, sizes: Sizes) -> list[Row]:
     """Resync, abort and end a session of many forks; compute long prompts again after an abort,
-    publish them, and send their tables whole by a Resync: the longest piece of each. Without the
-    request's bytes and the answer's.
+    publish them, and send their tables whole by a Resync; swap many prompts out, and abort that,
+    plan it again, receipt it and end the session: the longest piece of each. Without the request's
+    bytes and the answer's.
     """
     rows = []
     for name in ("resync", "abort", "close"):
@@ -43,6 +44,11 @@ async def pieces(world: World, sizes: Sizes) -> list[Row]:
             strict=True,
         ):
             rows.append(Row.of_seconds(f"pieces/{name}", each_s))
+    swapped = [await _of_swaps(world, sizes) for _ in range(sizes.num_aborts)]
+    about = f"{sizes.num_swapped_sequences}x{sizes.prompt_blocks}"
+    for name in swapped[0]:
+        each_s = [measured_s[name] for measured_s in swapped]
+        rows.append(Row.of_seconds(f"pieces/swap_{about}/{name}", each_s))
     return rows
 
 
@@ -98,6 +104,34 @@ async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, floa
         pool.core.answer(request, TENANT)
         _, tables_s = _longest(pool, cpb.ResyncRequest(session=ref, number=number + 3))
         return compute_s, publish_s, tables_s
+
+
+async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
+    num = sizes.num_swapped_sequences
+    num_blocks = num * (sizes.prompt_blocks + 1) * 17 // 16
+    async with world.pool(num_blocks, num_host_blocks=num_blocks) as pool:
+        assert isinstance(pool, CorePool), "measured in process only"
+        engine = await pool.engine()
+        ids = engine.new_ids(num)
+        for i in ids:
+            await engine.step(ops.admit(i, prompt(i, sizes.prompt_tokens)))
+        ref, number = _numbered(pool)
+        out = ops.swap_out(ids)
+        longest_s = {}
+        request = cpb.StepRequest(session=ref, number=number, operations=[out])
+        _, longest_s["out"] = _longest(pool, request)
+        abort = cpb.AbortPlanRequest(session=ref, number=number + 1, plan_number=number)
+        _, longest_s["abort"] = _longest(pool, abort)
+        request = cpb.StepRequest(session=ref, number=number + 2, operations=[out])
+        answer, longest_s["out_after_abort"] = _longest(pool, request)
+        receipt = messages.receipt(pool.key, ref, number + 2, answer.result.plan)
+        request = cpb.StepRequest(session=ref, number=number + 3, receipts=[receipt])
+        _, longest_s["receipt"] = _longest(pool, request)
+        back = [ops.swap_in([i]) for i in ids]
+        request = cpb.StepRequest(session=ref, number=number + 4, operations=back)
+        _, longest_s["in_one_by_one"] = _longest(pool, request)
+        longest_s["close"] = _closed(pool, ref)
+        return longest_s
 
 
 def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:

@@ -19,6 +19,7 @@ class Sizes:
     num_swaps: int = 40
     num_aborted_sequences: int = 256
     num_aborts: int = 5
+    num_swapped_sequences: int = 100
     num_forks: int = 32_768
     num_prefix_sessions: int = 1_000
     """Sessions that have one cached prompt."""
@@ -45,6 +46,7 @@ QUICK = Sizes(
     num_swaps=2,
     num_aborted_sequences=8,
     num_aborts=2,
+    num_swapped_sequences=4,
     num_forks=100,
     num_prefix_sessions=5,
     rate_s=1.0,

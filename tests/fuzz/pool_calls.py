@@ -67,9 +67,12 @@ def free(world: World, session: Session) -> None:
 
 
 def swap(world: World, session: Session) -> None:
+    """All at once, or the first part of it; a dry run has no parts."""
     ids = world.some_ids(session, world.data.PickValueInList([1, 1, 1, 2, 3]))
     headroom = world.number(3) if world.data.ConsumeIntInRange(0, 7) == 7 else 0
-    world.pool.swap(session.slot, ids, world.tier(), headroom)
+    most = world.data.PickValueInList([MOST, 0, 1, 2])
+    moved = world.pool.swap(session.slot, ids, world.tier(), headroom, most)
+    session.is_swapping = isinstance(moved, int)
 
 
 def cut(world: World, session: Session) -> None:
@@ -102,6 +105,7 @@ def dry_run(world: World, session: Session) -> None:
     for call in (admit, append, fork, truncate, swap, free):
         with suppress(*REFUSALS):
             call(world, session)
+    session.is_swapping = False
     world.pool.end_dry_run()
     assert _shown(world, session) == before
     world.begin(session)

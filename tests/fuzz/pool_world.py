@@ -39,6 +39,7 @@ class Session:
     number: int = 1
     receipting: int | None = None
     aborting: bool | None = None  # whether it keeps tables
+    is_swapping: bool = False
     is_due: bool = False
 
 
@@ -209,6 +210,10 @@ class World:
                 self.pool.abort(session.slot, session.number + 1, session.aborting)
             session.aborting = None
             self.begin(session)
+        if session.is_swapping:
+            with granted():
+                assert not self.pool.swap_some(session.slot, MOST)
+            session.is_swapping = False
         if session.is_due:
             self.finish(session)
             self.begin(session)

@@ -12,6 +12,7 @@ TIMEOUT_S = 30.0
 ARGUMENTS = {
     "test_a_request_in_pieces_is_answered_as_in_one": (0,),
     "test_a_session_may_end_between_the_pieces": (2,),
+    "test_a_session_may_end_while_many_blocks_are_swapped": ("swap",),
     "test_a_session_that_ends_is_released_between_requests": (True,),
 }
 

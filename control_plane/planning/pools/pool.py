@@ -40,7 +40,7 @@ _RETRY_DELAY_S: Final = 0.5
 _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
 _PIECE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
-_PIECE_SEQUENCES: Final = 4096  # released at once: so too
+_PIECE_BLOCKS: Final = 65_536  # of an ended session, released at once: so too
 # PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
 _COUNTERS: Final = (
     "num_lookup_tokens",
@@ -325,7 +325,7 @@ class Pool:
         self._ended_slots[session.session_id] = slot, self.now_s
         if lacks_receipt:
             self._suspect[session.session_id] = self.now_s
-        if self.native.end_session(slot, _PIECE_SEQUENCES):
+        if self.native.end_session(slot, _PIECE_BLOCKS):
             self._ending[session.session_id] = False
         self.shards.fence(session, ordinal)
 
@@ -352,7 +352,7 @@ class Pool:
             self.forget_some()
         for session_id, is_fenced in [*self._ending.items()][:1]:
             slot, _ = self._ended_slots[session_id]
-            if not self.native.end_some(slot, _PIECE_SEQUENCES):
+            if not self.native.end_some(slot, _PIECE_BLOCKS):
                 del self._ending[session_id]
                 if is_fenced:
                     self._fenced(session_id)

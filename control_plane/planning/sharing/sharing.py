@@ -219,18 +219,19 @@ class Sharing:
             group.swapped.add(sequence_id)
             self._settle(member, group)
 
-    def swap_in(self, member: Member, sequence_ids: bytes) -> tuple[int | Failure, Place | None]:
-        """Swap sequences in, which the line treats as an admission."""
-        native, slot, line = member.session.native, member.session.slot, self._line
-        headroom = self._headroom()
-        done = native.swap(slot, sequence_ids, _DEVICE, headroom if line.is_idle else _PROBE)
+    def swap_in(
+        self, member: Member, sequence_ids: bytes, swap: Callable[[int], int | Failure]
+    ) -> tuple[int | Failure, Place | None]:
+        """Let ``swap(headroom)`` bring sequences in, which the line treats as an admission."""
+        line, headroom = self._line, self._headroom()
+        done = swap(headroom if line.is_idle else _PROBE)
         place: Place | None = None
         ids = columns.read(INT64, sequence_ids, "sequence_ids")
         if not isinstance(done, int) and done[1] in LATER:
             group = member.groups.of(ids[0])
             place = None if group.in_line else self._ask(member, group.key, done[2], wait=True)
             if place is None:
-                done = native.swap(slot, sequence_ids, _DEVICE, headroom)
+                done = swap(headroom)
             elif place.sequence == group.key and member.waiting is None:
                 member.waiting = Waiting(group.key, None, 0, self._pool.now_s)
         if isinstance(done, int):

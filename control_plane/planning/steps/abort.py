@@ -15,7 +15,7 @@ from kvplane.errors import InvalidRequestError, PlanReceiptedError
 
 
 def abort_from(session: Session, plan_number: int) -> Pieces[None]:
-    """Abort plan ``plan_number`` and all in flight with it, some sequences at a time.
+    """Abort plan ``plan_number`` and all in flight with it, some blocks at a time.
 
     Raises PlanReceiptedError when it has run, InvalidRequestError when no plan has that number.
     """
@@ -35,8 +35,8 @@ def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) 
     """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher, says
     what all tables are, and unless it ``keeps_tables`` has all of them whole.
     """
-    while session.native.abort(session.slot, next_plan, keeps_tables, PIECE_ENTRIES):
-        yield
     for number in session.plans:
         session.void(number)
     session.plans.clear()
+    while session.native.abort(session.slot, next_plan, keeps_tables, PIECE_ENTRIES):
+        yield

@@ -20,13 +20,15 @@ Pieces = Generator[None, None, T]
 PIECE_TOKENS: Final = 65_536
 """Tokens that are taken in at a time: a millisecond or two."""
 PIECE_BLOCKS: Final = 16_384
-"""Blocks that are published at a time: so too."""
+"""Blocks that are published, or swapped, at a time: so too."""
+ALL_BLOCKS: Final = 1 << 60
 PIECE_ENTRIES: Final = 65_536
 """Entries of whole tables that are written to a plan at a time: half a millisecond. A turn of the
 event loop between two pieces takes a tenth of that.
 """
 MANY_TOKENS: Final = 4 * PIECE_TOKENS
 """More than this of them makes a request take some milliseconds."""
+SWAPS: Final = ("swap_out", "swap_in")
 _HASHED_BYTES: Final = 1 << 21  # a millisecond
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
@@ -60,6 +62,11 @@ def num_tokens_of(operation: cpb.Operation) -> int:
     """Tokens that an operation brings."""
     num_bytes = len(operation.append.token_ids) + len(operation.admit.token_ids)
     return num_bytes // _TOKEN_BYTES
+
+
+def swaps(operation: cpb.Operation) -> bool:
+    """Whether it moves sequences between tiers."""
+    return operation.WhichOneof("operation") in SWAPS
 
 
 def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:

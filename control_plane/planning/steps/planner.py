@@ -27,7 +27,7 @@ from control_plane.planning.steps.failures import (
     error_of_columns,
     shortage_of,
 )
-from control_plane.planning.steps.pieces import Pieces, parts_of
+from control_plane.planning.steps.pieces import ALL_BLOCKS, PIECE_BLOCKS, Pieces, parts_of
 from kvplane.errors import InvalidRequestError, KvplaneError, TooManyPlansInFlightError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -82,17 +82,26 @@ def may_plan(named: Named) -> bool:
 class Planner:
     """Runs the operations of one step, for which the session's draft is begun."""
 
-    __slots__ = ("_is_check", "_member", "_quotas", "_session", "_sharing")
+    __slots__ = ("_is_check", "_max_blocks", "_member", "_quotas", "_session", "_sharing")
 
     def __init__(
-        self, member: Member, sharing: Sharing, quotas: Quotas, *, is_check: bool = False
+        self,
+        member: Member,
+        sharing: Sharing,
+        quotas: Quotas,
+        *,
+        is_check: bool = False,
+        in_pieces: bool = False,
     ) -> None:
-        """``is_check``: say what each operation would be answered, and change nothing."""
+        """``is_check``: say what each operation would be answered, and change nothing.
+        ``in_pieces``: what a swap moves is left to ``swap_in_pieces``.
+        """
         self._member = member
         self._session = member.session
         self._sharing = sharing
         self._quotas = quotas
         self._is_check = is_check
+        self._max_blocks = 0 if in_pieces else ALL_BLOCKS
 
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> None:
         """Do the items of an operation that can be done. ``index`` is its place in the step."""
@@ -137,6 +146,14 @@ class Planner:
             failures += [(first + failure[0], *failure[1:]) for failure in refused]
         result.append.num_blocks = bytes(num_blocks)
         add_failures(result, self._member, _at(index, "append"), "append", failures)
+
+    def swap_in_pieces(self, num_blocks: int) -> Pieces[None]:
+        """Move the blocks of the swap that was run last."""
+        session = self._session
+        if num_blocks > PIECE_BLOCKS:
+            yield
+        while session.native.swap_some(session.slot, PIECE_BLOCKS):
+            yield
 
     # Each does an operation, and returns the items that were refused.
 
@@ -228,7 +245,9 @@ class Planner:
     def _swap_out(self, message: cpb.SwapOut, result: cpb.OperationResult) -> list[Failure] | None:
         session = self._session
         _require_some(message.sequence_ids)
-        done = session.native.swap(session.slot, message.sequence_ids, tpb.TIER_HOST)
+        done = session.native.swap(
+            session.slot, message.sequence_ids, tpb.TIER_HOST, 0, self._max_blocks
+        )
         if not isinstance(done, int):
             return [done]
         result.swap_out.num_blocks = done
@@ -239,14 +258,17 @@ class Planner:
     def _swap_in(self, message: cpb.SwapIn, result: cpb.OperationResult) -> list[Failure] | None:
         session = self._session
         _require_some(message.sequence_ids)
+
+        def swap(headroom: int) -> int | Failure:
+            return session.native.swap(
+                session.slot, message.sequence_ids, tpb.TIER_DEVICE, headroom, self._max_blocks
+            )
+
         place: Place | None = None
         if self._is_check:
-            headroom = session.pool.num_watermark_blocks()
-            done = session.native.swap(
-                session.slot, message.sequence_ids, tpb.TIER_DEVICE, headroom
-            )
+            done = swap(session.pool.num_watermark_blocks())
         else:
-            done, place = self._sharing.swap_in(self._member, message.sequence_ids)
+            done, place = self._sharing.swap_in(self._member, message.sequence_ids, swap)
         if not isinstance(done, int):
             return self._refused(result, done, place)
         result.swap_in.num_blocks = done

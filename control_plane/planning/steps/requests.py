@@ -23,10 +23,13 @@ from control_plane.planning.steps.large_answers import LARGE_BYTES, LargeAnswer,
 from control_plane.planning.steps.numbering import content_of
 from control_plane.planning.steps.pieces import (
     MANY_TOKENS,
+    PIECE_BLOCKS,
     PIECE_TOKENS,
+    SWAPS,
     Pieces,
     num_tokens_of,
     paced,
+    swaps,
 )
 from control_plane.planning.steps.planner import Planner, check_no_plan, read_operations
 from control_plane.planning.steps.plans import finish_in_pieces, finish_plan
@@ -87,6 +90,8 @@ class Requests:
             return False
         if type(request) is cpb.StepRequest:
             if _brings_many_tokens(request.operations):
+                return True
+            if session.num_held() > PIECE_BLOCKS and any(map(swaps, request.operations)):
                 return True
             if not session.resync_due:
                 return False
@@ -166,7 +171,8 @@ class Requests:
         response = cpb.StepResponse(number=request.number)
         result = response.result
         session.native.begin(session.slot, request.number)
-        planner = Planner(member, self._sharing_of(session.pool), self._quotas)
+        sharing = self._sharing_of(session.pool)
+        planner = Planner(member, sharing, self._quotas, in_pieces=in_pieces)
         run, add = observed(self._observer, session, planner.run), result.results.add
         num_tokens, payload = 0, b""
         for i, operation in enumerate(operations):
@@ -179,7 +185,12 @@ class Requests:
                     yield
                     yield from planner.append_in_pieces(i, operation[1], add())
                     continue
-            run(i, operation, add())
+            outcome = add()
+            run(i, operation, outcome)
+            if in_pieces and operation[0] in SWAPS:
+                num_blocks = outcome.swap_out.num_blocks + outcome.swap_in.num_blocks
+                yield from planner.swap_in_pieces(num_blocks)
+                num_tokens += num_blocks * PIECE_TOKENS // PIECE_BLOCKS
         if in_pieces:
             yield
             payload = yield from finish_in_pieces(

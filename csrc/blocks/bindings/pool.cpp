@@ -218,19 +218,19 @@ void bind_sessions(py::class_<P>& pool) {
       py::arg("root"), py::arg("owner"));
   pool.def(
       "end_session",
-      [](P& self, Slot slot, int64_t max_sequences) {
+      [](P& self, Slot slot, int64_t max_blocks) {
         self.end_session(checked(self, slot));
-        return self.end_some(slot, max_sequences);
+        return self.end_some(slot, max_blocks);
       },
-      py::arg("slot"), py::arg("max_sequences") = std::numeric_limits<int64_t>::max());
+      py::arg("slot"), py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
   pool.def(
       "end_some",
-      [](P& self, Slot slot, int64_t max_sequences) {
+      [](P& self, Slot slot, int64_t max_blocks) {
         if (!first_of(self).is_unfenced(slot))
           throw py::index_error("no ended session is in this slot");
-        return self.end_some(slot, max_sequences);
+        return self.end_some(slot, max_blocks);
       },
-      py::arg("slot"), py::arg("max_sequences"));
+      py::arg("slot"), py::arg("max_blocks"));
   pool.def(
       "session_fenced",
       [](P& self, Slot slot) {
@@ -289,7 +289,8 @@ void bind_sessions(py::class_<P>& pool) {
   pool.def(
       "plans_in_flight",
       [](const P& self, Slot slot) {
-        return first_of(self).session(checked(self, slot)).plans.size();
+        const Session& session = first_of(self).session(checked(self, slot));
+        return session.aborting.begun ? 0 : session.plans.size();
       },
       py::arg("slot"));
   pool.def(

@@ -145,19 +145,28 @@ void bind_steps_of(py::class_<P>& pool) {
       py::arg("slot"), py::arg("sequence_ids"));
   pool.def(
       "swap",
-      [](P& self, Slot slot, const py::bytes& sequence_ids, int destination,
-         int64_t headroom) -> py::object {
+      [](P& self, Slot slot, const py::bytes& sequence_ids, int destination, int64_t headroom,
+         int64_t max_blocks) -> py::object {
         if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const Tier tier = tier_of(destination);
         checked(self, slot);
-        const auto result = in_groups(
-            self, [&](Groups groups) { return Pool::swap(groups, slot, ids, tier, headroom); });
+        const auto result = in_groups(self, [&](Groups groups) {
+          return Pool::swap(groups, slot, ids, tier, headroom, max_blocks);
+        });
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
       },
       py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"),
-      py::arg("headroom") = 0);
+      py::arg("headroom") = 0, py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
+  pool.def(
+      "swap_some",
+      [](P& self, Slot slot, int64_t max_blocks) {
+        checked(self, slot);
+        return in_groups(self,
+                         [&](Groups groups) { return Pool::swap_some(groups, slot, max_blocks); });
+      },
+      py::arg("slot"), py::arg("max_blocks"));
   pool.def(
       "cut",
       [](P& self, Slot slot, int64_t sequence_id) {

@@ -12,7 +12,9 @@
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <utility>
+
+#include "containers/zeros.h"
 
 namespace kvplane::blocks {
 
@@ -30,16 +32,24 @@ class IdMap {
     return slot.key == key ? &slot.value : nullptr;
   }
   const uint32_t* find(int64_t key) const { return const_cast<IdMap*>(this)->find(key); }
+  bool contains(int64_t key) const { return find(key) != nullptr; }
 
   // Whether `key` was new; if not, nothing changes.
   bool insert(int64_t key, uint32_t value) {
     assert(key > 0);
-    if (4 * (size_ + 1) > 3 * slots_.size()) grow();
+    reserve(1);
     Slot& slot = slots_[slot_of(key)];
     if (slot.key == key) return false;
     slot = {key, value};
     ++size_;
     return true;
+  }
+
+  // So many keys more are inserted without moving what is there.
+  void reserve(size_t num) {
+    size_t num_slots = slots_.size() ? slots_.size() : kMinSlots;
+    while (4 * (size_ + num) > 3 * num_slots) num_slots *= 2;
+    if (num_slots != slots_.size()) grow(num_slots);
   }
 
   // Whether `key` was there.
@@ -62,16 +72,15 @@ class IdMap {
 
   // Gives the memory back too.
   void clear() {
-    std::vector<Slot>().swap(slots_);
+    slots_ = {};
     size_ = 0;
   }
 
   // Calls visit(key, value) for every entry, in no order; `visit` must not change the map.
   template <typename Visit>
   void for_each(Visit visit) const {
-    for (const Slot& slot : slots_) {
-      if (slot.key != kEmpty) visit(slot.key, slot.value);
-    }
+    for (size_t i = 0; i < slots_.size(); ++i)
+      if (slots_[i].key != kEmpty) visit(slots_[i].key, slots_[i].value);
   }
 
  private:
@@ -80,7 +89,7 @@ class IdMap {
     uint32_t value;
   };
 
-  static constexpr int64_t kEmpty = 0;
+  static constexpr int64_t kEmpty = 0;  // as slots begin
   static constexpr size_t kMinSlots = 8;
 
   size_t home_of(int64_t key) const {
@@ -98,15 +107,13 @@ class IdMap {
     return slot;
   }
 
-  void grow() {
-    std::vector<Slot> old(slots_.empty() ? kMinSlots : 2 * slots_.size(), Slot{kEmpty, 0});
-    old.swap(slots_);
-    for (const Slot& slot : old) {
-      if (slot.key != kEmpty) slots_[slot_of(slot.key)] = slot;
-    }
+  void grow(size_t num_slots) {
+    const Zeros<Slot> old = std::exchange(slots_, Zeros<Slot>(num_slots));
+    for (size_t i = 0; i < old.size(); ++i)
+      if (old[i].key != kEmpty) slots_[slot_of(old[i].key)] = old[i];
   }
 
-  std::vector<Slot> slots_;  // as many as a power of two, or none
+  Zeros<Slot> slots_;  // as many as a power of two, or none
   size_t size_ = 0;
   uint64_t seed_;
 };

@@ -7,17 +7,25 @@
 #include <memory>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 namespace kvplane::blocks {
 
 template <typename T>
 class Zeros {
-  static_assert(std::is_integral_v<T>);
+  static_assert(std::is_trivially_copyable_v<T>);
 
  public:
   Zeros() = default;
   explicit Zeros(size_t size) : items_(static_cast<T*>(std::calloc(size, sizeof(T)))), size_(size) {
     if (size && !items_) throw std::bad_alloc();
+  }
+
+  Zeros(Zeros&& other) noexcept { *this = std::move(other); }
+  Zeros& operator=(Zeros&& other) noexcept {
+    items_ = std::move(other.items_);
+    size_ = std::exchange(other.size_, 0);
+    return *this;
   }
 
   size_t size() const { return size_; }

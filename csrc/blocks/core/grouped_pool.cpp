@@ -42,9 +42,9 @@ void GroupedPool::end_session(Slot slot) {
   for (Pool* pool : pools_) pool->end_session(slot);
 }
 
-bool GroupedPool::end_some(Slot slot, int64_t max_sequences) {
+bool GroupedPool::end_some(Slot slot, int64_t max_blocks) {
   bool some_left = false;
-  for (Pool* pool : pools_) some_left = pool->end_some(slot, max_sequences);  // the same in each
+  for (Pool* pool : pools_) some_left = pool->end_some(slot, max_blocks) || some_left;
   return some_left;
 }
 

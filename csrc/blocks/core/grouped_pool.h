@@ -41,7 +41,7 @@ class GroupedPool {
 
   Slot open_session(std::string_view root, uint32_t owner);
   void end_session(Slot slot);
-  bool end_some(Slot slot, int64_t max_sequences);
+  bool end_some(Slot slot, int64_t max_blocks);
   void session_fenced(Slot slot);
   void begin(Slot slot, int64_t number, bool dry_run);
   void end_dry_run();

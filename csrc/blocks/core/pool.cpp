@@ -93,10 +93,10 @@ void Pool::end_session(Slot slot) {
   session.plans.insert(session.plans.begin(), std::make_move_iterator(receipted.begin()),
                        std::make_move_iterator(receipted.end()));
   session.receipting = Receipting{};
-  session.plans.push_back(std::move(session.record));
-  session.record = PlanRecord{};
+  session.aborting = Aborting{};
+  session.plans.push_back(std::exchange(session.record, {}));
   end_draft(session);
-  end_plans(session, kEnded);  // freed sequences that receipts were to publish are forgotten too
+  end_swap(session);
   session.sequences.for_each(
       [&](int64_t id, uint32_t index) { session.ending.emplace_back(id, index); });
   session.open = false;
@@ -105,9 +105,16 @@ void Pool::end_session(Slot slot) {
   session.root = kNoEntry;
 }
 
-bool Pool::end_some(Slot slot, int64_t max_sequences) {
+// To release a sequence takes as long as so many blocks.
+constexpr int64_t kSequenceBlocks = 16;
+
+bool Pool::end_some(Slot slot, int64_t max_blocks) {
   Session& session = sessions_[slot];
-  for (; max_sequences > 0 && !session.ending.empty(); --max_sequences) {
+  int64_t left = max_blocks;
+  // Freed sequences that receipts were to publish are forgotten too.
+  if (end_plans(session, kEnded, left)) return true;
+  while (left > 0 && !session.ending.empty()) {
+    const int64_t held_before = session.num_held;
     const auto [id, index] = session.ending.back();
     session.ending.pop_back();
     Sequence& sequence = sequences_[index];
@@ -117,6 +124,7 @@ bool Pool::end_some(Slot slot, int64_t max_sequences) {
     session.num_tokens -= sequence.tokens.size;
     sequence.live = false;
     forget_sequence(index);
+    left -= kSequenceBlocks + held_before - session.num_held;
   }
   return !session.ending.empty();
 }
@@ -318,7 +326,7 @@ void Pool::check() const {
       for (int t = 0; t < 2; ++t)
         for (const Block b : release.blocks[t]) ++pending[t][b];
     }
-    if (!session.open && session.ending.empty()) continue;
+    if (!session.open && session.ending.empty() && session.plans.empty()) continue;
     check_session(session, table_owners, token_owners, refs);
     for (const Sequence* sequence : sequences_of(session.slot))
       for (const Block b : sequence->tier == kDevice ? table_of(*sequence) : std::vector<Block>{})
@@ -338,6 +346,12 @@ void Pool::check() const {
     for (const PlanRecord& record : session.plans) check_record(record);
     check_record(session.record);
     for (const auto& [tier, block] : session.kept) ++pins[tier - 1][block];
+    const Swapping& swapping = session.swapping;
+    for (size_t i = 0; i < swapping.copies.size(); ++i) {
+      if (swapping.is_used[i]) continue;
+      ++refs[swapping.destination - 1][swapping.copies[i]];
+      held[session.owner] += swapping.destination == kDevice;
+    }
   }
   for (int t = 0; t < 2; ++t)
     for (Block b = 0; b < stores_[t]->num_blocks; ++b) {

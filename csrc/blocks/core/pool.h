@@ -7,7 +7,6 @@
 #pragma once
 
 #include <deque>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "containers/piece_hints.h"
+#include "core/operations.h"
 #include "core/session.h"
 #include "core/types.h"
 #include "index/prefix_index.h"
@@ -27,110 +27,6 @@
 #include "steps/dry_run.h"
 
 namespace kvplane::blocks {
-
-// Why an item was refused; see kvplane_blocks/_native.pyi for what a, b and c say.
-enum class Code : int32_t {
-  kOk = 1,
-  kLater = 2,
-  kNever = 3,
-  kLaterHeadroom = 4,
-  kLaterQuota = 5,
-  kNeverQuota = 6,
-  kLaterFloor = 7,
-  kNeverFloor = 8,
-  kNotFound = 10,
-  kExists = 11,
-  kBadId = 12,
-  kBusy = 13,
-  kSwapped = 14,
-  kPosition = 15,
-  kNegative = 16,
-  kTooManySequences = 17,
-  kNotKnown = 18,
-  kOtherAdmission = 19,
-  kTooLong = 20,
-  kTrimmed = 21,
-  kOtherTokens = 22,
-  kBeyondSlots = 23,
-  kTooManyEntries = 24,
-};
-
-inline bool is_later(Code code) {
-  return code == Code::kLater || code == Code::kLaterHeadroom || code == Code::kLaterQuota ||
-         code == Code::kLaterFloor;
-}
-
-struct Failure {
-  int64_t item = 0;
-  Code code = Code::kLater;
-  int64_t a = 0, b = 0, c = 0;
-};
-
-// Columns that cannot be read.
-struct ColumnError : std::exception {
-  ColumnError(std::string column, int64_t index, std::string what)
-      : column(std::move(column)), index(index), text(std::move(what)) {}
-  const char* what() const noexcept override { return text.c_str(); }
-  std::string column;
-  int64_t index;
-  std::string text;
-};
-
-inline bool any_negative(const int32_t* values, int64_t num) {
-  int32_t all = 0;
-  for (int64_t i = 0; i < num; ++i) all |= values[i];
-  return all < 0;
-}
-
-// What came of an operation on several sequences: a value for each item, and those refused.
-struct ItemResults {
-  std::vector<int32_t> values;
-  std::vector<Failure> failures;
-};
-
-struct Admission {
-  int64_t sequence_id = 0;
-  Span<int32_t> tokens;
-  Span<int64_t> fork_ids;
-  int64_t num_compute = -1;  // of the uncached tokens; -1: all
-  int64_t max_total_tokens = 0;
-  bool skip_lookup = false;
-  int64_t headroom = 0;
-};
-
-struct Admitted {
-  int64_t num_cached_tokens = 0;
-  int64_t num_blocks = 0;
-  int64_t num_scheduled_tokens = 0;
-};
-
-struct AppendColumns {
-  Span<int64_t> sequence_ids;
-  Span<int64_t> first_positions;
-  Span<int32_t> num_slots;
-  Span<int32_t> num_tokens;
-  Span<int32_t> token_ids;
-  Span<int32_t> num_lookahead;  // empty: none
-};
-
-struct DeferredColumns {
-  Span<int64_t> sequence_ids;
-  Span<int64_t> admitted_by;
-  Span<int64_t> first_positions;
-  Span<int32_t> num_tokens;
-  Span<int32_t> token_ids;
-};
-
-struct Retained {
-  int64_t num_blocks = 0;
-  int64_t num_new = 0;  // that did not count for the owner
-};
-
-struct Forgotten {
-  int64_t num_blocks = 0;
-  int64_t num_in_use = 0;
-  bool is_large = false;  // there are more blocks
-};
 
 struct Counters {
   int64_t num_lookup_tokens = 0;
@@ -170,10 +66,10 @@ class Pool final : private Listener {
 
   // Sessions
   Slot open_session(std::string_view root, uint32_t owner);
-  // Ends it; its sequences are released by `end_some`, which says whether some are left. Once none
+  // Ends it; what it has is released by `end_some`, which says whether some is left. Once nothing
   // is and the data planes have fenced it, `session_fenced` is called.
   void end_session(Slot slot);
-  bool end_some(Slot slot, int64_t max_sequences);
+  bool end_some(Slot slot, int64_t max_blocks);
   void session_fenced(Slot slot);
 
   // A step
@@ -190,8 +86,12 @@ class Pool final : private Listener {
   static ItemResults free(Groups groups, Slot slot, Span<int64_t> ids);
   // Blocks that each item would take now; 0 for one that would be refused for another reason.
   std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
+  // Blocks that are moved: about `max_blocks` at once, the others by calls of `swap_some`, which
+  // are to follow before anything else of the session until one returns false.
   static std::variant<int64_t, Failure> swap(Groups groups, Slot slot, Span<int64_t> ids,
-                                             Tier destination, int64_t headroom);
+                                             Tier destination, int64_t headroom,
+                                             int64_t max_blocks);
+  static bool swap_some(Groups groups, Slot slot, int64_t max_blocks);
   int64_t cut(Slot slot, int64_t sequence_id);
   static bool reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks);
   // Writes whole tables to the plan, where they are due; whether some are left for the next call.
@@ -309,7 +209,6 @@ class Pool final : private Listener {
   struct Hit;
   struct AdmitPlan;
   struct AppendPlan;
-  struct SwapPlan;
 
   void changed(Change change, EntryId entry, Tier tier) override;
   void retained_changed(Change change, EntryId entry, Tier tier);
@@ -337,16 +236,18 @@ class Pool final : private Listener {
   Failure check_fork(const Session& session, int64_t parent, int64_t id, int64_t item) const;
   Failure check_free(const Session& session, int64_t id, int64_t item) const;
   Failure check_truncate(const Session& session, int64_t id, int64_t num, int64_t item) const;
-  Failure plan_swap(const Session& session, Span<int64_t> ids, Tier destination, int64_t headroom,
-                    SwapPlan& plan) const;
-  void do_swap(Session& session, Tier destination, SwapPlan& plan);
+  Failure plan_swap(const Session& session, Span<int64_t> ids, int64_t headroom,
+                    Swapping& plan) const;
+  void add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const;
+  void begin_swap(Session& session, Swapping& plan);
+  bool swap_some(Session& session, int64_t& left);
+  void end_swap(Session& session);
   bool is_lost(const Sequence& sequence) const;
   void set_leaders(uint32_t index, const int32_t* tokens, EntryId last, int64_t first, int64_t end);
   void clear_leaders(Sequence& sequence, uint32_t index, int64_t from);
   int64_t fewest_tokens(const Sequence& sequence) const;
   int64_t truncate_one(Session& session, uint32_t index, int64_t num);
-  void move(Session& session, uint32_t index, Tier destination,
-            const std::unordered_map<Block, Block>& copies, std::unordered_map<Block, bool>& used);
+  void move(Session& session, uint32_t index, Swapping& plan);
   void send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated);
   int64_t drop(Session& session, uint32_t index, int64_t plan);
 
@@ -424,22 +325,24 @@ class Pool final : private Listener {
 
   // Plans (plans.cpp)
   void transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens);
+  void note(Session& session, const Transfer& transfer);
   bool write_whole_tables(Session& session, int64_t max_blocks);
   void write_whole_table(Session& session, Sequence& sequence);
-  void write_transfers_into_tables(Session& session);
+  bool write_transfers(Session& session, int64_t max_blocks);
   void end_draft(Session& session);
   void save(Session& session, Block b);
   void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
-  void end_plans(Session& session, int64_t next_plan);
+  bool end_plans(Session& session, int64_t next_plan, int64_t& left);
   bool has_plan(const Session& session) const;
   void complete_draft(Session& session);
   void end_step(Session& session);
   static void begin_abort(Groups groups, Slot slot);
+  static bool note_origins(Session& session, int64_t& left);
   int64_t cut_one(Session& session, int64_t id, int64_t next_plan, bool keeps);
 
   // Publication (publish.cpp)
   void publish(Session& session, uint32_t index);
-  void end_receipted(Session& session);
+  bool end_receipted(Session& session, int64_t left);
   void advance(Session& session, uint32_t index, int64_t done);
   bool set_chain(Session& session, Sequence& sequence);
   void enter(Session& session, Sequence& sequence, uint32_t index, Block b);

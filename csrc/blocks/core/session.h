@@ -5,7 +5,6 @@
 #include <deque>
 #include <limits>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -13,6 +12,7 @@
 #include "containers/pieces.h"
 #include "core/types.h"
 #include "steps/draft.h"
+#include "steps/origins.h"
 
 namespace kvplane::blocks {
 
@@ -68,33 +68,15 @@ struct Sequence {
   int64_t last_given = -1;
 };
 
-// A block as it was when it was allocated.
-struct BlockRef {
-  Tier tier;
-  Block block;
-  int64_t generation;
-
-  bool operator==(const BlockRef& other) const {
-    return tier == other.tier && block == other.block && generation == other.generation;
-  }
-};
-
-struct BlockRefHash {
-  size_t operator()(const BlockRef& ref) const {
-    return (uint64_t{ref.tier} << 32 | ref.block) * 0x9E3779B97F4A7C15u ^
-           static_cast<uint64_t>(ref.generation);
-  }
-};
-
-// Blocks that transfers wrote, and the block whose content each has.
-using Origins = std::unordered_map<BlockRef, BlockRef, BlockRefHash>;
-
 // A copy in the host tier that keeps an entry's prefix.
 struct Demotion {
   EntryId entry;
   uint32_t uid;
   Block copy;
 };
+
+// To follow where a block was copied from takes as long as so many other blocks.
+constexpr int64_t kOriginBlocks = 4;
 
 struct Transfer {
   BlockRef source;
@@ -125,22 +107,41 @@ struct Receipting {
   size_t next_touched = 0;  // of this plan
 };
 
-// An abort, by which the sequences are cut some at a time, in all layer groups together. The first
-// group has all but the origins, of which each has its own.
+// An abort, some of it at a time: what transfers copied is noted in each layer group, sequences are
+// cut in all groups together, and the plans of each end.
 struct Aborting {
   bool begun = false;
-  std::vector<int64_t> ids;  // of the sequences
-  size_t next = 0;
+  size_t next_plan = 0;
+  size_t next_transfer = 0;  // of this plan
   Origins origins;
+  std::vector<int64_t> ids;  // of the sequences, in the first group
+  size_t next_id = 0;
 };
 
-// What is kept of all tables, and the rest of them, written to the draft some at a time.
+// A swap, of which the blocks are copied some at a time, and then the tables moved.
+struct Swapping {
+  Tier destination = kHost;
+  std::vector<uint32_t> indices;  // of the sequences
+  std::vector<uint32_t> places;   // of the blocks of one table after the other, in these columns:
+  std::vector<Block> blocks;      // old ones, each once
+  std::vector<Block> copies;      // new ones
+  std::vector<uint8_t> is_ahead;  // whether they hold nothing yet, for any sequence
+  std::vector<uint8_t> is_used;   // whether a table refers to the new one
+  size_t next_block = 0;
+  size_t next_sequence = 0;
+  size_t next_place = 0;
+};
+
+// What is kept of all tables, and the rest of them, written to the draft some at a time; then the
+// transfers that fill blocks of them.
 struct WholeTables {
   bool begun = false;
   std::vector<uint32_t> indices;  // of the sequences
   size_t next = 0;
   std::unordered_map<uint32_t, const Sequence*> sent;  // first piece -> a table that begins with it
-  std::unordered_set<uint64_t> in_tables;              // blocks that the draft's transfers write
+  IdMap in_tables;                                     // blocks that the draft's transfers write
+  Origins origins;
+  size_t next_transfer = 0;
 };
 
 struct Session {
@@ -151,11 +152,12 @@ struct Session {
   EntryId root = kNoEntry;
   uint32_t owner = 0;
   IdMap sequences{0};  // id -> index
-  // Of one that ended: the sequences that are still to be released.
+  // Of one that ended: the sequences that are still to be released, once its plans have ended.
   std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;
   Receipting receipting;  // empty but between two pieces of a receipt
   Aborting aborting;      // so too, of an abort
+  Swapping swapping;      // and of a swap
   std::deque<Release> releases;
   int64_t done = 0;  // highest plan receipted
   int64_t last_plan = 0;
@@ -168,9 +170,9 @@ struct Session {
   WholeTables tables;  // of the draft
   // Of the draft: blocks that its transfers write, which are not allocated twice in one plan; those
   // of them that nothing refers to any more, pinned until the plan is made; what it allocates.
-  std::unordered_set<uint64_t> destinations;
+  IdMap destinations;
   std::vector<std::pair<Tier, Block>> kept;
-  std::unordered_set<uint64_t> allocated;
+  IdMap allocated;
 };
 
 // Leading entries of the table that the data plane has, whichever plans in flight have reached it.
@@ -186,7 +188,5 @@ inline void note_change(const Session& session, Sequence& sequence, int64_t firs
   sequence.num_sent = std::min(num_sent(session, sequence), first);
   sequence.changed_by = session.last_plan + 1;
 }
-
-inline uint64_t key_of(Tier tier, Block b) { return uint64_t{tier} << 32 | b; }
 
 }  // namespace kvplane::blocks

@@ -33,30 +33,41 @@ bool Pool::receipted(Slot slot, int64_t plan, int64_t max_blocks) {
   } else if (plans.empty()) {
     return false;
   }
-  // A sequence counts as a block, and so does each block that it publishes.
-  const int64_t published_before = counters_.num_publications;
-  for (int64_t num = 0; next_plan < plans.size(); ++next_plan, next_touched = 0)
+  // A sequence counts as a block, and so does each block that it publishes, releases or copied.
+  int64_t num = 0;
+  for (; next_plan < plans.size(); ++next_plan, next_touched = 0)
     for (const auto& touched = plans[next_plan].touched; next_touched < touched.size(); ++num) {
-      if (num + counters_.num_publications - published_before >= max_blocks) return true;
+      if (num >= max_blocks) return true;
       const auto& [index, uid] = touched[next_touched++];
+      const int64_t published_before = counters_.num_publications;
       if (sequences_[index].uid == uid) advance(session, index, session.done);
+      num += counters_.num_publications - published_before;
     }
-  end_receipted(session);
-  return false;
+  return end_receipted(session, max_blocks - num);
 }
 
-// All sequences of the plans that have run were advanced.
-void Pool::end_receipted(Session& session) {
-  while (!session.releases.empty() && session.releases.front().plan <= session.done) {
-    end_release(session.releases.front());
-    session.releases.pop_front();
-  }
-  for (const PlanRecord& record : session.receipting.plans) {
-    for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it)
-      if (it->pins) store(it->source.tier).unpin(it->source.block);
-    end_demotions(session, record, true, session.done);
+// All sequences of the plans that have run were advanced. Whether some of the rest is left.
+bool Pool::end_receipted(Session& session, int64_t left) {
+  for (; !session.releases.empty() && session.releases.front().plan <= session.done;
+       session.releases.pop_front())
+    for (const Tier tier : {kDevice, kHost}) {
+      std::vector<Block>& blocks = session.releases.front().blocks[tier - 1];
+      const int64_t num = std::clamp<int64_t>(left, 0, static_cast<int64_t>(blocks.size()));
+      store(tier).finished(blocks.data(), static_cast<size_t>(num));
+      blocks.erase(blocks.begin(), blocks.begin() + num);
+      left -= num;
+      if (!blocks.empty()) return true;
+    }
+  for (PlanRecord& record : session.receipting.plans) {
+    for (; !record.transfers.empty(); record.transfers.pop_back(), --left) {
+      if (left <= 0) return true;
+      const Transfer& transfer = record.transfers.back();
+      if (transfer.pins) store(transfer.source.tier).unpin(transfer.source.block);
+    }
+    end_demotions(session, std::exchange(record, {}), true, session.done);
   }
   session.receipting = Receipting{};
+  return false;
 }
 
 int64_t Pool::num_tokens_in_flight(Slot slot) const {

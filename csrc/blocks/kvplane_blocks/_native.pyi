@@ -104,12 +104,12 @@ class _Sessions:
     """What one layer group and several of them do alike; the module has no such class."""
 
     def open_session(self, root: bytes, owner: int) -> int: ...
-    def end_session(self, slot: int, max_sequences: int = ...) -> bool:
-        """End a session and release so many of its sequences, by default all. Returns whether some
-        are left for ``end_some``; then it is not to be fenced yet.
+    def end_session(self, slot: int, max_blocks: int = ...) -> bool:
+        """End a session and release about so many blocks of it, by default all. Returns whether
+        some are left for ``end_some``; then it is not to be fenced yet.
         """
-    def end_some(self, slot: int, max_sequences: int) -> bool:
-        """Release so many sequences of a session that has ended; whether some are left."""
+    def end_some(self, slot: int, max_blocks: int) -> bool:
+        """Release about so many blocks of a session that has ended; whether some are left."""
     def session_fenced(self, slot: int) -> None: ...
     def begin(self, slot: int, number: int, dry_run: bool = False) -> None: ...
     def end_dry_run(self) -> None: ...
@@ -162,8 +162,18 @@ class _Sessions:
     ) -> tuple[bytes, list[_Failure] | None]: ...
     def free(self, slot: int, sequence_ids: bytes) -> tuple[bytes, list[_Failure] | None]: ...
     def swap(
-        self, slot: int, sequence_ids: bytes, destination_tier: int, headroom: int = 0
-    ) -> int | _Failure: ...
+        self,
+        slot: int,
+        sequence_ids: bytes,
+        destination_tier: int,
+        headroom: int = 0,
+        max_blocks: int = ...,
+    ) -> int | _Failure:
+        """Blocks that are moved: about ``max_blocks`` at once, the others by calls of
+        ``swap_some``, which are to follow before anything else of the session until one returns
+        False.
+        """
+    def swap_some(self, slot: int, max_blocks: int) -> bool: ...
     def cut(self, slot: int, sequence_id: int) -> int: ...
     def reserve(self, slot: int, sequence_id: int, num_blocks: int) -> bool: ...
     def prepare(self, slot: int, max_blocks: int) -> bool:
@@ -212,8 +222,9 @@ class _Sessions:
         token_ids: bytes,
     ) -> _Failure | None: ...
     def receipted(self, slot: int, plan: int, max_blocks: int = ...) -> bool:
-        """Plans up to this one have run. ``max_blocks``: about as many are published at a time; if
-        True is returned, the same call is to follow before anything else of the session.
+        """Plans up to this one have run. ``max_blocks``: about as many are published or released
+        at a time; if True is returned, the same call is to follow before anything else of the
+        session.
         """
     def num_tokens_in_flight(self, slot: int) -> int:
         """Tokens that plans in flight compute or copy."""

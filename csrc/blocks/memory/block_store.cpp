@@ -238,6 +238,7 @@ void BlockStore::pin(Block b, Slot slot, uint32_t num_tokens) {
   if (infos_[b].num_pins++ == 0) {
     infos_[b].pin_owner = slot;
     infos_[b].pinned_tokens = static_cast<uint16_t>(num_tokens);
+    if (infos_[b].state == State::kHeld) return touched(1);
     settle(b);
     tell_policy();
     return;

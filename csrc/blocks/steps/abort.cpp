@@ -5,38 +5,27 @@
 //
 // Time is proportional to the sequences, the blocks that they lose and the tables that hold copies.
 #include <algorithm>
-#include <unordered_map>
 
 #include "core/pool.h"
 
 namespace kvplane::blocks {
 
-namespace {
-
-void add_origins(const PlanRecord& record, Origins& origins) {
-  for (const Transfer& transfer : record.transfers) {
-    const auto it = origins.find(transfer.source);
-    const BlockRef origin = it == origins.end() ? transfer.source : it->second;
-    origins.insert_or_assign(transfer.destination, origin);
-  }
-}
-
-}  // namespace
-
 bool Pool::abort(Groups groups, Slot slot, int64_t next_plan, bool keeps, int64_t max_blocks) {
   Aborting& aborting = groups[0]->sessions_[slot].aborting;
   if (!aborting.begun) begin_abort(groups, slot);
-  for (int64_t num = 0; aborting.next < aborting.ids.size();) {
-    if (num >= max_blocks) return true;
-    const int64_t id = aborting.ids[aborting.next++];
+  int64_t left = max_blocks;
+  for (int64_t g = 0; g < groups.size; ++g)
+    if (note_origins(groups[g]->sessions_[slot], left)) return true;
+  while (aborting.next_id < aborting.ids.size()) {
+    if (left <= 0) return true;
+    const int64_t id = aborting.ids[aborting.next_id++];
     for (int64_t g = 0; g < groups.size; ++g)
-      num += groups[g]->cut_one(groups[g]->sessions_[slot], id, next_plan, keeps);
+      left -= groups[g]->cut_one(groups[g]->sessions_[slot], id, next_plan, keeps);
   }
+  for (int64_t g = 0; g < groups.size; ++g)
+    if (groups[g]->end_plans(groups[g]->sessions_[slot], next_plan, left)) return true;
   for (int64_t g = 0; g < groups.size; ++g) {
     Session& session = groups[g]->sessions_[slot];
-    session.plans.push_back(std::move(session.record));  // what was drafted since the last plan
-    session.record = PlanRecord{};
-    groups[g]->end_plans(session, next_plan);
     session.resync_due = true;
     session.aborting = Aborting{};
   }
@@ -63,15 +52,30 @@ void Pool::begin_abort(Groups groups, Slot slot) {
   for (int64_t g = 0; g < groups.size; ++g) {
     Session& session = groups[g]->sessions_[slot];
     groups[g]->end_draft(session);
-    for (const PlanRecord& record : session.plans) add_origins(record, session.aborting.origins);
-    add_origins(session.record, session.aborting.origins);
+    session.plans.push_back(std::exchange(session.record, {}));  // drafted since the last plan
+    size_t num = 0;
+    for (const PlanRecord& record : session.plans) num += record.transfers.size();
+    if (num) session.aborting.origins.reserve(num);
+    session.aborting.begun = true;
   }
   Session& session = groups[0]->sessions_[slot];
   std::vector<std::pair<uint32_t, int64_t>> order;  // as they lie in memory
   session.sequences.for_each([&](int64_t id, uint32_t index) { order.emplace_back(index, id); });
   std::sort(order.begin(), order.end());
   for (const auto& [index, id] : order) session.aborting.ids.push_back(id);
-  session.aborting.begun = true;
+}
+
+// Whether some are left.
+bool Pool::note_origins(Session& session, int64_t& left) {
+  auto& [begun, next_plan, next_transfer, origins, ids, next_id] = session.aborting;
+  for (; next_plan < session.plans.size(); ++next_plan, next_transfer = 0) {
+    const std::vector<Transfer>& transfers = session.plans[next_plan].transfers;
+    for (; next_transfer < transfers.size(); ++next_transfer, left -= kOriginBlocks) {
+      if (left <= 0) return true;
+      origins.add(transfers[next_transfer].source, transfers[next_transfer].destination);
+    }
+  }
+  return false;
 }
 
 // Whether what receipts say was written ends where the next position would see what was trimmed.
@@ -91,21 +95,25 @@ int64_t Pool::cut_one(Session& session, int64_t id, int64_t next_plan, bool keep
 }
 
 // Forgets the plans in flight, which will get no receipt. What they read may be read until
-// `next_plan` has run.
-void Pool::end_plans(Session& session, int64_t next_plan) {
-  for (const PlanRecord& record : session.plans) {
-    for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it) {
-      if (!it->pins) continue;
-      const auto& [tier, block, generation] = it->source;
-      if (remember(session, tier, &it->source.block, 1, next_plan))
+// `next_plan` has run. Whether some are left.
+bool Pool::end_plans(Session& session, int64_t next_plan, int64_t& left) {
+  for (; !session.plans.empty(); session.plans.pop_front()) {
+    PlanRecord& record = session.plans.front();
+    for (; !record.transfers.empty(); record.transfers.pop_back(), --left) {
+      if (left <= 0) return true;
+      const Transfer& transfer = record.transfers.back();
+      if (!transfer.pins) continue;
+      const auto& [tier, block, generation] = transfer.source;
+      if (remember(session, tier, &transfer.source.block, 1, next_plan))
         store(tier).add_pending(block, session.slot);
       store(tier).unpin(block);
     }
     end_demotions(session, record, false, next_plan);
     for (const auto& [index, uid] : record.touched)
       if (sequences_[index].uid == uid && !sequences_[index].live) forget_sequence(index);
+    left -= static_cast<int64_t>(record.touched.size());
   }
-  session.plans.clear();
+  return false;
 }
 
 void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origins,
@@ -141,8 +149,7 @@ void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origi
   for (int64_t i = 0; i < num_kept; ++i) {
     const Block b = old[static_cast<size_t>(i)];
     BlockRef ref{sequence.tier, b, b == kNoBlock ? 0 : store(sequence.tier).generation(b)};
-    const auto it = b == kNoBlock ? origins.end() : origins.find(ref);
-    if (it != origins.end()) ref = it->second;
+    if (b != kNoBlock) ref = origins.of(ref);
     kept.push_back(ref.block);
     tier = ref.tier;
   }

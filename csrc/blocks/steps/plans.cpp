@@ -1,7 +1,6 @@
 // Plans: what a step changed becomes one message; all tables after an abort; demotion.
 #include <algorithm>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "core/pool.h"
 
@@ -43,9 +42,15 @@ void Pool::end_dry_run() {
 void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens) {
   store(source.tier).pin(source.block, session.slot, num_tokens);
   const BlockRef destination{tier, copy, store(tier).generation(copy)};
-  session.destinations.insert(key_of(tier, copy));
-  session.record.transfers.push_back({source, destination});
+  session.destinations.insert(key_of(tier, copy), 1);
+  note(session, {source, destination});
   session.record.num_tokens += block_size_;
+}
+
+// After an abort, the plan names its transfers once all tables are written to it.
+void Pool::note(Session& session, const Transfer& transfer) {
+  session.record.transfers.push_back(transfer);
+  if (!session.resync_due) session.draft.transfers.add(transfer.source, transfer.destination);
 }
 
 // Blocks of the draft may be allocated again.
@@ -62,6 +67,7 @@ bool Pool::prepare(Groups groups, Slot slot, int64_t max_blocks) {
   for (int64_t g = 0; g < groups.size; ++g) {
     Session& session = groups[g]->sessions_[slot];
     if (session.resync_due && groups[g]->write_whole_tables(session, max_blocks)) return true;
+    if (session.resync_due && groups[g]->write_transfers(session, max_blocks)) return true;
   }
   return false;
 }
@@ -99,14 +105,9 @@ bool Pool::has_plan(const Session& session) const {
 }
 
 void Pool::complete_draft(Session& session) {
-  Draft& draft = session.draft;
-  if (session.resync_due) {
-    write_whole_tables(session, std::numeric_limits<int64_t>::max());
-    write_transfers_into_tables(session);
-    return;
-  }
-  for (const Transfer& transfer : session.record.transfers)
-    draft.transfers.add(transfer.source, transfer.destination);
+  if (!session.resync_due) return;
+  write_whole_tables(session, std::numeric_limits<int64_t>::max());
+  write_transfers(session, std::numeric_limits<int64_t>::max());
 }
 
 // The draft has become a plan.
@@ -135,6 +136,7 @@ bool Pool::write_whole_tables(Session& session, int64_t max_blocks) {
     changes.indices.reserve(most);
     changes.generations.reserve(most);
     changes.allocated.reserve(most);
+    tables.in_tables.reserve(session.destinations.size());
   }
   const size_t first_index = changes.indices.size() + changes.kinds.size();
   for (; tables.next < tables.indices.size(); ++tables.next) {
@@ -170,30 +172,35 @@ void Pool::write_whole_table(Session& session, Sequence& sequence) {
   changes.allocated.resize(changes.indices.size());
   const auto& destinations = session.destinations;
   for (; i < changes.indices.size(); ++i) {
-    if (session.allocated.empty() && destinations.empty()) return;
-    const uint64_t key = key_of(sequence.tier, static_cast<Block>(changes.indices[i]));
+    if (!session.allocated.size() && !destinations.size()) return;
+    const int64_t key = key_of(sequence.tier, static_cast<Block>(changes.indices[i]));
     // Only the first table that refers to a block says that it is allocated.
-    changes.allocated[i] = session.allocated.erase(key) > 0;
-    if (destinations.count(key)) session.tables.in_tables.insert(key);
+    changes.allocated[i] = session.allocated.erase(key);
+    if (destinations.contains(key)) session.tables.in_tables.insert(key, 1);
   }
 }
 
-// The transfers that fill blocks of whole tables.
-void Pool::write_transfers_into_tables(Session& session) {
+// The transfers that fill blocks of whole tables. Whether some are left.
+bool Pool::write_transfers(Session& session, int64_t max_blocks) {
   // A block that a later operation of this step replaced is in no table, so the data plane never
   // learns of it: a copy of such a block is made from the block that it was itself copied from.
-  Origins origins;
-  for (const Transfer& transfer : session.record.transfers) {
-    const auto it = origins.find(transfer.source);
-    const BlockRef origin = it == origins.end() ? transfer.source : it->second;
+  Origins& origins = session.tables.origins;
+  const std::vector<Transfer>& transfers = session.record.transfers;
+  size_t& next = session.tables.next_transfer;
+  if (next == 0) origins.reserve(transfers.size());
+  for (int64_t num = 0; next < transfers.size(); num += kOriginBlocks) {
+    if (num >= max_blocks) return true;
+    const Transfer& transfer = transfers[next++];
+    const BlockRef origin = origins.of(transfer.source);
     const BlockRef& to = transfer.destination;
-    origins.insert_or_assign(to, origin);
+    origins.add(transfer.source, to);
     // Nothing was ever written to a block that the step allocated and gave up again.
-    if (session.allocated.count(key_of(origin.tier, origin.block))) continue;
-    if (session.tables.in_tables.count(key_of(to.tier, to.block)) &&
+    if (session.allocated.contains(key_of(origin.tier, origin.block))) continue;
+    if (session.tables.in_tables.contains(key_of(to.tier, to.block)) &&
         store(to.tier).generation(to.block) == to.generation)
       session.draft.transfers.add(origin, to);
   }
+  return false;
 }
 
 // The cached device block is evicted for the session: it is copied to the host tier first, where
@@ -210,8 +217,8 @@ void Pool::save(Session& session, Block b) {
   host.allocate(session.slot, 1, copy);
   const BlockRef source{kDevice, b, store(kDevice).generation(b)};
   const BlockRef destination{kHost, copy[0], host.generation(copy[0])};
-  session.destinations.insert(key_of(kHost, copy[0]));
-  session.record.transfers.push_back({source, destination, false});
+  session.destinations.insert(key_of(kHost, copy[0]), 1);
+  note(session, {source, destination, false});
   Allocations& allocations = session.draft.allocations;
   allocations.tiers.push_back(kHost);
   allocations.indices.push_back(static_cast<int32_t>(copy[0]));

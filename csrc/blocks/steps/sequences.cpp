@@ -1,6 +1,5 @@
 // Sequences: fork, truncate, free, swap, cut.
 #include <algorithm>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "core/grouped_pool.h"
@@ -291,39 +290,34 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
 
 // Swap
 
-// What a swap moves in one group.
-struct Pool::SwapPlan {
-  std::vector<uint32_t> indices;            // of the sequences
-  std::unordered_map<Block, Block> copies;  // old block -> its place in blocks, then the new one
-  std::vector<Block> blocks;                // old ones, each once
-  std::vector<uint8_t> is_ahead;            // whether they hold nothing yet, for any sequence
-};
-
 std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t> ids,
-                                          Tier destination, int64_t headroom) {
+                                          Tier destination, int64_t headroom, int64_t max_blocks) {
   const Proportion proportion(groups, destination);
-  std::vector<SwapPlan> plans(static_cast<size_t>(groups.size));
+  std::vector<Swapping> plans(static_cast<size_t>(groups.size));
   int64_t num = 0;
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
-    SwapPlan& plan = plans[static_cast<size_t>(g)];
+    Swapping& plan = plans[static_cast<size_t>(g)];
+    plan.destination = destination;
     pool.dry_.clear();
-    const Failure failure = pool.plan_swap(pool.sessions_[slot], ids, destination,
-                                           proportion.of_group(pool, headroom), plan);
+    const Failure failure =
+        pool.plan_swap(pool.sessions_[slot], ids, proportion.of_group(pool, headroom), plan);
     if (is_later(failure.code)) return in_proportion(groups, pool, failure);
     if (failure.code != Code::kOk) return failure;
     num += static_cast<int64_t>(plan.blocks.size());
   }
   if (groups[0]->dry_.on) return num;
   for (int64_t g = 0; g < groups.size; ++g)
-    groups[g]->do_swap(groups[g]->sessions_[slot], destination, plans[static_cast<size_t>(g)]);
+    groups[g]->begin_swap(groups[g]->sessions_[slot], plans[static_cast<size_t>(g)]);
+  swap_some(groups, slot, max_blocks);
   return num;
 }
 
-Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, Tier destination,
-                        int64_t headroom, SwapPlan& plan) const {
-  const Tier source = destination == kHost ? kDevice : kHost;
+Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, int64_t headroom,
+                        Swapping& plan) const {
+  const Tier destination = plan.destination, source = destination == kHost ? kDevice : kHost;
   std::unordered_set<int64_t> distinct;
+  int64_t num_entries = 0;
   for (int64_t item = 0; item < ids.size; ++item) {
     const uint32_t* index = session.sequences.find(ids[item]);
     if (!distinct.insert(ids[item]).second)
@@ -335,21 +329,15 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, Tier destinat
       return Failure{item, Code::kBusy, ids[item]};
     if (sequence.tier != source) return Failure{item, Code::kSwapped, ids[item], sequence.tier};
     plan.indices.push_back(*index);
+    num_entries += sequence.table.size - sequence.num_trimmed;
   }
+  plan.places.reserve(static_cast<size_t>(num_entries));
+  plan.blocks.reserve(static_cast<size_t>(std::min(num_entries, session.num_held)));
+  IdMap shared;  // a block's key -> its place
   for (const uint32_t index : plan.indices) {
     const Sequence& sequence = sequences_[index];
-    int64_t i = 0;
-    for (const Block b : table_of(sequence)) {
-      const bool is_ahead = i++ * block_size_ >= sequence.num_scheduled;
-      if (b == kNoBlock) continue;
-      const auto [copy, is_new] = plan.copies.emplace(b, static_cast<Block>(plan.blocks.size()));
-      if (is_new) {
-        plan.blocks.push_back(b);
-        plan.is_ahead.push_back(is_ahead);
-      } else if (!is_ahead) {
-        plan.is_ahead[copy->second] = false;  // another sequence of the swap has written it
-      }
-    }
+    for (int64_t i = sequence.num_trimmed; i < sequence.table.size; ++i)
+      add_to_swap(sequence, i, shared, plan);
   }
   const auto needed = static_cast<int64_t>(plan.blocks.size());
   if (needed > store(destination).num_usable(session.slot))
@@ -364,47 +352,83 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, Tier destinat
   return Failure{0, Code::kOk};
 }
 
-void Pool::do_swap(Session& session, Tier destination, SwapPlan& plan) {
-  const Tier source = destination == kHost ? kDevice : kHost;
-  const auto needed = static_cast<int64_t>(plan.blocks.size());
-  std::vector<Block> fresh;
-  allocate(session, destination, needed, fresh);
-  for (size_t i = 0; i < plan.blocks.size(); ++i) {
-    const Block old = plan.blocks[i];
-    plan.copies[old] = fresh[i];
+// Notes entry `i` of a table that is swapped.
+void Pool::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const {
+  const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
+  const Block b = piece.items[i % Table::kItems];
+  const bool is_ahead = i * block_size_ >= sequence.num_scheduled;
+  const bool is_shared = piece.num_owners > 1 || store(sequence.tier).ref_count(b) > 1;
+  const auto place = static_cast<uint32_t>(plan.blocks.size());
+  if (is_shared && !shared.insert(key_of(sequence.tier, b), place)) {
+    plan.places.push_back(*shared.find(key_of(sequence.tier, b)));
+    if (!is_ahead)
+      plan.is_ahead[plan.places.back()] = false;  // one of the sequences has written it
+    return;
+  }
+  plan.places.push_back(place);
+  plan.blocks.push_back(b);
+  plan.is_ahead.push_back(is_ahead);
+}
+
+// What is swapped has its room from here on.
+void Pool::begin_swap(Session& session, Swapping& plan) {
+  const size_t num = plan.blocks.size();
+  plan.copies.reserve(num);
+  allocate(session, plan.destination, static_cast<int64_t>(num), plan.copies);
+  plan.is_used.resize(num);
+  session.destinations.reserve(num);
+  std::vector<Transfer>& transfers = session.record.transfers;
+  if (const size_t wanted = transfers.size() + num; wanted > transfers.capacity())
+    transfers.reserve(std::max(wanted, 2 * transfers.capacity()));
+  (plan.destination == kHost ? counters_.num_swapped_out : counters_.num_swapped_in) += num;
+  session.swapping = std::move(plan);
+}
+
+bool Pool::swap_some(Groups groups, Slot slot, int64_t max_blocks) {
+  for (int64_t g = 0; g < groups.size; ++g)
+    if (groups[g]->swap_some(groups[g]->sessions_[slot], max_blocks)) return true;
+  return false;
+}
+
+bool Pool::swap_some(Session& session, int64_t& left) {
+  Swapping& plan = session.swapping;
+  const Tier destination = plan.destination, source = destination == kHost ? kDevice : kHost;
+  for (size_t& i = plan.next_block; i < plan.blocks.size(); ++i, --left) {
+    if (left <= 0) return true;
+    const Block old = plan.blocks[i], copy = plan.copies[i];
     // This plan may allocate the old one, and copy to the host tier what it held before; but no
     // block twice, also not one that nothing is copied to.
-    if (plan.is_ahead[i]) {
-      session.destinations.insert(key_of(destination, fresh[i]));
-      continue;
-    }
-    transfer(session, {source, old, store(source).generation(old)}, destination, fresh[i],
-             static_cast<uint32_t>(block_size_));
+    if (plan.is_ahead[i])
+      session.destinations.insert(key_of(destination, copy), 1);
+    else
+      transfer(session, {source, old, store(source).generation(old)}, destination, copy,
+               static_cast<uint32_t>(block_size_));
   }
-  std::unordered_map<Block, bool> used;
-  for (const uint32_t index : plan.indices) move(session, index, destination, plan.copies, used);
-  (destination == kHost ? counters_.num_swapped_out : counters_.num_swapped_in) += needed;
+  for (; plan.next_sequence < plan.indices.size(); ++plan.next_sequence) {
+    if (left <= 0) return true;
+    const uint32_t index = plan.indices[plan.next_sequence];
+    left -= sequences_[index].table.size;
+    move(session, index, plan);
+  }
+  plan = Swapping{};
+  return false;
 }
 
 // Lets the sequence's table refer to the copies of its blocks.
-void Pool::move(Session& session, uint32_t index, Tier destination,
-                const std::unordered_map<Block, Block>& copies,
-                std::unordered_map<Block, bool>& used) {
+void Pool::move(Session& session, uint32_t index, Swapping& plan) {
   Sequence& sequence = sequences_[index];
   clear_leaders(sequence, index, 0);
-  const std::vector<Block> old = table_of(sequence);
-  const int64_t num_trimmed = sequence.num_trimmed;
+  const int64_t size = sequence.table.size, num_trimmed = sequence.num_trimmed;
   cut_table(session, sequence, 0, session.number);
-  sequence.tier = destination;
-  std::vector<Block> table;
+  sequence.tier = plan.destination;
+  std::vector<Block> table(static_cast<size_t>(num_trimmed), kNoBlock);
   std::vector<uint8_t> allocated;
-  for (const Block b : old) {
-    table.push_back(b == kNoBlock ? kNoBlock : copies.at(b));
-    if (b == kNoBlock) continue;
-    bool& is_used = used[table.back()];
-    if (is_used) store(destination).share(&table.back(), 1);
+  while (static_cast<int64_t>(table.size()) < size) {
+    const uint32_t place = plan.places[plan.next_place++];
+    table.push_back(plan.copies[place]);
+    const bool is_used = std::exchange(plan.is_used[place], true);
+    if (is_used) store(plan.destination).share(&table.back(), 1);
     allocated.push_back(!is_used);
-    is_used = true;
   }
   push_blocks(session, sequence, table);
   sequence.num_trimmed = num_trimmed;
@@ -415,6 +439,14 @@ void Pool::move(Session& session, uint32_t index, Tier destination,
   sequence.chain_uid = index_[session.root].uid;
   touch(session, index);
   send_table(session, sequence, allocated);
+}
+
+// The session ends within a swap.
+void Pool::end_swap(Session& session) {
+  const Swapping& plan = session.swapping;
+  for (size_t i = plan.copies.size(); i-- > 0;)
+    if (!plan.is_used[i]) release(session, plan.destination, &plan.copies[i], 1, kEnded);
+  session.swapping = Swapping{};
 }
 
 // The whole table, in place of what the data plane has.

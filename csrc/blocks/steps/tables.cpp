@@ -112,9 +112,9 @@ void Pool::share(Session& session, Tier tier, const std::vector<Block>& blocks) 
 int64_t Pool::release(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan) {
   if (num == 0) return 0;
   BlockStore& there = store(tier);
-  for (size_t i = 0; i < num && !session.destinations.empty(); ++i) {
+  for (size_t i = 0; i < num && session.destinations.size(); ++i) {
     const Block b = blocks[i];
-    if (there.ref_count(b) > 1 || !session.destinations.count(key_of(tier, b))) continue;
+    if (there.ref_count(b) > 1 || !session.destinations.contains(key_of(tier, b))) continue;
     // A later operation of this step must not allocate it: two transfers of one plan would write
     // two generations of one block.
     there.pin(b, session.slot, 0);
@@ -155,8 +155,10 @@ void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>
   allocating_ = &session;
   store(tier).allocate(session.slot, num, out);
   if (tier == kDevice) held_[session.owner] += num;
-  if (session.resync_due)
-    for (size_t i = before; i < out.size(); ++i) session.allocated.insert(key_of(tier, out[i]));
+  if (session.resync_due) {
+    session.allocated.reserve(static_cast<size_t>(num));
+    for (size_t i = before; i < out.size(); ++i) session.allocated.insert(key_of(tier, out[i]), 1);
+  }
   announce_promoted();
 }
 

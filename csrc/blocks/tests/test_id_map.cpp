@@ -37,6 +37,7 @@ void random_operations(uint64_t seed, int64_t num_keys, int num_operations) {
   for (int i = 0; i < num_operations; ++i) {
     const int64_t key = 1 + static_cast<int64_t>(random() % num_keys);
     const uint32_t value = static_cast<uint32_t>(random());
+    if (random() % 64 == 0) map.reserve(random() % 64);
     switch (random() % 4) {
       case 0:
       case 1:

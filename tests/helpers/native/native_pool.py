@@ -292,7 +292,7 @@ class Caller(View):
     def __init__(self, pool: Any, root: bytes = b"root", owner: int = 1) -> None:
         super().__init__(pool, pool.open_session(root, owner))
         self.root, self.owner = root, owner
-        self.number = 0
+        self.number = self._num_pieces = 0
 
     # Steps
 
@@ -304,6 +304,12 @@ class Caller(View):
     def begin_dry(self) -> None:
         """Until ``end_dry_run``, operations say what the next step would be answered."""
         self.pool.begin(self.slot, self.number + 1, True)
+
+    def check_some(self) -> None:
+        """A pool of one group is sound between two pieces; looks every eighth time."""
+        self._num_pieces += 1
+        if self._num_pieces % 8 == 1 and isinstance(self.pool, Pool):
+            self.pool.check_integrity()
 
     def finish(self) -> MadePlan | None:
         """End the step: its plan, or None."""
@@ -363,8 +369,13 @@ class Caller(View):
         return _rows(self.pool.free(self.slot, i64(ids)))
 
     def swap(self, ids: Sequence[int], tier: int) -> int | Failure:
-        """Blocks moved, or why not."""
-        answer: int | Failure = self.pool.swap(self.slot, i64(ids), tier)
+        """Blocks moved, every other time some at once; or why not."""
+        if self.number % 2:
+            whole: int | Failure = self.pool.swap(self.slot, i64(ids), tier)
+            return whole
+        answer: int | Failure = self.pool.swap(self.slot, i64(ids), tier, 0, FEW_BLOCKS)
+        while isinstance(answer, int) and self.pool.swap_some(self.slot, FEW_BLOCKS):
+            self.check_some()
         return answer
 
     # What follows
@@ -375,14 +386,14 @@ class Caller(View):
         if plan % 2:
             self.pool.receipted(self.slot, plan)
         while self.pool.receipted(self.slot, plan, FEW_BLOCKS):
-            pass
+            self.check_some()
 
     def abort(self, *, keeps_tables: bool = True) -> None:
         """All plans in flight, and every other time some blocks at once; takes a number."""
         self.number += 1
         most = FEW_BLOCKS if self.number % 2 else 1 << 40
         while self.pool.abort(self.slot, self.number, keeps_tables, most):
-            pass
+            self.check_some()
 
     def deferred(self, *rows: tuple[int, int, int, Sequence[int]]) -> Failure | None:
         """Rows: id, the step that admitted it, first position, tokens."""

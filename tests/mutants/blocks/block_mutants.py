@@ -88,8 +88,41 @@ FAULTS = {
     ),
     "an_abort_in_pieces_leaves_one_out": Mutant(
         "steps/abort.cpp",
-        "if (num >= max_blocks) return true;",
-        "if (num >= max_blocks) return ++aborting.next, true;",
+        "    if (left <= 0) return true;\n    const int64_t id",
+        "    if (left <= 0) return ++aborting.next_id, true;\n    const int64_t id",
+    ),
+    "an_abort_in_pieces_notes_no_copies": Mutant(
+        "steps/abort.cpp",
+        "      if (left <= 0) return true;\n      origins.add(",
+        "      if (left <= 0) return next_plan = session.plans.size(), true;\n      origins.add(",
+    ),
+    "an_abort_in_pieces_forgets_pins": Mutant(
+        "steps/abort.cpp",
+        "      if (left <= 0) return true;\n      const Transfer&",
+        "      if (left <= 0) return record.transfers.pop_back(), true;\n      const Transfer&",
+    ),
+    "receipts_in_pieces_release_nothing_more": Mutant(
+        "index/publish.cpp",
+        "      if (!blocks.empty()) return true;",
+        "      if (!blocks.empty()) return session.releases.pop_front(), true;",
+    ),
+    "receipts_in_pieces_forget_pins": Mutant(
+        "index/publish.cpp",
+        "      if (left <= 0) return true;\n      const Transfer&",
+        "      if (left <= 0) return record.transfers.pop_back(), true;\n      const Transfer&",
+    ),
+    "a_session_that_ends_within_a_swap_keeps_the_copies": Mutant(
+        "core/pool.cpp", "  end_swap(session);\n", ""
+    ),
+    "a_block_of_a_shared_piece_is_swapped_twice": Mutant(
+        "steps/sequences.cpp",
+        "piece.num_owners > 1 || store(sequence.tier)",
+        "store(sequence.tier)",
+    ),
+    "whole_tables_in_pieces_leave_a_transfer_out": Mutant(
+        "steps/plans.cpp",
+        "    if (num >= max_blocks) return true;\n    const Transfer&",
+        "    if (num >= max_blocks) return ++next, true;\n    const Transfer&",
     ),
     "an_abort_counts_no_blocks": Mutant(
         "steps/abort.cpp",
@@ -165,7 +198,7 @@ FAULTS = {
     ),
     "whole_tables_do_not_say_what_is_allocated": Mutant(
         "steps/plans.cpp",
-        "changes.allocated[i] = session.allocated.erase(key) > 0;",
+        "changes.allocated[i] = session.allocated.erase(key);",
         "session.allocated.erase(key);",
     ),
     "copied_before_the_same_plan_computes_it": Mutant(
@@ -303,8 +336,8 @@ FAULTS = {
     ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "index/publish.cpp",
-        "session.releases.front().plan <= session.done)",
-        "session.releases.front().plan <= session.done + 1)",
+        "session.releases.front().plan <= session.done;",
+        "session.releases.front().plan <= session.done + 1;",
     ),
 }
 # What only pools of several layer groups show.

@@ -16,6 +16,7 @@ from control_plane.planning.steps import large_answers, pieces, planner, request
 from control_plane.planning.steps.large_answers import LargeAnswer
 from control_plane.planning.steps.numbering import Numbering
 from control_plane.planning.steps.pieces import finished
+from control_plane.planning.steps.planner import Planner
 from control_plane.server import long_requests
 from control_plane.server.long_requests import LongRequests
 from kvplane.v1 import control_pb2 as cpb
@@ -61,6 +62,23 @@ def fenced_before_all_is_released(patch: pytest.MonkeyPatch) -> None:
 def a_fence_is_forgotten_while_it_releases(patch: pytest.MonkeyPatch) -> None:
     """Blocks of a session that was fenced early stay retired."""
     patch.setattr(Pool, "_fenced", lambda self, session_id: None)
+
+
+def a_large_swap_is_not_moved(patch: pytest.MonkeyPatch) -> None:
+    """The first part of a swap is all of it."""
+
+    def swap_in_pieces(self: Planner, num_blocks: int) -> Iterator[None]:
+        if num_blocks > planner.PIECE_BLOCKS:
+            yield
+        self._session.native.swap_some(self._session.slot, planner.PIECE_BLOCKS)
+
+    patch.setattr(Planner, "swap_in_pieces", swap_in_pieces)
+
+
+def a_swap_is_one_piece(patch: pytest.MonkeyPatch) -> None:
+    """Everybody waits for it."""
+    patch.setattr(planner, "PIECE_BLOCKS", planner.ALL_BLOCKS)
+    patch.setattr(requests, "PIECE_BLOCKS", planner.ALL_BLOCKS)
 
 
 def pieces_run_without_a_turn(patch: pytest.MonkeyPatch) -> None:
@@ -169,6 +187,8 @@ CORE = {
     a_fence_is_forgotten_while_it_releases: "test_a_session_that_ends_is_released_between_requests",
     a_large_answer_is_repeated_without_its_plan: "test_a_request_in_pieces_is_answered_as_in_one",
     a_large_answer_begins_with_its_plan: "test_a_request_in_pieces_is_answered_as_in_one",
+    a_large_swap_is_not_moved: "test_a_request_in_pieces_is_answered_as_in_one",
+    a_swap_is_one_piece: "test_a_session_may_end_while_many_blocks_are_swapped",
     operations_are_checked_at_once: "test_operations_are_checked_a_few_at_a_time",
     it_is_one_piece: "test_others_step_between_the_pieces",
 }

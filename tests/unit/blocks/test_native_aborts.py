@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from native_pool import DEVICE, HOST, Caller, Kind, i32, new_pool
+from native_pool import DEVICE, HOST, Caller, Kind, i32, i64, new_pool
 
 PROMPT = list(range(6))
 
@@ -162,6 +162,28 @@ def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there
         caller.pool.session_fenced(caller.slot)
         caller.pool.check_integrity()
         assert caller.pool.usage(DEVICE)[1] == 16
+
+
+def test_a_session_may_end_within_a_swap() -> None:
+    is_left, num_pieces = True, 0
+    while is_left:
+        caller = with_prompt(PROMPT)
+        caller.begin()
+        caller.fork((1, 2))
+        caller.append((2, 6, 1, [9], 0))
+        ran(caller)
+        caller.begin()
+        assert caller.pool.swap(caller.slot, i64([1, 2]), HOST, 0, 0) == 3
+        for _ in range(num_pieces):
+            is_left = caller.pool.swap_some(caller.slot, 1)
+            caller.pool.check_integrity()
+        num_pieces += 1
+        caller.pool.end_session(caller.slot)
+        caller.pool.check_integrity()
+        caller.pool.session_fenced(caller.slot)
+        caller.pool.check_integrity()
+        assert [caller.pool.usage(tier)[3:] for tier in (DEVICE, HOST)] == [(0, 0), (0, 0)]
+    assert num_pieces > 4
 
 
 def changes_after_an_abort(caller: Caller) -> list[tuple[int, int, int, int]]:

@@ -68,7 +68,7 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
             "containers/id_map.h",
             "size_t slot = home_of(key);",
             "size_t slot = home_of(key) + 7;",
-            "Assertion",
+            "AddressSanitizer",
         ),
         (
             WRITER,

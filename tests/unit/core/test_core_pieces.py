@@ -48,10 +48,11 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     for module in (requests, pieces):
         patch.setattr(module, "PIECE_TOKENS", 10)
     patch.setattr(receipts, "PIECE_BLOCKS", 3)
+    patch.setattr("control_plane.planning.steps.planner.PIECE_BLOCKS", 3)
     for module in (abort, plans):
         patch.setattr(module, "PIECE_ENTRIES", 3)
     patch.setattr(requests, "LARGE_BYTES", 300)
-    patch.setattr("control_plane.planning.pools.pool._PIECE_SEQUENCES", 2)
+    patch.setattr("control_plane.planning.pools.pool._PIECE_BLOCKS", 20)
     patch.setattr("control_plane.planning.core._CHECKED_AT_A_TIME", 3)
 
 
@@ -111,7 +112,7 @@ def receipt(session: Session, number: int) -> tpb.SignedPayload:
 
 def walked(seed: int, *, is_whole: bool) -> tuple[list[Any], int]:
     """What a walk's requests are answered, and how often something else could run."""
-    rng, world = random.Random(seed), World(num_device=40)
+    rng, world = random.Random(seed), World(num_device=40, num_host=24)
     engine, answers, num_between = world.engine(), list[Any](), 0
 
     def between() -> None:
@@ -149,6 +150,10 @@ def walked(seed: int, *, is_whole: bool) -> tuple[list[Any], int]:
         if len(session.plans) < 4:
             positions = dict(zip(ids, ends, strict=True))
             operations = [growth(rng, positions) for _ in range(rng.randint(1, 3))]
+            some = rng.sample(ids, rng.randint(0, len(ids)))
+            if some and rng.random() < 0.5:
+                swap = rng.choice([ops.swap_out, ops.swap_in])
+                operations.insert(rng.randrange(len(operations)), swap(some))
             send(cpb.StepRequest(operations=operations))
         if session.plans and rng.random() < 0.3:
             send(cpb.AbortPlanRequest(plan_number=max(session.plans)))
@@ -320,6 +325,63 @@ def test_a_session_may_end_while_its_plans_are_aborted(num_pieces: int) -> None:
     assert world.usage()["held"] == world.usage()["retired"] == 0
 
 
+def ends_within(request: Callable[[Engine], Any], num_pieces: int) -> bool:
+    """A session of six sequences ends after so many pieces of a request, and nothing of it is
+    left. Whether the request has as many.
+    """
+    world = World(num_device=64, num_host=64)
+    engine, other = world.engine(), world.engine()
+    other.admit(1, range(3))
+    engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
+    engine.settle()
+    left = world.core.in_pieces(request(engine), "tenant")
+    for _ in range(num_pieces):
+        try:
+            next(left)
+        except StopIteration:
+            return False
+        world.core.check_integrity()
+        other.send(other.growth(1, [other.number], 1))
+    world.core.close_session(engine.ref, "tenant")
+    world.core.check_integrity()
+    with pytest.raises(SessionNotFoundError):
+        next(left)
+    other.send(ops.free([1]))
+    other.settle()
+    finish_work(world)
+    for tier in (tpb.TIER_DEVICE, tpb.TIER_HOST):
+        usage = world.usage(tier)
+        assert usage["held"] == usage["retired"] == 0
+    return True
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["swap", "abort", "receipt", "step_after_an_abort"])
+def test_a_session_may_end_while_many_blocks_are_swapped(kind: str) -> None:
+    out = ops.swap_out([*SIX])
+
+    def request(engine: Engine) -> Any:
+        if kind != "swap":
+            engine.step(out)
+        number = engine.number + 1
+        if kind == "receipt":
+            engine.run_all()
+            made = cpb.SubmitReceiptsRequest(session=engine.ref, number=number)
+            made.receipts.extend(engine.receipts)
+            return made
+        if kind == "abort":
+            return cpb.AbortPlanRequest(session=engine.ref, number=number, plan_number=number - 1)
+        if kind == "step_after_an_abort":
+            engine.abort(engine.number)
+            number += 1
+        return cpb.StepRequest(session=engine.ref, number=number, operations=[out])
+
+    num_pieces = 1
+    while ends_within(request, num_pieces):
+        num_pieces += 1
+    assert num_pieces > 12
+
+
 @pytest.mark.usefixtures("small")
 def test_a_session_may_end_while_its_receipts_are_taken() -> None:
     world = World(num_device=64)
@@ -354,6 +416,7 @@ def engine_growth(num: int) -> cpb.Operation:
 def test_only_what_takes_long_is_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_MANY_TOKENS", 30)
     monkeypatch.setattr(requests, "_MANY_SEQUENCES", 2)
+    monkeypatch.setattr(requests, "PIECE_BLOCKS", 5)
     world = World(num_device=64)
     engine = world.engine()
 
@@ -367,7 +430,11 @@ def test_only_what_takes_long_is_run_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     assert takes_long(cpb.StepRequest(operations=[engine_growth(31)]))
     assert not takes_long(cpb.StepRequest(operations=[engine_growth(30)]))
     assert not takes_long(cpb.ResyncRequest())
-    engine.send(*step.operations[:2])
+    engine.send(*step.operations[:1])
+    out = cpb.StepRequest(operations=[ops.swap_out([1])])
+    assert not takes_long(out)
+    engine.send(*step.operations[1:2])
+    assert takes_long(out), "the session has many blocks"
     engine.send(ops.fork(1, 3))
     assert takes_long(cpb.ResyncRequest())
     assert takes_long(cpb.AbortPlanRequest())

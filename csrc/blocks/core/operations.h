@@ -1,0 +1,117 @@
+// What operations are given and answer.
+#pragma once
+
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/types.h"
+
+namespace kvplane::blocks {
+
+// Why an item was refused; see kvplane_blocks/_native.pyi for what a, b and c say.
+enum class Code : int32_t {
+  kOk = 1,
+  kLater = 2,
+  kNever = 3,
+  kLaterHeadroom = 4,
+  kLaterQuota = 5,
+  kNeverQuota = 6,
+  kLaterFloor = 7,
+  kNeverFloor = 8,
+  kNotFound = 10,
+  kExists = 11,
+  kBadId = 12,
+  kBusy = 13,
+  kSwapped = 14,
+  kPosition = 15,
+  kNegative = 16,
+  kTooManySequences = 17,
+  kNotKnown = 18,
+  kOtherAdmission = 19,
+  kTooLong = 20,
+  kTrimmed = 21,
+  kOtherTokens = 22,
+  kBeyondSlots = 23,
+  kTooManyEntries = 24,
+};
+
+inline bool is_later(Code code) {
+  return code == Code::kLater || code == Code::kLaterHeadroom || code == Code::kLaterQuota ||
+         code == Code::kLaterFloor;
+}
+
+struct Failure {
+  int64_t item = 0;
+  Code code = Code::kLater;
+  int64_t a = 0, b = 0, c = 0;
+};
+
+// Columns that cannot be read.
+struct ColumnError : std::exception {
+  ColumnError(std::string column, int64_t index, std::string what)
+      : column(std::move(column)), index(index), text(std::move(what)) {}
+  const char* what() const noexcept override { return text.c_str(); }
+  std::string column;
+  int64_t index;
+  std::string text;
+};
+
+inline bool any_negative(const int32_t* values, int64_t num) {
+  int32_t all = 0;
+  for (int64_t i = 0; i < num; ++i) all |= values[i];
+  return all < 0;
+}
+
+// What came of an operation on several sequences: a value for each item, and those refused.
+struct ItemResults {
+  std::vector<int32_t> values;
+  std::vector<Failure> failures;
+};
+
+struct Admission {
+  int64_t sequence_id = 0;
+  Span<int32_t> tokens;
+  Span<int64_t> fork_ids;
+  int64_t num_compute = -1;  // of the uncached tokens; -1: all
+  int64_t max_total_tokens = 0;
+  bool skip_lookup = false;
+  int64_t headroom = 0;
+};
+
+struct Admitted {
+  int64_t num_cached_tokens = 0;
+  int64_t num_blocks = 0;
+  int64_t num_scheduled_tokens = 0;
+};
+
+struct AppendColumns {
+  Span<int64_t> sequence_ids;
+  Span<int64_t> first_positions;
+  Span<int32_t> num_slots;
+  Span<int32_t> num_tokens;
+  Span<int32_t> token_ids;
+  Span<int32_t> num_lookahead;  // empty: none
+};
+
+struct DeferredColumns {
+  Span<int64_t> sequence_ids;
+  Span<int64_t> admitted_by;
+  Span<int64_t> first_positions;
+  Span<int32_t> num_tokens;
+  Span<int32_t> token_ids;
+};
+
+struct Retained {
+  int64_t num_blocks = 0;
+  int64_t num_new = 0;  // that did not count for the owner
+};
+
+struct Forgotten {
+  int64_t num_blocks = 0;
+  int64_t num_in_use = 0;
+  bool is_large = false;  // there are more blocks
+};
+
+}  // namespace kvplane::blocks
