@@ -65,6 +65,17 @@ def test_a_sequence_that_others_share_leaves_its_blocks_to_them() -> None:
     assert caller.table(2) == before
 
 
+def test_a_table_that_forks_share_is_copied_once() -> None:
+    caller = with_prompt(PROMPT)
+    caller.begin()
+    caller.fork((1, 2))
+    assert caller.swap([1, 2], HOST) == 2
+    plan = caller.finish()
+    assert plan is not None and len(plan.transfers) == 2
+    assert caller.table(1) == caller.table(2)
+    caller.pool.check_integrity()
+
+
 def test_swapped_sequences_fork_truncate_and_publish_when_they_are_back() -> None:
     caller = with_prompt(list(range(9)))
     caller.begin()
