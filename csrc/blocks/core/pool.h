@@ -266,6 +266,7 @@ class Pool final : private Listener {
   void set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
                    int64_t end, const std::vector<uint8_t>* allocated);
   void allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
+  void obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
 
   // Growth (append.cpp)
   Sketch look(const Session& session, int64_t id) const;

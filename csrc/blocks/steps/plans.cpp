@@ -66,8 +66,11 @@ void Pool::end_draft(Session& session) {
 bool Pool::prepare(Groups groups, Slot slot, int64_t max_blocks) {
   for (int64_t g = 0; g < groups.size; ++g) {
     Session& session = groups[g]->sessions_[slot];
-    if (session.resync_due && groups[g]->write_whole_tables(session, max_blocks)) return true;
-    if (session.resync_due && groups[g]->write_transfers(session, max_blocks)) return true;
+    if (!session.resync_due) continue;
+    const int64_t num =
+        session.destinations.size() ? div_ceil(max_blocks, kOriginBlocks) : max_blocks;
+    if (groups[g]->write_whole_tables(session, num)) return true;
+    if (groups[g]->write_transfers(session, max_blocks)) return true;
   }
   return false;
 }

@@ -374,7 +374,7 @@ void Pool::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapp
 void Pool::begin_swap(Session& session, Swapping& plan) {
   const size_t num = plan.blocks.size();
   plan.copies.reserve(num);
-  allocate(session, plan.destination, static_cast<int64_t>(num), plan.copies);
+  obtain(session, plan.destination, static_cast<int64_t>(num), plan.copies);
   plan.is_used.resize(num);
   session.destinations.reserve(num);
   std::vector<Transfer>& transfers = session.record.transfers;
@@ -396,6 +396,7 @@ bool Pool::swap_some(Session& session, int64_t& left) {
   for (size_t& i = plan.next_block; i < plan.blocks.size(); ++i, --left) {
     if (left <= 0) return true;
     const Block old = plan.blocks[i], copy = plan.copies[i];
+    if (session.resync_due) session.allocated.insert(key_of(destination, copy), 1);
     // This plan may allocate the old one, and copy to the host tier what it held before; but no
     // block twice, also not one that nothing is copied to.
     if (plan.is_ahead[i])

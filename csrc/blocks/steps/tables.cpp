@@ -152,13 +152,17 @@ void Pool::end_release(const Release& release) {
 
 void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
   const size_t before = out.size();
+  obtain(session, tier, num, out);
+  for (size_t i = before; session.resync_due && i < out.size(); ++i)
+    session.allocated.insert(key_of(tier, out[i]), 1);
+}
+
+// Allocates blocks that the caller notes as such, where a Resync is due.
+void Pool::obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
   allocating_ = &session;
   store(tier).allocate(session.slot, num, out);
   if (tier == kDevice) held_[session.owner] += num;
-  if (session.resync_due) {
-    session.allocated.reserve(static_cast<size_t>(num));
-    for (size_t i = before; i < out.size(); ++i) session.allocated.insert(key_of(tier, out[i]), 1);
-  }
+  if (session.resync_due) session.allocated.reserve(static_cast<size_t>(num));
   announce_promoted();
 }
 
