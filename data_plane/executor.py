@@ -36,6 +36,7 @@ from data_plane.plans.tables.block_report import Parts, Ranges, block_report
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.verifier import Verifier
 from data_plane.pool_keys import HeldKeys
+from data_plane.repeated_layers import RepeatedLayers
 from data_plane.table_blocks import BlockRange, TableBlocks
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -340,6 +341,21 @@ class Executor:
         with self._command.lock, self._command("layer"):
             run = self._plans.layer(session_id, layer, tensors, options, plan_number, field, None)
             return finish(run)
+
+    def repeated_layers(self, session_id: int) -> RepeatedLayers | None:
+        """For an engine in this process that calls ``layer`` with tensors like those of the step
+        before; None for kernels that are no faster then. ``layer`` takes what it does not.
+        """
+        if not self._compute.binds_layers:
+            return None
+        return RepeatedLayers(
+            session_id,
+            self._plans,
+            self._compute,
+            self.layers,
+            self._command.lock,
+            self._command.observe,
+        )
 
     def layer_pieces(
         self,

@@ -407,6 +407,14 @@ class PlanRunner:
         run.check_transferred()
         return session, run
 
+    def is_unchanged(self, run: Run) -> bool:
+        """Whether nothing was published and no entry made stale since ``check_may_write``."""
+        tables = self._tables
+        return (
+            run.checked_taken == tables.num_taken
+            and run.checked_version == tables.num_messages_published
+        )
+
     def check_may_write(self, session: Session, run: Run) -> None:
         """Raise BlockNotWritableError if one of the written blocks was published since the plan
         started, and StaleGenerationError if a block of the spans' tables was allocated again.

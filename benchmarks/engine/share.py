@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from engine import LLM
 
-# Parts of a step: by which method of what. Model and layer calls are told apart below.
+# Parts of a step: by which methods of what. Model and layer calls are told apart below.
 _METHODS: Final = {
     "ask for the next plan": ("_core", "_ask"),
     "wait for a plan, apply it": ("_core", "_take_answer"),
@@ -21,7 +21,7 @@ _METHODS: Final = {
     "receipt": ("_backend", "finish"),
     "sample": ("_core", "_sample"),
     "run": ("_runner", "run"),
-    "layers": ("_backend", "layer"),
+    "layers": ("_backend", "layer", "repeated_layer"),
 }
 OURS: Final = ("model", "kernels")
 
@@ -36,8 +36,9 @@ class StepTimes:
         self._stats = llm.stats
         self._steps: list[tuple[int, dict[str, float]]] = []  # tokens, seconds by part
         self._present = Counter[str]()
-        for part, (name, method) in _METHODS.items():
-            setattr(of[name], method, self._timed(getattr(of[name], method), part))
+        for part, (name, *methods) in _METHODS.items():
+            for method in methods:
+                setattr(of[name], method, self._timed(getattr(of[name], method), part))
         core.step = self._timed_step(core.step)
 
     def take(self, num_tokens: int) -> dict[str, float]:

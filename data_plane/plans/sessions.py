@@ -184,6 +184,7 @@ class Session:
     finished: int = 0
     """The number of the last plan that finished; 0 before the first."""
     latest: Run | None = None
+    has_ended: bool = False
     has_fixed_steps: bool = False
     """Whether most plans run in rows at fixed addresses, and not in rows of their own."""
     receipts: OrderedDict[int, tuple[bytes, pb.SignedPayload]] = field(default_factory=OrderedDict)
@@ -328,7 +329,7 @@ class Sessions:
         """End a session, open or not: its grant is refused from now on."""
         session = self._open.pop(session_id, None)
         if session is not None:
-            _end_trace(session)
+            _end(session)
         self._ended.add(ordinal)
 
     def remembered_plans(self) -> Iterator[bytes]:
@@ -352,7 +353,7 @@ class Sessions:
         that it signed before, the ended sessions' are refused as before.
         """
         for session in self._open.values():
-            _end_trace(session)
+            _end(session)
             self._ended.add(session.ordinal)
         self._open.clear()
         self._ended = self._ended_by_key.setdefault(key_id, EndedSessions())
@@ -367,10 +368,11 @@ def check_ordinal(ordinal: int, field: str) -> None:
         raise InvalidRequestError(f"must be 1 to {_MAX_NUMBER}, is {ordinal}", field=field)
 
 
-def _end_trace(session: Session) -> None:
-    """End the trace of the plan that the session leaves unfinished: one that is not ended is never
+def _end(session: Session) -> None:
+    """Also the trace of the plan that the session leaves unfinished: one that is not ended is never
     exported, and this is the one to look at after an engine has died.
     """
+    session.has_ended = True
     if session.running is not None:
         tracing.end(session.running.span, "the session has ended")
 

@@ -51,12 +51,36 @@ class Step(Protocol):
         ...
 
 
+class RepeatedLayer(Protocol):
+    """A shorter way to ``Step.layer``, for layers that are called with tensors like those of the
+    step before. A step may have it as its method ``repeated_layer``.
+    """
+
+    def __call__(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor | None:
+        """The attention of all tokens of a batch, as transformers has them: query [num_rows,
+        num_heads, num_columns, head_size], key and value [num_rows, num_kv_heads, num_columns,
+        size]. Returns [num_rows, num_columns, num_heads, size of value], or None where ``layer``
+        has to be called, before anything was written.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class Running:
-    """A forward pass. ``num_layers``: whose attention was computed so far."""
+    """A forward pass. ``num_layers``: whose attention was computed so far. ``repeated``: the
+    step's, where it has one and computes all tokens.
+    """
 
     step: Step
     tokens: torch.Tensor | None
+    repeated: RepeatedLayer | None
     num_layers: int = 0
     last_layer: int = -1
 
@@ -71,7 +95,8 @@ def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]
     ``tokens``: which of a batch's tokens the plan computes, int64, indices into rows one after
     another, in the plan's order; None for all. The output of others is zero.
     """
-    forward = Running(step, tokens)
+    repeated = None if tokens is not None else getattr(step, "repeated_layer", None)
+    forward = Running(step, tokens, repeated)
     token = _RUNNING.set(forward)
     try:
         yield forward
@@ -127,6 +152,13 @@ def _attention(
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
     if index == running.last_layer:
         raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
+    options = options_of(module, scaling, arguments)
+    if running.repeated is not None:
+        attended = running.repeated(index, query, key, value, options)
+        if attended is not None:
+            running.last_layer = index
+            running.num_layers += 1
+            return attended, None
     is_latent = keeps_latents(module)
     if is_latent:
         query = absorbed.over_latents(module, query)
@@ -139,7 +171,7 @@ def _attention(
         _packed(query, running.tokens),
         _packed(key, running.tokens),
         None if is_latent else _packed(value, running.tokens),
-        options=options_of(module, scaling, arguments),
+        options=options,
     )
     if is_latent:
         out = absorbed.from_latents(module, out)

@@ -21,6 +21,7 @@ from control_plane.server.server import ControlPlaneServer
 from data_plane.kernels.backend import cache_kinds_of
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.kernels.device.devices import choose_device, this_machine
+from data_plane.repeated_layers import RepeatedLayers
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions
@@ -81,6 +82,7 @@ class EmbeddedBackend:
             self._plane = EmbeddedDataPlane(config)
             self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
+        self._repeated: RepeatedLayers | None = None
         self.latent_layers: frozenset[int] = frozenset()
 
     has_passes = True
@@ -88,6 +90,7 @@ class EmbeddedBackend:
     def open(self, session: OpenedSession) -> None:
         """Present the session's grant to the executor."""
         self._session_id = self._executor.open(session.grant)
+        self._repeated = self._executor.repeated_layers(self._session_id)
         self.latent_layers = session.layout.latent_layers
 
     def start(
@@ -98,7 +101,11 @@ class EmbeddedBackend:
         if not pass_index:
             started = self._executor.start(session_id, plan)
         if pass_index is not None:
-            return Started(self._executor.begin_pass(session_id, pass_index))
+            started_tokens = self._executor.begin_pass(session_id, pass_index)
+        if self._repeated is not None:
+            self._repeated.begin()
+        if pass_index is not None:
+            return Started(started_tokens)
         return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
     def layer(
@@ -126,6 +133,19 @@ class EmbeddedBackend:
         with device_errors():
             return out.to(query.device)
 
+    def repeated_layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor | None:
+        """As ``kvplane.transformers.attention.RepeatedLayer`` says."""
+        if self._repeated is None:
+            return None
+        return self._repeated.layer(index, query, key, value, options)
+
     def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
         """The receipt, after the last layer."""
         if not is_last and self._executor.device.type == "cpu":
@@ -139,7 +159,7 @@ class EmbeddedBackend:
 
     def close(self) -> None:
         """Forget the session; the pool stays for others, and for the next session."""
-        self._session_id = None
+        self._session_id = self._repeated = None
 
     def stop(self) -> None:
         """Stop the data plane."""

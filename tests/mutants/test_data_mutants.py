@@ -33,6 +33,7 @@ WRITTEN = "executor/test_written_slots.py"
 BATCH = "plans/test_attention_batch.py"
 TABLES = "plans/test_table_changes.py"
 ORDER = "plans/test_plan_order.py"
+REPEATED = "executor/test_repeated_layers.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -56,6 +57,8 @@ BASIC = {
     "skip-newest-slot": EXECUTOR,
     "signatures_ignored": BOUND,
     "batches_kept": BOUND,
+    "repeated_layers_take_any_tensors": REPEATED,
+    "repeated_layers_write_what_was_published": REPEATED,
 }
 MORE = {
     "tokens_of_bound_keys_uncounted": BOUND,
@@ -109,6 +112,11 @@ MORE = {
     "latents_counted_twice": LATENTS,
     "written_slots_outlive_their_generation": WRITTEN,
     "a_receipt_counts_what_was_taken_as_written": WRITTEN,
+    "repeated_layers_take_any_options": REPEATED,
+    "repeated_layers_of_ended_sessions": REPEATED,
+    "repeated_layers_come_in_any_order": REPEATED,
+    "repeated_layers_are_counted_whole_plans_at_a_time": REPEATED,
+    "repeated_layers_keep_their_batch": REPEATED,
 }
 
 

@@ -164,6 +164,11 @@ class ShardKernels:
         most = batch.max_window_tokens
         return most is None or 0 < bound.window_tokens <= most
 
+    @property
+    def binds_layers(self) -> bool:
+        """Whether the kernels have layers that are bound."""
+        return self._bound is not None
+
     def native_batch(self, batch: AttentionBatch) -> Any:
         """What layers that were bound take; not for kernels that bind none."""
         assert self._bound is not None

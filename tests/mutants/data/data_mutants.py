@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from kernel_faults import FAULTS, with_fault
+from repeated_mutants import REPEATED_MUTANTS
 from table_mutants import TABLE_MUTANTS
 
 from data_plane import executor, plan_runner
@@ -455,7 +456,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         latents_counted_twice,
     )
 }
-MUTANTS |= TABLE_MUTANTS
+MUTANTS |= TABLE_MUTANTS | REPEATED_MUTANTS
 MUTANTS |= {name: _fault(name) for name in FAULTS}
 
 
