@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_planes import POOL, ROOT, Pair, save_byte_model
 from transformers import AutoModelForCausalLM
 
+from data_plane.executor import Executor
 from engine import LLM, SamplingParams
 from kvplane.errors import InvalidRequestError, LayoutMismatchError, NeverFitsError
 
@@ -171,6 +173,30 @@ def test_an_embedded_data_plane_gives_the_same_as_remote_ones(
     for outputs in remote:
         for a, b in zip(got, outputs, strict=True):
             assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+
+
+def test_most_layers_of_an_embedded_engine_take_the_short_way(
+    model: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_way = list[int]()
+    layer = Executor.layer
+
+    def noted(self: Executor, session_id: int, index: int, *rest: Any, **how: Any) -> Any:
+        long_way.append(index)
+        return layer(self, session_id, index, *rest, **how)
+
+    monkeypatch.setattr(Executor, "layer", noted)
+    with LLM(
+        model,
+        control_plane=pair.control.address,
+        data_plane="embedded",
+        pool_id="short-way",
+        num_device_blocks=20,
+    ) as llm:
+        long_way.clear()  # of the probe that measured the model
+        llm.generate(["a"], SamplingParams(max_tokens=40, ignore_eos=True))
+    num_layers = len(set(long_way))
+    assert len(long_way) <= 3 * num_layers, "the prompt's, and the first of one token"
 
 
 def test_bfloat16_and_float16_answer(model: Path, pair: Pair) -> None:
