@@ -348,14 +348,8 @@ class Executor:
         """
         if not self._compute.binds_layers:
             return None
-        return RepeatedLayers(
-            session_id,
-            self._plans,
-            self._compute,
-            self.layers,
-            self._command.lock,
-            self._command.observe,
-        )
+        lock, observe = self._command.lock, self._command.observe
+        return RepeatedLayers(session_id, self._plans, self._compute, self.layers, lock, observe)
 
     def layer_pieces(
         self,

@@ -69,8 +69,8 @@ FAULTS = {
     "an abort is of one group": Fault(
         "groups",
         "steps/abort.cpp",
-        "groups[g]->abort_one(slot, next_plan);",
-        "groups[0]->abort_one(slot, next_plan);",
+        "groups[g]->cut_one(groups[g]->sessions_[slot], id, next_plan, keeps);",
+        "groups[0]->cut_one(groups[0]->sessions_[slot], id, next_plan, keeps);",
         "AssertionError",
     ),
     "a parent is any block": Fault(

@@ -20,7 +20,8 @@ namespace kvplane::blocks {
 
 class IdMap {
  public:
-  explicit IdMap(uint64_t seed = 0) : seed_(seed) {}
+  IdMap() : IdMap(0) {}
+  explicit IdMap(uint64_t seed) : seed_(seed) {}
 
   size_t size() const { return size_; }
 
