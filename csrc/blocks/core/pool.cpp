@@ -321,7 +321,7 @@ void Pool::check() const {
   size_t num_ghosts = 0;
   for (const Session& session : sessions_) {
     for (const Release& release : session.releases) {
-      require(release.plan > session.done || !session.open || !session.receipting.plans.empty(),
+      require(release.plan > session.done || !session.open || session.receipting.begun,
               "a release waits for a plan that has run");
       for (int t = 0; t < 2; ++t)
         for (const Block b : release.blocks[t]) ++pending[t][b];

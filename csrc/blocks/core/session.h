@@ -100,8 +100,10 @@ struct Release {
   std::vector<Block> blocks[2];  // by tier
 };
 
-// Plans that have run, of which the sequences are advanced some at a time.
+// Plans that have run, of which the sequences are advanced some at a time, and then what they read
+// and released is let go of. There may be releases and no plans.
 struct Receipting {
+  bool begun = false;
   std::vector<PlanRecord> plans;
   size_t next_plan = 0;
   size_t next_touched = 0;  // of this plan
@@ -155,7 +157,7 @@ struct Session {
   // Of one that ended: the sequences that are still to be released, once its plans have ended.
   std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;
-  Receipting receipting;  // empty but between two pieces of a receipt
+  Receipting receipting;  // not begun but between two pieces of a receipt
   Aborting aborting;      // so too, of an abort
   Swapping swapping;      // and of a swap
   std::deque<Release> releases;

@@ -23,14 +23,15 @@ std::optional<bool> may_announce(const PrefixIndex& index, EntryId e, Findable& 
 
 bool Pool::receipted(Slot slot, int64_t plan, int64_t max_blocks) {
   Session& session = sessions_[slot];
-  auto& [plans, next_plan, next_touched] = session.receipting;
+  auto& [begun, plans, next_plan, next_touched] = session.receipting;
   if (plan > session.done) {
     session.done = plan;
+    begun = true;
     while (!session.plans.empty() && session.plans.front().number <= plan) {
       plans.push_back(std::move(session.plans.front()));
       session.plans.pop_front();
     }
-  } else if (plans.empty()) {
+  } else if (!begun) {
     return false;
   }
   // A sequence counts as a block, and so does each block that it publishes, releases or copied.

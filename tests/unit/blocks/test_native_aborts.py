@@ -164,6 +164,22 @@ def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there
         assert caller.pool.usage(DEVICE)[1] == 16
 
 
+def test_what_was_released_comes_back_some_at_a_time_where_no_plan_is_left() -> None:
+    caller = Caller(new_pool(8))
+    caller.begin()
+    caller.admit(1, [1] * 20)
+    caller.finish()
+    caller.abort()
+    number = caller.number
+    num_pieces = 1
+    while caller.pool.receipted(caller.slot, number, 2):
+        caller.pool.check_integrity()
+        num_pieces += 1
+    assert num_pieces == 3
+    assert caller.pool.usage(DEVICE) == (8, 8, 0, 0, 0)
+    caller.pool.check_integrity()
+
+
 def test_a_session_may_end_within_a_swap() -> None:
     is_left, num_pieces = True, 0
     while is_left:
