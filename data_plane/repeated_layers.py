@@ -81,7 +81,7 @@ class RepeatedLayers:
         does.
         """
         with self._lock:
-            self._count()
+            self.count()
             session, run = self._plans.latest(self._session_id, None)
             batches = [self._plans.batch(run, group) for group in range(len(run.attention))]
             self._begun = _Begun(
@@ -116,9 +116,9 @@ class RepeatedLayers:
                 known = self._find(layer, query, key, value, options, signature)
             begun = self._begun
             if known is None or begun is None or not self._goes_on(begun, known):
-                self._count()
+                self.count()
                 return None
-            output = torch.empty(known.output_shape, dtype=query.dtype)
+            output = torch.empty(known.output_shape, dtype=query.dtype, device="cpu")
             began_s = time.perf_counter()
             try:
                 write_s = known.bound.native.write_and_attend(
@@ -134,7 +134,7 @@ class RepeatedLayers:
             begun.run.progress.finish_layer(known.index)
             self._ran.append((known, write_s, time.perf_counter() - began_s - write_s))
             if known.index == len(self._indices) - 1:
-                self._count()
+                self.count()
             return output
 
     def _goes_on(self, begun: _Begun, known: _Known) -> bool:
@@ -178,7 +178,7 @@ class RepeatedLayers:
         )
         return known
 
-    def _count(self) -> None:
+    def count(self) -> None:
         """Note the layers that ran."""
         if not self._ran or self._begun is None:
             return

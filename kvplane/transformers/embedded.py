@@ -159,6 +159,8 @@ class EmbeddedBackend:
 
     def close(self) -> None:
         """Forget the session; the pool stays for others, and for the next session."""
+        if self._repeated is not None:
+            self._repeated.count()
         self._session_id = self._repeated = None
 
     def stop(self) -> None:

@@ -234,7 +234,7 @@ void bind_sessions(py::class_<P>& pool) {
   pool.def(
       "session_fenced",
       [](P& self, Slot slot) {
-        if (!first_of(self).is_unfenced(slot) || first_of(self).is_ending(slot))
+        if (!first_of(self).is_unfenced(slot) || self.is_ending(slot))
           throw py::index_error("no session that has ended is in this slot");
         self.session_fenced(slot);
       },

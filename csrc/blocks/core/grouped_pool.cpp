@@ -48,6 +48,11 @@ bool GroupedPool::end_some(Slot slot, int64_t max_blocks) {
   return some_left;
 }
 
+bool GroupedPool::is_ending(Slot slot) const {
+  return std::any_of(pools_.begin(), pools_.end(),
+                     [&](const Pool* pool) { return pool->is_ending(slot); });
+}
+
 void GroupedPool::session_fenced(Slot slot) {
   for (Pool* pool : pools_) pool->session_fenced(slot);
 }

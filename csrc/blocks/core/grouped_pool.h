@@ -42,6 +42,7 @@ class GroupedPool {
   Slot open_session(std::string_view root, uint32_t owner);
   void end_session(Slot slot);
   bool end_some(Slot slot, int64_t max_blocks);
+  bool is_ending(Slot slot) const;
   void session_fenced(Slot slot);
   void begin(Slot slot, int64_t number, bool dry_run);
   void end_dry_run();

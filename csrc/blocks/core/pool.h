@@ -131,7 +131,9 @@ class Pool final : private Listener {
   double now_s() const { return now_s_; }
 
   bool is_unfenced(Slot slot) const { return slot < sessions_.size() && sessions_[slot].ended; }
-  bool is_ending(Slot slot) const { return !sessions_[slot].ending.empty(); }
+  bool is_ending(Slot slot) const {
+    return !sessions_[slot].ending.empty() || !sessions_[slot].plans.empty();
+  }
   bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
 
   // Publications of which the data planes are to be told, of as many as asked for at most; the rest

@@ -177,7 +177,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   const int64_t complete = std::min(
       std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_, sequence.private_from);
   // After an abort all that is pending is of the draft, whose plan has nothing of it any more.
-  const bool expects = !session.resync_due && sequence.tier == kDevice &&
+  const bool expects = !session.resync_due && plan > session.done && sequence.tier == kDevice &&
                        !sequence.pending.empty() && complete > sequence.num_published;
   clear_leaders(sequence, index, sequence.num_published);
   BlockStore& blocks = store(sequence.tier);

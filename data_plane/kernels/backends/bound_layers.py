@@ -132,7 +132,8 @@ class BoundLayers:
         length.
         """
         native = self.batch(batch)
-        output = torch.empty((batch.num_tokens, *bound.output_heads), dtype=query.dtype)
+        shape = batch.num_tokens, *bound.output_heads
+        output = torch.empty(shape, dtype=query.dtype, device="cpu")
         tensors = (query, key, value, output)
         began_s = time.perf_counter()
         try:

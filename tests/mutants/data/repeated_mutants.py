@@ -52,14 +52,14 @@ def repeated_layers_come_in_any_order() -> None:
 
 def repeated_layers_are_counted_whole_plans_at_a_time() -> None:
     """Those of a plan that ends within are not counted."""
-    count = repeated_layers.RepeatedLayers._count
+    count = repeated_layers.RepeatedLayers.count
 
     def of_whole(self: Any) -> None:
         if len(self._ran) < len(self._indices):
             self._ran.clear()
         count(self)
 
-    repeated_layers.RepeatedLayers._count = of_whole  # type: ignore[method-assign]
+    repeated_layers.RepeatedLayers.count = of_whole  # type: ignore[method-assign]
 
 
 def repeated_layers_keep_their_batch() -> None:

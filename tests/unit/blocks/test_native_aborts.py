@@ -404,6 +404,40 @@ def test_a_session_that_ends_with_a_draft_leaves_nothing_pinned() -> None:
     assert caller.pool.usage(DEVICE)[3:] == (0, 0)
 
 
+def test_a_session_is_not_fenced_before_its_plans_have_ended() -> None:
+    caller = with_prompt(PROMPT)
+    caller.begin()
+    caller.swap([1], HOST)
+    caller.free(1)
+    caller.finish()
+    is_left = caller.pool.end_session(caller.slot, 0)
+    while is_left:
+        with pytest.raises(IndexError):
+            caller.pool.session_fenced(caller.slot)
+        is_left = caller.pool.end_some(caller.slot, 1)
+    caller.pool.session_fenced(caller.slot)
+    caller.pool.check_integrity()
+    assert [caller.pool.usage(tier)[3:] for tier in (DEVICE, HOST)] == [(0, 0), (0, 0)]
+
+
+def test_what_is_free_at_once_is_not_kept_for_receipts() -> None:
+    """A grant that comes when its step has begun counts for the next."""
+    caller = Caller(new_pool(8, 6))
+    for i, tokens in ((1, [0] * 9), (2, [5] * 32)):  # the first is evicted to the host tier
+        caller.begin()
+        caller.admit(i, tokens)
+        ran(caller)
+        caller.begin()
+        caller.free(i)
+        ran(caller)
+    caller.begin()
+    assert caller.admit(3, [0] * 13, num_compute=0, admitted_by=caller.number) == (8, 2, 0)
+    ran(caller)
+    caller.begin()
+    caller.pool.cut(caller.slot, 3)
+    caller.pool.check_integrity()
+
+
 def test_only_an_ended_session_is_fenced_and_once() -> None:
     caller = Caller(new_pool(2))
     for slot in (caller.slot, 7, 2**32 - 1):

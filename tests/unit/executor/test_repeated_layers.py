@@ -281,6 +281,15 @@ def test_a_layer_of_another_number_is_none_of_ours(twins: Twins) -> None:
     assert twins.repeated.layer(7, *made(1, 1, 40), PLAIN) is None
 
 
+def test_outputs_are_where_the_kernels_are(twins: Twins) -> None:
+    known(twins)
+    tensors = made(1, 1, 40)
+    with torch.device("meta"):
+        out = twins.repeated.layer(0, *tensors, PLAIN)
+    assert out is not None
+    assert out.is_cpu
+
+
 def test_layers_are_counted_though_a_plan_ends_within(twins: Twins) -> None:
     call = known(twins)
     counters = twins.rig.executor.counters
