@@ -6,11 +6,14 @@ All measurements take turns in rounds, so that noise from elsewhere affects them
 of one run, not of two. ``--runs``: the number of passes over all rounds; each row's figure is the
 median of the passes' medians. Before every call, torch's too, other memory is read so that no cache
 holds what the call needs. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE, unless
-the environment says otherwise). ``GB/s`` count each byte once: the keys and values that decode
-reads, and the bytes that a copy copies, not both its read and its write. ``read_bandwidth`` and
-``read_pages`` read and do nothing else, on the kernels' own threads: memory in order, and pages in
-the order of decode, which is the limit of any kernel over them; ``fused_products`` multiplies and
-adds in registers. The last table has the shares of these limits (limits.py).
+the environment says otherwise), and freed memory stays with the process: otherwise a call of some
+milliseconds could take twice as long because it is the one in which the allocator returns what
+calls before it freed. A decode is a step of four layers. ``GB/s`` count each byte once: the keys
+and values that decode reads, and the bytes that a copy copies, not both its read and its write.
+``read_bandwidth`` and ``read_pages`` read and do nothing else, on the kernels' own threads: memory
+in order, and pages in the order of decode, which is the limit of any kernel over them;
+``fused_products`` multiplies and adds in registers. The last table has the shares of these limits
+(limits.py).
 """
 
 from __future__ import annotations
@@ -74,17 +77,23 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"saved to {arguments.json}")
 
 
-def let_torch_sleep() -> None:
-    """Restart this program with OMP_WAIT_POLICY=PASSIVE, so that idle threads of torch sleep.
-
-    Otherwise they would spin after a call, on the cores that the next call needs. OpenMP reads the
-    setting when torch is loaded, so it is too late to set it in this process.
+def restart_quietly() -> None:
+    """Restart this program with settings that are read when it starts, or when torch is loaded:
+    idle threads of torch sleep, as otherwise they would spin after a call, on the cores that the
+    next call needs; and memory is not given back.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    settings = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # glibc: a call that takes pages from the system, or gives them back, is one of many.
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    }
+    missing = {name: value for name, value in settings.items() if name not in os.environ}
+    if missing:
+        os.environ.update(missing)
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.attention_cpu", *sys.argv[1:]])
 
 
 if __name__ == "__main__":
-    let_torch_sleep()
+    restart_quietly()
     main()

@@ -15,6 +15,7 @@ from data_plane.memory import huge_pages
 
 HEAD_SIZE, BLOCK_SIZE, NUM_KV_HEADS = 128, 16, 8
 BATCH, GROUPS, PREFILL_GROUP = 8, (1, 4, 8), 4
+NUM_LAYERS = 4  # of a decode step: one call after another, each over pages of its own
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
 SCALE = HEAD_SIZE**-0.5
 KERNELS = CpuKernels()
@@ -34,9 +35,13 @@ class Sizes:
 QUICK = Sizes(512, 64 << 20, 256, 512, 3)
 
 
-def random_pool(num_blocks: int, dtype: torch.dtype, head_size: int = HEAD_SIZE) -> torch.Tensor:
-    """[num_blocks, 1, 2, num_kv_heads, block_size, head_size], allocated as by the data plane."""
-    shape = (num_blocks, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_size)
+def random_pool(
+    num_blocks: int, dtype: torch.dtype, head_size: int = HEAD_SIZE, num_layers: int = 1
+) -> torch.Tensor:
+    """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size], allocated as by the data
+    plane.
+    """
+    shape = (num_blocks, num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, head_size)
     pool = huge_pages.empty(shape, dtype)
     for block in pool:
         block.copy_(torch.randn(shape[1:]))
@@ -49,36 +54,42 @@ def query_dtype_of(pages_dtype: torch.dtype) -> torch.dtype:
 
 
 def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Calls]:
-    """One query token for each sequence, over pages in random order; torch over contiguous KV.
+    """One query token for each sequence in each layer, over pages in random order; torch over
+    contiguous KV.
 
     Queries of fp8 pages are bf16. Torch has no attention over fp8 to compare with.
     """
     num_blocks = BATCH * context_tokens // BLOCK_SIZE
-    pages = random_pool(num_blocks, dtype)[:, 0]
+    pool = random_pool(num_blocks, dtype, num_layers=NUM_LAYERS)
     tables = torch.randperm(num_blocks).view(BATCH, -1)
     starts, lens = torch.arange(BATCH + 1), torch.full((BATCH,), context_tokens)
-    shape = (BATCH, NUM_KV_HEADS, context_tokens, HEAD_SIZE)
+    shape = (NUM_LAYERS, BATCH, NUM_KV_HEADS, context_tokens, HEAD_SIZE)
     query_dtype = query_dtype_of(dtype)
-    key, value = torch.randn(shape).to(query_dtype), torch.randn(shape).to(query_dtype)
-    runs, run_bytes = page_offsets(pages, tables), pages[0, 0, 0].nbytes
+    keys, values = torch.randn(shape).to(query_dtype), torch.randn(shape).to(query_dtype)
+    runs, run_bytes = page_offsets(pool, tables), pool[0, 0, 0, 0].nbytes
 
     def read() -> object:
-        return read_runs(pages, runs, run_bytes, KERNELS.num_threads or torch.get_num_threads())
+        return read_runs(pool, runs, run_bytes, KERNELS.num_threads or torch.get_num_threads())
 
-    rows = [Calls(f"read_pages/{name}", "GB/s", pages.nbytes, read)]
+    rows = [Calls(f"read_pages/{name}", "GB/s", pool.nbytes, read)]
     for group in GROUPS:
         query = torch.randn(BATCH, NUM_KV_HEADS * group, HEAD_SIZE).to(query_dtype)
         packed = query.view(BATCH, NUM_KV_HEADS, group, HEAD_SIZE)
+        layers = [
+            AttentionArguments(query, pages, tables, starts, lens) for pages in pool.unbind(1)
+        ]
 
-        def ours(query: torch.Tensor = query) -> object:
-            return KERNELS.paged_attention(AttentionArguments(query, pages, tables, starts, lens))
+        def ours(layers: list[AttentionArguments] = layers) -> None:
+            for layer in layers:
+                KERNELS.paged_attention(layer)
 
-        def torchs(packed: torch.Tensor = packed) -> object:
-            return F.scaled_dot_product_attention(packed, key, value, scale=SCALE)
+        def torchs(packed: torch.Tensor = packed) -> None:
+            for key, value in zip(keys, values, strict=True):
+                F.scaled_dot_product_attention(packed, key, value, scale=SCALE)
 
-        rows.append(Calls(f"decode/{name}/g{group}", "GB/s", pages.nbytes, ours))
+        rows.append(Calls(f"decode/{name}/g{group}", "GB/s", pool.nbytes, ours))
         if query_dtype == dtype:
-            rows.append(Calls(f"torch/{name}/g{group}", "GB/s", key.nbytes + value.nbytes, torchs))
+            rows.append(Calls(f"torch/{name}/g{group}", "GB/s", pool.nbytes, torchs))
     return rows
 
 
@@ -93,9 +104,10 @@ def prefill_rows(num_tokens: int) -> list[Calls]:
     shape = (1, NUM_KV_HEADS, num_tokens, HEAD_SIZE)
     key, value = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     heads_first = query.transpose(0, 1)[None].contiguous()
+    arguments = AttentionArguments(query, pages, tables, starts, lens)
 
     def ours() -> object:
-        return KERNELS.paged_attention(AttentionArguments(query, pages, tables, starts, lens))
+        return KERNELS.paged_attention(arguments)
 
     def torchs() -> object:
         return F.scaled_dot_product_attention(

@@ -66,17 +66,19 @@ def read_runs(memory: torch.Tensor, offsets: torch.Tensor, run_bytes: int, num_t
     )
 
 
-def page_offsets(pages: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Where decode reads pages [num_blocks, 2, num_kv_heads, block_size, head_size], in its order:
-    two blocks at a time, of each KV head the keys and then the values. int64 [num_runs], bytes.
+def page_offsets(pool: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Where a decode step reads a pool [num_blocks, num_layers, 2, num_kv_heads, block_size,
+    head_size], in its order: layer by layer, two blocks at a time, of each KV head the keys and
+    then the values. int64 [num_runs], bytes.
     """
-    _, _, num_kv_heads, _, _ = pages.shape
-    blocks = tables.reshape(-1, 1, 1, 2)  # [pairs, KV head, K or V, block of the pair]
-    heads = torch.arange(num_kv_heads).view(1, -1, 1, 1)
-    kinds = torch.arange(2).view(1, 1, -1, 1)
-    strides = pages.stride()
-    elements = blocks * strides[0] + kinds * strides[1] + heads * strides[2]
-    return (elements * pages.element_size()).flatten().contiguous()
+    _, num_layers, _, num_kv_heads, _, _ = pool.shape
+    blocks = tables.reshape(1, -1, 1, 1, 2)  # [layer, pair, KV head, K or V, block of the pair]
+    layers = torch.arange(num_layers).view(-1, 1, 1, 1, 1)
+    heads = torch.arange(num_kv_heads).view(1, 1, -1, 1, 1)
+    kinds = torch.arange(2).view(1, 1, 1, -1, 1)
+    of_block, of_layer, of_kind, of_head, _, _ = pool.stride()
+    elements = blocks * of_block + layers * of_layer + kinds * of_kind + heads * of_head
+    return (elements * pool.element_size()).flatten().contiguous()
 
 
 def last_level_cache_bytes(caches: Path = CACHES) -> int:

@@ -11,6 +11,7 @@
 #include "kvplane/params.h"
 #include "row_ops.h"
 #include "scales.h"
+#include "scratch.h"
 
 namespace kvplane {
 namespace {
@@ -73,59 +74,42 @@ struct Layout {
   static int64_t padded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 };
 
-// Zeros at first. From the start of a cache line on: registers that are loaded across two lines
-// take twice the time.
-template <typename Element>
-class Buffer {
+// The buffers of one thread. From the start of a cache line on: registers that are loaded across
+// two lines take twice the time.
+class alignas(2 * kLineBytes) Workspace {
  public:
-  explicit Buffer(int64_t size)
-      : lines_((static_cast<size_t>(size) * sizeof(Element) + kLineBytes - 1) / kLineBytes) {}
-  Element* data() { return reinterpret_cast<Element*>(lines_.data()); }
+  Workspace(const Layout& layout, int64_t num_rows, Scratch& scratch)
+      : rows(scratch.take<Row>(num_rows)),
+        // The padding of a row stays zero.
+        query(scratch.take_zeros<char>(num_rows * layout.row_bytes())),
+        key(scratch.take_zeros<char>(layout.in_place ? 0 : kTileTokens * layout.row_bytes())),
+        value(scratch.take_zeros<char>(layout.in_place ? 0 : kTileTokens * layout.value_bytes())),
+        split(take_states(layout, num_rows, scratch)),
+        total(take_states(layout, num_rows, scratch)) {}
+
+  Row* const rows;
+  char* const query;
+  char *const key, *const value;  // converted rows of a tile that cannot be used in place
+  const States split, total;      // of one split, and of all splits so far
+  Tile tiles[2] = {};             // the current one, and the next one, which is prefetched
 
  private:
-  struct alignas(kLineBytes) Line {
-    char bytes[kLineBytes];
-  };
-  std::vector<Line> lines_;
-};
-
-// The buffers of one thread.
-class Workspace {
- public:
-  Workspace(const Layout& layout, int64_t num_rows)
-      : rows(static_cast<size_t>(num_rows)),
-        query_(num_rows * layout.row_bytes() + kLineBytes),
-        key_(layout.in_place ? 0 : kTileTokens * layout.row_bytes()),
-        value_(layout.in_place ? 0 : kTileTokens * layout.value_bytes()),
-        state_(static_cast<size_t>(2 * num_rows)),
-        out_(num_rows * layout.value_size),
-        total_out_(num_rows * layout.value_size) {}
-
-  char* query() { return query_.data(); }
-  // Converted rows of a tile that cannot be used in place.
-  char* key() { return key_.data(); }
-  char* value() { return value_.data(); }
-  // The states of one split, and of all splits so far.
-  States split() { return {state_.data(), out_.data()}; }
-  States total() { return {state_.data() + state_.size() / 2, total_out_.data()}; }
-
-  std::vector<Row> rows;
-  Tile tiles[2] = {};  // the current one, and the next one, which is prefetched
-
- private:
-  Buffer<char> query_, key_, value_;  // the padding of a row stays zero
-  std::vector<RowState> state_;
-  Buffer<float> out_, total_out_;
+  static States take_states(const Layout& layout, int64_t num_rows, Scratch& scratch) {
+    return {scratch.take<RowState>(num_rows), scratch.take<float>(num_rows * layout.value_size)};
+  }
 };
 
 class Attention {
  public:
-  Attention(const PagedAttentionParams& params, int num_workers, int64_t item_rows)
+  Attention(const PagedAttentionParams& params, int num_workers, int64_t item_rows,
+            Scratch& scratch)
       : p_(params),
         ops_(row_ops()),
         layout_(params, ops_),
-        group_(params.num_heads / params.pages.num_kv_heads),
-        workspaces_(static_cast<size_t>(num_workers), Workspace(layout_, item_rows)) {}
+        group_(params.num_heads / params.pages.num_kv_heads) {
+    workspaces_.reserve(static_cast<size_t>(num_workers));
+    for (int i = 0; i < num_workers; ++i) workspaces_.emplace_back(layout_, item_rows, scratch);
+  }
 
   int64_t num_rows(const Item& item) const { return rows_of_kv_head(item) * item.num_kv_heads; }
   int64_t value_size() const { return layout_.value_size; }
@@ -151,21 +135,21 @@ class Attention {
   void run(int worker, const Item& item, const std::vector<States>& computed) {
     Workspace& w = workspaces_[static_cast<size_t>(worker)];
     const Span splits = splits_of(item);
-    Part part = part_of(item, splits.begin, w.split());
+    Part part = part_of(item, splits.begin, w.split);
     bool loaded = false;
-    clear(item, w.total());
+    clear(item, w.total);
     for (; part.split < splits.end; ++part.split) {
       const size_t index = static_cast<size_t>(part.split - splits.begin);
       if (!computed.empty() && computed[index].state != nullptr) {
-        merge(item, computed[index], w.total());
+        merge(item, computed[index], w.total);
         continue;
       }
       if (!loaded) load_queries(part, w);
       loaded = true;
       attend_split(part, w);
-      merge(item, w.split(), w.total());
+      merge(item, w.split, w.total);
     }
-    store_rows(item, w.total());
+    store_rows(item, w.total);
   }
 
   // Leaves the states of a part's rows in those of its members.
@@ -207,7 +191,7 @@ class Attention {
         token_of(item, r) * p_.query_token_stride + head_of(item, r) * p_.query_head_stride;
     const char* from = static_cast<const char*>(p_.query) + at * dtype_bytes(p_.query_dtype);
     const int64_t head_size = p_.pages.head_size;
-    char* row = w.query() + (member.queries + r) * layout_.row_bytes();
+    char* row = w.query + (member.queries + r) * layout_.row_bytes();
     copy_row(from, p_.query_dtype, head_size, row);
     if (layout_.stored) {
       ops_.reorder(reinterpret_cast<float*>(row), head_size, p_.pages.dtype, false);
@@ -293,13 +277,13 @@ class Attention {
     const auto load = layout_.dtype == Dtype::kBFloat16 ? ops_.load_tile_bf16 : ops_.load_tile;
     const int64_t bytes = layout_.row_bytes(), value_bytes = layout_.value_bytes();
     const int64_t element = dtype_bytes(pages.dtype);
-    load({tile.key, next.key, page_row_bytes(), pages.dtype, pages.head_size, w.key(), bytes});
+    load({tile.key, next.key, page_row_bytes(), pages.dtype, pages.head_size, w.key, bytes});
     load({tile.value, next.value, pages.value_head_size * element, pages.dtype,
-          pages.value_head_size, w.value(), value_bytes});
+          pages.value_head_size, w.value, value_bytes});
     Tile loaded;
     for (int64_t t = 0; t < kTileTokens; ++t) {
-      loaded.key[t] = w.key() + t * bytes;
-      loaded.value[t] = w.value() + t * value_bytes;
+      loaded.key[t] = w.key + t * bytes;
+      loaded.value[t] = w.value + t * value_bytes;
     }
     return loaded;
   }
@@ -313,7 +297,7 @@ class Attention {
     const auto attend = layout_.stored                      ? ops_.attend_stored
                         : layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16
                                                             : ops_.attend;
-    attend({&tile, &next, w.rows.data(), num, layout_.row_size, value_size(),
+    attend({&tile, &next, w.rows, num, layout_.row_size, value_size(),
             layout_.in_place ? p_.pages.dtype : layout_.dtype, prefetch_bytes, scale,
             p_.logit_soft_cap});
   }
@@ -332,13 +316,13 @@ class Attention {
       const int64_t end = std::min(kTileTokens, seen.end - first);
       if (begin >= end) continue;
       const float slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(item, r)];
-      w.rows[static_cast<size_t>(num++)] = {w.query() + (member.queries + r) * layout_.row_bytes(),
-                                            member.states.state + r,
-                                            member.states.out + r * value_size(),
-                                            begin,
-                                            end,
-                                            position - first,
-                                            slope};
+      w.rows[num++] = {w.query + (member.queries + r) * layout_.row_bytes(),
+                       member.states.state + r,
+                       member.states.out + r * value_size(),
+                       begin,
+                       end,
+                       position - first,
+                       slope};
     }
     return num;
   }

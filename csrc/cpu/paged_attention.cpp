@@ -27,6 +27,7 @@
 #include "attention_items.h"
 #include "kvplane/params.h"
 #include "scales.h"
+#include "scratch.h"
 #include "shared_splits.h"
 #include "thread_pool.h"
 
@@ -69,14 +70,14 @@ class ComputedSplits {
   }
 
   // After the last `add`.
-  void allocate() {
-    state_.resize(static_cast<size_t>(num_rows_));
-    out_ = Buffer<float>(num_rows_ * attention_.value_size());
+  void allocate(Scratch& scratch) {
+    RowState* const state = scratch.take<RowState>(num_rows_);
+    float* const out = scratch.take<float>(num_rows_ * attention_.value_size());
     for (size_t i = 0; i < items_.size(); ++i) {
       for (const int64_t first : first_rows_[i]) {
-        states_[i].push_back(first < 0 ? States{nullptr, nullptr}
-                                       : States{state_.data() + first,
-                                                out_.data() + first * attention_.value_size()});
+        states_[i].push_back(first < 0
+                                 ? States{nullptr, nullptr}
+                                 : States{state + first, out + first * attention_.value_size()});
       }
     }
   }
@@ -94,8 +95,6 @@ class ComputedSplits {
   std::vector<std::vector<States>> states_;
   std::vector<std::vector<int64_t>> first_rows_;
   int64_t num_rows_ = 0;
-  std::vector<RowState> state_;
-  Buffer<float> out_{0};
 };
 
 // The parts of a shared split, each of as many KV heads as its rows leave room for.
@@ -141,7 +140,7 @@ size_t first_by_splits(const PagedAttentionParams& p, const std::vector<Item>& i
 
 // Computes the shared splits and those of items from `first` on, and then the rest.
 void run_parts(const std::vector<Item>& items, const std::vector<SharedSplit>& shared, size_t first,
-               int workers, Attention* attention) {
+               int workers, Attention* attention, Scratch& scratch) {
   ComputedSplits computed(items, *attention);
   for (const SharedSplit& split : shared) {
     for (const size_t i : split.items) computed.add(i, split.split);
@@ -153,7 +152,7 @@ void run_parts(const std::vector<Item>& items, const std::vector<SharedSplit>& s
       if (computed.add(i, split)) alone.emplace_back(i, split);
     }
   }
-  computed.allocate();
+  computed.allocate(scratch);
   std::vector<Part> parts;
   for (const SharedSplit& split : shared) add_shared_parts(split, items, computed, &parts);
   for (const auto& [i, split] : alone) {
@@ -184,9 +183,10 @@ void attend(const PagedAttentionParams& p, const std::vector<Item>& items, bool 
     most_rows = std::max(most_rows, rows_of_kv_head(item) * item.num_kv_heads);
   }
   if (!shared.empty()) most_rows = std::max(most_rows, kAttendRows);
-  Attention attention(p, workers, most_rows);
+  const Scratch::Lease scratch;
+  Attention attention(p, workers, most_rows, *scratch);
   const size_t first = few ? 0 : first_by_splits(p, items, workers, attention);
-  run_parts(items, shared, first, workers, &attention);
+  run_parts(items, shared, first, workers, &attention, *scratch);
 }
 
 // The end of the items from `begin` on whose states may be computed together: all items of some

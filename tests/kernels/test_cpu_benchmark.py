@@ -78,15 +78,17 @@ def test_caches_are_emptied_by_several_times_what_the_last_level_holds(
 
 @pytest.mark.parametrize("num_threads", (1, 3))
 def test_runs_are_all_read_and_those_of_pages_are_in_the_order_of_decode(num_threads: int) -> None:
-    pages = torch.randn(6, 2, 3, 4, 32).to(BF16)
+    pool = torch.randn(6, 2, 2, 3, 4, 32).to(BF16)
     tables = torch.tensor([[4, 0], [3, 5]])
-    offsets = memory.page_offsets(pages, tables)
-    run_bytes = pages[0, 0, 0].nbytes
-    assert offsets[:4].tolist() == [run_bytes * i for i in (4 * 6, 0, 4 * 6 + 3, 3)]
-    assert len(offsets.unique()) == 4 * 6 == len(offsets)
-    words = pages[tables.flatten()].view(torch.int64).flatten().numpy()
+    offsets = memory.page_offsets(pool, tables)
+    run_bytes = pool[0, 0, 0, 0].nbytes
+    first_layer = [run_bytes * i for i in (4 * 12, 0, 4 * 12 + 3, 3)]
+    assert offsets[:4].tolist() == first_layer
+    assert offsets[24:28].tolist() == [at + 6 * run_bytes for at in first_layer]
+    assert len(offsets.unique()) == 4 * 12 == len(offsets)
+    words = pool[tables.flatten()].view(torch.int64).flatten().numpy()
     wanted = int(np.bitwise_xor.reduce(words)) % 2**64
-    assert memory.read_runs(pages, offsets, run_bytes, num_threads) == wanted
+    assert memory.read_runs(pool, offsets, run_bytes, num_threads) == wanted
 
 
 def test_idleness_is_measured_by_turns(

@@ -136,7 +136,7 @@ struct ByteRows {
 };
 
 void load_tile_bf16(const LoadArgs& args) {
-  Prefetch prefetch(args.prefetch, args.prefetch_bytes, kTileTokens);
+  Prefetch prefetch(args.prefetch, nullptr, args.prefetch_bytes, kTileTokens);
   if (args.dtype == Dtype::kBFloat16) {
     for (int64_t t = 0; t < kTileTokens; ++t) {
       prefetch.step();
@@ -172,7 +172,7 @@ KVPLANE_INLINE void bf16_dot_products(const Row* rows, const Tile& tile, int64_t
                                       float (*dots)[kTileTokens]) {
   const int64_t num_chunks = kChunks > 0 ? kChunks : row_size / kChunk;
   const auto dot = [&](int64_t token) __attribute__((always_inline)) {
-    if (token % 2 == 0) prefetch->step();
+    if (kRows == 1 || token % 2 == 0) prefetch->step();
     __m512 sums[kRows] = {};
     const auto add = [&](int64_t c, __m512i k) __attribute__((always_inline)) {
       KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -241,7 +241,7 @@ KVPLANE_INLINE void add_bf16_values(const Row* rows, int64_t r0, const Tile& til
     }
   }
   for (int64_t p = 0; p < kPairs; ++p) {
-    if (p % 2 == 0) prefetch->step();
+    if (kRows == 1 || p % 2 == 0) prefetch->step();
     __m512i weights[kRows];
     KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
       weights[r] = _mm512_set1_epi32(static_cast<int>(w.pairs[r0 + r][p]));
@@ -331,15 +331,14 @@ KVPLANE_INLINE void add_rows_of_values(const AttendArgs& args, const Values& val
   }
 }
 
-// One or two rows are done too soon to prefetch the whole next tile, and data that arrives early
-// evicts other data: they prefetch this tile's values and then the next one's keys.
 template <int kChunks, int kUnit, typename Rows>
 void attend_few_bf16_rows(const AttendArgs& args, const Rows& source) {
   Workspace w;
-  Prefetch values(args.tile->value, args.prefetch_bytes, 16);
-  weigh_bf16_rows<kChunks>(args, *args.tile, source, &values, &w);
-  Prefetch keys(args.prefetch->key, args.prefetch_bytes, 8);
-  add_rows_of_values<kUnit>(args, source, TileInPlace<Rows>{source}, &keys, w);
+  const int64_t finer = args.num_rows == 1 ? 2 : 1;
+  Prefetch keys = prefetch_with_keys(args, 16 * finer);
+  weigh_bf16_rows<kChunks>(args, *args.tile, source, &keys, &w);
+  Prefetch values = prefetch_with_values(args, 8 * finer);
+  add_rows_of_values<kUnit>(args, source, TileInPlace<Rows>{source}, &values, w);
 }
 
 // `converted`: the tile's keys in bf16.
@@ -348,9 +347,9 @@ void attend_many_bf16_rows(const AttendArgs& args, const Tile& converted, const 
   Workspace w;
   w.value_size = args.value_size;
   const int64_t num_pairs = (args.num_rows + 1) / 2;
-  Prefetch keys(args.prefetch->key, args.prefetch_bytes, 16 * num_pairs);
+  Prefetch keys = prefetch_with_keys(args, 16 * num_pairs);
   weigh_bf16_rows<kChunks>(args, converted, Bf16Rows{}, &keys, &w);
-  Prefetch values(args.prefetch->value, args.prefetch_bytes, 8 * (num_pairs + 1));
+  Prefetch values = prefetch_with_values(args, 8 * (num_pairs + 1));
   interleave_tile<kUnit>(*args.tile, args.value_size, source, &values, &w);
   add_rows_of_values<kUnit>(args, source, InterleavedTile{}, &values, w);
 }

@@ -33,11 +33,13 @@ template <int kUnits, int kLines>
 struct Ahead {
   static constexpr int kUnitsOfRow = kUnits;
   static constexpr int kLinesOfRow = kLines;
-  const char* const* rows;  // [kTileTokens]
+  const char* const* rows;   // [kTileTokens]
+  const char* const* again;  // [kTileTokens], or null
   int64_t row_bytes;
 
   KVPLANE_INLINE void fetch(int64_t row, int64_t line) const {
     prefetch_line(rows[row] + 64 * line);
+    if (again != nullptr) prefetch_line(again[row] + 64 * line);
   }
 
   KVPLANE_INLINE void fetch_row(int64_t row) const {
@@ -175,12 +177,11 @@ KVPLANE_INLINE void add_and_fetch(const Rows& ahead, int64_t pass, int64_t begin
       constexpr int kPasses = 2 * Rows::kUnitsOfRow / kHalves;  // the further ones fetch nothing
       constexpr int kParts = kPasses >= kLines ? kLines : kPasses >= 2 ? 2 : 1;  // of a row
       if (pass < kParts) {
-        const char* const* row = ahead.rows + pass * kTileTokens / kParts;
+        int64_t row = pass * kTileTokens / kParts;
         for (int64_t t = 0; t < kTileTokens; t += kParts, ++row) {
-          const char* line = *row;
           _Pragma("GCC unroll 1") for (int part = 0; part < kParts; ++part) {
-            KVPLANE_UNROLL for (int i = 0; i < kLines / kParts; ++i, line += 64) {
-              prefetch_line(line);
+            KVPLANE_UNROLL for (int i = 0; i < kLines / kParts; ++i) {
+              ahead.fetch(row, part * (kLines / kParts) + i);
             }
             add(t + part);
           }
@@ -262,17 +263,34 @@ KVPLANE_NOINLINE void add_all_stored_values(const Row* rows, const float (*weigh
   while (half < num_halves) turn(Count<2>{}, Count<0>{}, NothingAhead{});
 }
 
+// Returns whether Source::Slow has to convert them instead.
 template <typename Source>
-void convert_rows(const char* const* rows, int64_t size, float* to, const char** converted) {
+bool convert_rows(const char* const* rows, int64_t size, float* to, const char** converted) {
+  const int64_t num_units = size / kUnitColumns;
+  constexpr int64_t kUnitBytes = kUnitColumns * Source::kBytes;
+  typename Source::Codes codes;
   for (int64_t t = 0; t < kTileTokens; ++t, to += size) {
-    for (int64_t u = 0; u < size / kUnitColumns; ++u) {
+    int64_t u = 0;
+    for (; u + 2 <= num_units; u += 2) {
+      Vector four[4];
+      Source::load_two(rows[t], u, four);
+      KVPLANE_UNROLL for (int i = 0; i < 4; ++i) {
+        store_vector(four[i], to + u * kUnitColumns + i * kWidth);
+      }
+      codes.add(load_as<ByteVector>(rows[t] + u * kUnitBytes));
+    }
+    if (u < num_units) {
       Vector first, second;
       Source::load(rows[t], u, &first, &second);
       store_vector(first, to + u * kUnitColumns);
       store_vector(second, to + u * kUnitColumns + kWidth);
+      ByteVector last = {};
+      std::memcpy(&last, rows[t] + u * kUnitBytes, sizeof(Shorts));
+      codes.add(last);
     }
     converted[t] = reinterpret_cast<const char*>(to);
   }
+  return codes.found();
 }
 
 struct StoredWeights {
@@ -282,10 +300,8 @@ struct StoredWeights {
 
 template <typename Source>
 void convert_tile(const char* const* rows, int64_t size, float* to, const char** converted) {
-  if (Source::may_have_nan(rows, size)) {
+  if (convert_rows<Source>(rows, size, to, converted)) {
     convert_rows<typename Source::Slow>(rows, size, to, converted);
-  } else {
-    convert_rows<Source>(rows, size, to, converted);
   }
 }
 
@@ -356,28 +372,26 @@ void add_stored_rows(const AttendArgs& args, const char* const* values, const Ro
   }
 }
 
-// With few rows, memory is the limit: the pass over the keys prefetches this tile's values, and
-// that over the values the next tile's keys. With more, there is time to prefetch the whole next
-// tile. kUnits: of keys and of values; 0 when known only at run time.
+// kUnits: of keys and of values; 0 when known only at run time.
 template <typename Source, int kUnits>
 void attend_stored_as(const AttendArgs& args, float factor) {
   constexpr int64_t kManyRows = Source::kBytes == 1 ? 8 : 16;  // that pay for converting a tile
   using Rows = Ahead<kUnits, kUnits * kUnitColumns * Source::kBytes / 64>;
   const Tile &tile = *args.tile, &next = *args.prefetch;
   const int64_t value_bytes = args.value_size * Source::kBytes;
-  const Rows next_keys{next.key, args.prefetch_bytes}, next_values{next.value, value_bytes};
+  const Rows next_keys{next.key, again_with_keys(args), args.prefetch_bytes};
+  const Rows next_values{next.value, again_with_values(args), value_bytes};
   StoredWeights w;
   if (args.num_rows < kManyRows) {
-    const Rows values{tile.value, value_bytes};
     if (Source::may_have_nan(tile.key, args.row_size)) {
-      weigh_stored_rows<typename Source::Slow, 0>(args, tile.key, factor, values, &w);
+      weigh_stored_rows<typename Source::Slow, 0>(args, tile.key, factor, next_keys, &w);
     } else {
-      weigh_stored_rows<Source, kUnits>(args, tile.key, factor, values, &w);
+      weigh_stored_rows<Source, kUnits>(args, tile.key, factor, next_keys, &w);
     }
     if (Source::may_have_nan(tile.value, args.value_size)) {
-      add_stored_rows<typename Source::Slow>(args, tile.value, next_keys, w);
+      add_stored_rows<typename Source::Slow>(args, tile.value, next_values, w);
     } else {
-      add_stored_rows<Source>(args, tile.value, next_keys, w);
+      add_stored_rows<Source>(args, tile.value, next_values, w);
     }
     return;
   }

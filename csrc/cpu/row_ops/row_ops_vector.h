@@ -216,30 +216,54 @@ void store(const float* row, int64_t count, Dtype dtype, void* destination) {
 KVPLANE_INLINE void prefetch_line(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 // Prefetches rows a few at a time, between pieces of work: prefetching all at once would fill the
-// memory queue and stall.
+// memory queue and stall. `again`: rows to be prefetched with them, or null.
 class Prefetch {
  public:
-  Prefetch(const char* const* rows, int64_t row_bytes, int64_t num_steps)
-      : rows_(rows), row_bytes_(row_bytes), rows_a_step_((kTileTokens << 16) / num_steps + 1) {}
+  Prefetch(const char* const* rows, const char* const* again, int64_t row_bytes, int64_t num_steps)
+      : rows_(rows),
+        again_(again),
+        row_bytes_(row_bytes),
+        rows_a_step_((kTileTokens << 16) / num_steps + 1) {}
 
   KVPLANE_INLINE void step() {
     due_ += rows_a_step_;
     const int64_t end = due_ >> 16 < kTileTokens ? due_ >> 16 : kTileTokens;
     for (; row_ < end; ++row_) {
-      for (int64_t b = 0; b < row_bytes_; b += 64) prefetch_line(rows_[row_] + b);
+      for (int64_t b = 0; b < row_bytes_; b += 64) {
+        prefetch_line(rows_[row_] + b);
+        if (again_ != nullptr) prefetch_line(again_[row_] + b);
+      }
     }
   }
 
  private:
   const char* const* rows_;
+  const char* const* again_;
   int64_t row_bytes_;
   int64_t rows_a_step_;  // in 2^-16
   int64_t due_ = 0;      // rows, in 2^-16
   int64_t row_ = 0;
 };
 
+// What the pass over a tile's keys prefetches, and what that over its values does: the same rows of
+// the next tile. But a processor drops prefetches when too many are on their way. So with few rows,
+// where memory is the limit, each pass asks again for what the pass after it reads.
+KVPLANE_INLINE bool asks_again(const AttendArgs& args) { return args.num_rows < 8; }
+KVPLANE_INLINE const char* const* again_with_keys(const AttendArgs& args) {
+  return asks_again(args) ? args.tile->value : nullptr;
+}
+KVPLANE_INLINE const char* const* again_with_values(const AttendArgs& args) {
+  return asks_again(args) ? args.prefetch->key : nullptr;
+}
+KVPLANE_INLINE Prefetch prefetch_with_keys(const AttendArgs& args, int64_t num_steps) {
+  return {args.prefetch->key, again_with_keys(args), args.prefetch_bytes, num_steps};
+}
+KVPLANE_INLINE Prefetch prefetch_with_values(const AttendArgs& args, int64_t num_steps) {
+  return {args.prefetch->value, again_with_values(args), args.prefetch_bytes, num_steps};
+}
+
 void load_tile(const LoadArgs& args) {
-  Prefetch prefetch(args.prefetch, args.prefetch_bytes, kTileTokens);
+  Prefetch prefetch(args.prefetch, nullptr, args.prefetch_bytes, kTileTokens);
   for (int64_t t = 0; t < kTileTokens; ++t) {
     prefetch.step();
     float* to = reinterpret_cast<float*>(args.to + t * args.row_bytes);
@@ -374,11 +398,7 @@ void attend_rows(const AttendArgs& args) {
   const int64_t num_turns = (args.num_rows + kTogether - 1) / kTogether;
   float weights[kAttendRows][kTileTokens];
   float corrections[kAttendRows];
-  // One or two rows are done too soon to prefetch the whole next tile: they prefetch this tile's
-  // values and then the next one's keys.
-  const bool few = args.num_rows <= 2;
-  const Tile& next = *args.prefetch;
-  Prefetch first(few ? args.tile->value : next.key, args.prefetch_bytes, kKeySteps * num_turns);
+  Prefetch first = prefetch_with_keys(args, kKeySteps * num_turns);
   for (int64_t r = 0; r < args.num_rows;) {
     const Row* rows = args.rows + r;
     const int64_t num = r + kTogether <= args.num_rows ? kTogether : 1;
@@ -392,7 +412,7 @@ void attend_rows(const AttendArgs& args) {
       corrections[r] = weigh(args.rows[r], args.scale, args.soft_cap, weights[r]);
     }
   }
-  Prefetch second(few ? next.key : next.value, args.prefetch_bytes, kValueSteps * num_turns);
+  Prefetch second = prefetch_with_values(args, kValueSteps * num_turns);
   for (int64_t r = 0; r < args.num_rows;) {
     const Row* rows = args.rows + r;
     if (kWidth == 16 && r + 1 < args.num_rows && see_the_same(rows[0], rows[1])) {

@@ -4,6 +4,8 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "row_ops_vector.h"
 
 namespace kvplane {
@@ -56,30 +58,49 @@ KVPLANE_INLINE T load_as(const char* from) {
   return vector;
 }
 
-// Whether rows of e4m3 may have a code of NaN: without its sign it is the largest of all.
-KVPLANE_INLINE bool may_have_nan(const char* const* rows, int64_t size) {
+// Whether some codes of e4m3 are a NaN: without its sign it is the largest of all.
+class NanCodes {
+ public:
+  KVPLANE_INLINE void add(ByteVector codes) { largest_ = larger(largest_, codes | uint8_t{0x80}); }
+  KVPLANE_INLINE bool found() const {
+    uint64_t words[KVPLANE_VECTOR_BYTES / 8], any = 0;
+    const auto is_nan = largest_ == uint8_t{0xFF};
+    std::memcpy(words, &is_nan, sizeof words);
+    for (const uint64_t word : words) any |= word;
+    return any != 0;
+  }
+
+ private:
+  ByteVector largest_ = {};
+};
+
+// Of types of which nobody needs to know.
+struct NoNanCodes {
+  KVPLANE_INLINE void add(ByteVector) {}
+  KVPLANE_INLINE bool found() const { return false; }
+};
+
+bool have_nan(const char* const* rows, int64_t size) {
   constexpr int64_t kBytes = KVPLANE_VECTOR_BYTES;
-  if (size < kBytes) return true;
-  ByteVector even = {}, odd = {};  // two chains of maxima
+  if (size < kBytes) return true;  // maybe
+  NanCodes even, odd;              // two chains of maxima
   for (int64_t d = 0; d < size; d += kBytes) {
     const int64_t at = d + kBytes <= size ? d : size - kBytes;
     for (int64_t t = 0; t < kTileTokens; t += 2) {
-      even = larger(even, load_as<ByteVector>(rows[t] + at) | uint8_t{0x80});
-      odd = larger(odd, load_as<ByteVector>(rows[t + 1] + at) | uint8_t{0x80});
+      even.add(load_as<ByteVector>(rows[t] + at));
+      odd.add(load_as<ByteVector>(rows[t + 1] + at));
     }
   }
-  uint64_t words[kBytes / 8], any = 0;
-  const auto is_nan = larger(even, odd) == uint8_t{0xFF};
-  std::memcpy(words, &is_nan, sizeof words);
-  for (const uint64_t word : words) any |= word;
-  return any != 0;
+  return even.found() || odd.found();
 }
 
 // The stored types: load(row, u, ...) gives unit u of a row, and load_half() one of its registers,
-// for where few are left. Slow: the same for rows of which may_have_nan() is true.
+// for where few are left. Slow: the same for rows of which may_have_nan() is true, or in which
+// Codes found one.
 template <typename Source>
 struct Plain {
   using Slow = Source;
+  using Codes = NoNanCodes;
   static KVPLANE_INLINE bool may_have_nan(const char* const*, int64_t) { return false; }
   // Units u and u + 1.
   static KVPLANE_INLINE void load_two(const char* row, int64_t u, Vector* four) {
@@ -137,9 +158,10 @@ struct StoredE5m2 : Plain<StoredE5m2> {
 template <bool kNan>
 struct StoredE4m3 {
   using Slow = StoredE4m3<true>;
+  using Codes = std::conditional_t<kNan, NoNanCodes, NanCodes>;
   static constexpr int kBytes = 1;
   static KVPLANE_INLINE bool may_have_nan(const char* const* rows, int64_t size) {
-    return kvplane::may_have_nan(rows, size);
+    return have_nan(rows, size);
   }
   static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
     const Shorts codes = hold(load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts))));
