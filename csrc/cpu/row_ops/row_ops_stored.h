@@ -379,10 +379,10 @@ void attend_stored_as(const AttendArgs& args, float factor) {
   using Rows = Ahead<kUnits, kUnits * kUnitColumns * Source::kBytes / 64>;
   const Tile &tile = *args.tile, &next = *args.prefetch;
   const int64_t value_bytes = args.value_size * Source::kBytes;
-  const Rows next_keys{next.key, again_with_keys(args), args.prefetch_bytes};
-  const Rows next_values{next.value, again_with_values(args), value_bytes};
   StoredWeights w;
   if (args.num_rows < kManyRows) {
+    const Rows next_keys{next.key, again_with_keys(args), args.prefetch_bytes};
+    const Rows next_values{next.value, again_with_values(args), value_bytes};
     if (Source::may_have_nan(tile.key, args.row_size)) {
       weigh_stored_rows<typename Source::Slow, 0>(args, tile.key, factor, next_keys, &w);
     } else {
@@ -395,6 +395,8 @@ void attend_stored_as(const AttendArgs& args, float factor) {
     }
     return;
   }
+  const Rows next_keys{next.key, nullptr, args.prefetch_bytes};
+  const Rows next_values{next.value, nullptr, value_bytes};
   alignas(64) float floats[kTileTokens * kMaxRowSize];
   const char* rows[kTileTokens];
   convert_tile<Source>(tile.key, args.row_size, floats, rows);
