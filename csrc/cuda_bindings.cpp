@@ -119,13 +119,14 @@ AttentionPlan bind_plan_attention(const TensorView& query, const PagesView& page
                                   int64_t max_blocks, uintptr_t query_starts,
                                   uintptr_t context_lens, int64_t num_sequences, bool share_reads,
                                   bool is_padded, const kvplane::AttentionOptions& options,
-                                  int64_t max_query_len, int64_t split_tokens, int64_t num_partials,
-                                  uintptr_t memory, uintptr_t faults, uintptr_t stream) {
+                                  int64_t max_query_len, int64_t max_short_query_len,
+                                  int64_t split_tokens, int64_t num_partials, uintptr_t memory,
+                                  uintptr_t faults, uintptr_t stream) {
   const BatchView batch = {block_tables, wide_block_tables, max_blocks,  query_starts,
                            context_lens, num_sequences,     share_reads, is_padded};
   return plan_attention(params_of(query, pages, {}, batch, options),
-                        {max_query_len, split_tokens, nullptr, 0}, num_partials,
-                        pointer<void>(memory), context_of(stream, faults));
+                        {max_query_len, max_short_query_len, split_tokens, nullptr, 0},
+                        num_partials, pointer<void>(memory), context_of(stream, faults));
 }
 
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
@@ -133,15 +134,17 @@ void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
                           bool wide_block_tables, int64_t max_blocks, uintptr_t query_starts,
                           uintptr_t context_lens, int64_t num_sequences, bool share_reads,
                           bool is_padded, const kvplane::AttentionOptions& options,
-                          int64_t max_query_len, int64_t split_tokens, uintptr_t workspace,
-                          int64_t workspace_bytes, const AttentionPlan* plan, uintptr_t faults,
-                          uintptr_t stream) {
+                          int64_t max_query_len, int64_t max_short_query_len, int64_t split_tokens,
+                          uintptr_t workspace, int64_t workspace_bytes, const AttentionPlan* plan,
+                          uintptr_t faults, uintptr_t stream) {
   const BatchView batch = {block_tables, wide_block_tables, max_blocks,  query_starts,
                            context_lens, num_sequences,     share_reads, is_padded};
   PagedAttentionParams p = params_of(query, pages, scales, batch, options);
   p.out = pointer<void>(out);
   p.lse = pointer<float>(lse);
-  paged_attention(p, {max_query_len, split_tokens, pointer<void>(workspace), workspace_bytes, plan},
+  paged_attention(p,
+                  {max_query_len, max_short_query_len, split_tokens, pointer<void>(workspace),
+                   workspace_bytes, plan},
                   context_of(stream, faults));
 }
 
@@ -217,14 +220,14 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.def("plan_attention", &bind_plan_attention, release_gil(), py::kw_only(), arg("query"),
         arg("pages"), arg("block_tables"), arg("wide_block_tables"), arg("max_blocks"),
         arg("query_starts"), arg("context_lens"), arg("num_sequences"), arg("share_reads"),
-        arg("is_padded"), arg("options"), arg("max_query_len"), arg("split_tokens"),
-        arg("num_partials"), arg("memory"), arg("faults"), arg("stream"));
+        arg("is_padded"), arg("options"), arg("max_query_len"), arg("max_short_query_len"),
+        arg("split_tokens"), arg("num_partials"), arg("memory"), arg("faults"), arg("stream"));
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
         arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
         arg("num_sequences"), arg("share_reads"), arg("is_padded"), arg("options"),
-        arg("max_query_len"), arg("split_tokens"), arg("workspace"), arg("workspace_bytes"),
-        arg("plan").none(true), arg("faults"), arg("stream"));
+        arg("max_query_len"), arg("max_short_query_len"), arg("split_tokens"), arg("workspace"),
+        arg("workspace_bytes"), arg("plan").none(true), arg("faults"), arg("stream"));
   const auto def_copy = [&](const char* name, auto function) {
     m.def(name, function, release_gil(), py::kw_only(), arg("source"), arg("destination"),
           arg("pairs"), arg("num_pairs"), arg("source_num_blocks"), arg("destination_num_blocks"),

@@ -36,15 +36,13 @@ struct AttentionPlan {
   std::array<int64_t, 12> settings;  // what it was made for
 };
 
-// What the host knows of the batch's queries, in one number. In the lower 32 bits: no sequence has
-// more query tokens. In the upper ones: no short sequence has more, which is less where others are
-// long; only the width of tiles depends on it, and no bit of the result. 0: not known.
-constexpr int kBitsOfQueryLen = 32;
-
 struct AttentionOptions {
-  int64_t max_query_len;  // as above
-  int64_t split_tokens;   // short sequences are cut at multiples of it; a multiple of 64
-  void* workspace;        // on the device; 256-byte aligned
+  int64_t max_query_len;  // no sequence has more query tokens; 0: not known
+  // The same of short sequences, which is less where others are long. Only the width of tiles
+  // depends on it, and no bit of the result.
+  int64_t max_short_query_len;
+  int64_t split_tokens;  // short sequences are cut at multiples of it; a multiple of 64
+  void* workspace;       // on the device; 256-byte aligned
   int64_t workspace_bytes;
   const AttentionPlan* plan = nullptr;  // null: the call plans in its workspace
 };
@@ -61,7 +59,7 @@ int64_t max_partials(const PagedAttentionParams& params, int64_t split_tokens,
 // Bytes of a workspace with room for so many. A kernel reports a batch that needs more.
 int64_t attention_workspace_bytes(const PagedAttentionParams& params, int64_t max_partials);
 int64_t attention_plan_bytes(int64_t num_sequences);
-// Of `options` the first two count, of `params` not the output. max_partials: for which the
+// Of `options` the first three count, of `params` not the output. max_partials: for which the
 // workspace of each call that uses the plan has room.
 AttentionPlan plan_attention(const PagedAttentionParams& params, const AttentionOptions& options,
                              int64_t max_partials, void* memory, const Context& context);

@@ -113,7 +113,7 @@ BAD_BEFORE: dict[str, dict[str, Any]] = {
     "options.alibi_slopes: must be none or 4": {
         "options": AttentionOptions(alibi_slopes=(0.0,) * 2)
     },
-    "max_query_len: must be 0 to 2^32 - 1, is -1": {"max_query_len": -1},
+    "max_query_len: must be at least 0 and below 1073741824, is -1": {"max_query_len": -1},
 }
 
 

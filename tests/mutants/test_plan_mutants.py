@@ -29,11 +29,11 @@ MUTANTS = {
     "shortest_items_first": (Fault(PLAN, "other > own ||", "(0 < other && other < own) ||"), ORDER),
     "equal_items_in_reverse": (Fault(PLAN, "others + j < i", "others + j > i"), ORDER),
     "tiles_beside_a_prefill_are_those_of_decodes": (
-        Fault(ATTENTION, "{of_short, most_query_tokens(options)}", "{most_query_tokens(options)}"),
+        Fault(ATTENTION, "{options.max_short_query_len, options", "{options"),
         WIDTH,
     ),
     "the_host_does_not_say_how_wide_short_sequences_are": (
-        Fault(KERNELS, "return of_short << _BITS_OF_QUERY_LEN | ", "return "),
+        Fault(KERNELS, "return int(query_lens[is_short]", "return 0 * int(query_lens[is_short]"),
         WIDTH,
     ),
     "long_sequences_are_taken_for_wide_short_ones": (

@@ -158,19 +158,13 @@ void check_split(int64_t split_tokens) {
   require_in_range(split_tokens % kSplitUnit, 0, 1, named("split_tokens modulo 64"));
 }
 
-// No sequence has more query tokens; 0: not known.
-int64_t most_query_tokens(const AttentionOptions& options) {
-  return options.max_query_len & ((int64_t{1} << kBitsOfQueryLen) - 1);
-}
-
 void check_sizes(const PagedAttentionParams& p, const AttentionOptions& options) {
   constexpr int64_t kMaxGroup = 1 << 16;
   require_in_range(max_context(p), 0, kMaxPosition, named("block_tables' tokens"));
   require_in_range(group_of(p), 1, kMaxGroup, named("query's heads for each KV head"));
   require_in_range(p.num_tokens, 0, kMaxPosition / group_of(p), named("query's tokens"));
-  require_in_range(options.max_query_len, 0, std::numeric_limits<int64_t>::max(),
-                   named("max_query_len"));
-  require_in_range(most_query_tokens(options), 0, kMaxPosition, named("max_query_len"));
+  require_in_range(options.max_query_len, 0, kMaxPosition, named("max_query_len"));
+  require_in_range(options.max_short_query_len, 0, kMaxPosition, named("max_short_query_len"));
 }
 
 // The workspace: room for a plan, which a call without one makes there; then what the kernels leave
@@ -187,8 +181,7 @@ Scratch scratch_in(void* workspace, const PagedAttentionParams& p, int64_t max_p
 // because some sequence may be long, most short ones are decodes.
 int64_t rows_of_short_sequence(const PagedAttentionParams& p, const AttentionOptions& options) {
   const int64_t group = group_of(p);
-  const int64_t of_short = options.max_query_len >> kBitsOfQueryLen;
-  for (const int64_t most : {of_short, most_query_tokens(options)}) {
+  for (const int64_t most : {options.max_short_query_len, options.max_query_len}) {
     if (most > 0 && is_short(most, group)) return most * group;
   }
   return group;
@@ -216,7 +209,7 @@ Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int
   work.plan = plan_in(plan_memory, p.num_sequences);
   work.cutting = cutting_of(p, options.split_tokens);
   work.faults = context.faults;
-  work.max_query_len = static_cast<int32_t>(most_query_tokens(options));
+  work.max_query_len = static_cast<int32_t>(options.max_query_len);
   work.short_tile_rows =
       on_tensor_cores ? short_tile_rows(rows_of_short_sequence(p, options), p.pages.head_size)
                       : kRowsOfFmaTile;

@@ -56,8 +56,6 @@ MAX_SHARED_PLANS: Final = 16
 """Kept of a batch. Callers choose the window of each call, so they could fill memory with plans."""
 _SHORT_ROWS: Final = 32
 """The rows of a KV head that a short sequence has at most, as in csrc/cuda/attention/cutting.h."""
-_BITS_OF_QUERY_LEN: Final = 32
-"""As in csrc/cuda/operations.h."""
 _TENSOR_BYTES: Final = 256 << 20  # for queries, outputs and block tables beside the workspace
 _FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention", "plan_attention")
 
@@ -344,7 +342,8 @@ class CudaKernels(NativeKernels):
             share_reads=self._may_share(a),
             is_padded=a.is_padded,
             options=self._options(a),
-            max_query_len=_query_lens(a),
+            max_query_len=a.max_query_len,
+            max_short_query_len=_max_short_query_len(a),
             split_tokens=self._split_tokens,
             num_partials=num_partials,
             memory=memory.data_ptr(),
@@ -359,14 +358,14 @@ class CudaKernels(NativeKernels):
         lse: torch.Tensor | None,
         plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        has_plan = plan is not None
         try:
             return self._attend(
                 arguments,
                 out,
                 lse,
+                max_query_len=arguments.max_query_len,
                 # The tiles of a plan are as wide as it says.
-                max_query_len=arguments.max_query_len if has_plan else _query_lens(arguments),
+                max_short_query_len=0 if plan else _max_short_query_len(arguments),
                 split_tokens=self._split_tokens,
                 workspace=workspace.data_ptr(),
                 workspace_bytes=workspace.numel(),
@@ -413,21 +412,17 @@ class CudaKernels(NativeKernels):
             return super()._call(name, stream=stream, **arguments)
 
 
-def _query_lens(arguments: AttentionArguments) -> int:
-    """The bound on all sequences' query tokens, and above it that on the short sequences', where
-    the lengths are on the host. Beside a prefill, too, tiles are then as wide as the rows of
-    speculative sequences, which read their keys and values once.
+def _max_short_query_len(arguments: AttentionArguments) -> int:
+    """The most query tokens of a short sequence, where the lengths are on the host; else 0. Beside
+    a prefill, too, tiles are then as wide as the rows of speculative sequences, which read their
+    keys and values once.
     """
-    most = arguments.max_query_len
-    fits = 0 <= most < 1 << _BITS_OF_QUERY_LEN
-    require(fits, f"must be 0 to 2^{_BITS_OF_QUERY_LEN} - 1, is {most}", "max_query_len")
     if arguments.lengths is None:
-        return most
+        return 0
     group = arguments.query.shape[1] // arguments.keys.shape[1]
     query_lens = np.diff(arguments.lengths.query_starts)
     is_short = (query_lens == 1) | (query_lens * group <= _SHORT_ROWS)
-    of_short = int(query_lens[is_short].max(initial=0))
-    return of_short << _BITS_OF_QUERY_LEN | most
+    return int(query_lens[is_short].max(initial=0))
 
 
 def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
