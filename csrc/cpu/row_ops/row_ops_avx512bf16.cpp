@@ -334,7 +334,7 @@ KVPLANE_INLINE void add_rows_of_values(const AttendArgs& args, const Values& val
 template <int kChunks, int kUnit, typename Rows>
 void attend_few_bf16_rows(const AttendArgs& args, const Rows& source) {
   Workspace w;
-  const int64_t finer = args.num_rows == 1 ? 2 : 1;
+  const int64_t finer = args.num_rows == 1 ? 2 : 1;  // a single row is done soonest
   Prefetch keys = prefetch_with_keys(args, 16 * finer);
   weigh_bf16_rows<kChunks>(args, *args.tile, source, &keys, &w);
   Prefetch values = prefetch_with_values(args, 8 * finer);
