@@ -267,7 +267,7 @@ class Check {
     if (has_plan_) {
       attend_by_plan(p, workspace.data(), bytes, needed, faults);
     } else {
-      paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, faults});
+      paged_attention(p, {0, 0, kSplit, workspace.data(), bytes}, {0, faults});
       emulator::finish();
     }
   }
@@ -281,11 +281,11 @@ class Check {
                       int64_t num_partials, int32_t* faults) {
     const DeviceMemory memory(static_cast<size_t>(attention_plan_bytes(p.num_sequences)));
     const cuda::AttentionPlan plan =
-        plan_attention(p, {0, kSplit, nullptr, 0}, num_partials, memory.data(), {0, faults});
+        plan_attention(p, {0, 0, kSplit, nullptr, 0}, num_partials, memory.data(), {0, faults});
     for (int layer = 0; layer < 2; ++layer) {
       emulator::finish();
       std::memset(p.out, 0xFF, static_cast<size_t>(out_bytes()));
-      paged_attention(p, {0, kSplit, workspace, bytes, &plan}, {0, faults});
+      paged_attention(p, {0, 0, kSplit, workspace, bytes, &plan}, {0, faults});
     }
     emulator::finish();
   }
@@ -294,7 +294,7 @@ class Check {
   void refuse_less(const PagedAttentionParams& p, int64_t bytes) {
     int32_t faults = 0;
     const DeviceMemory workspace(static_cast<size_t>(bytes));
-    paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, &faults});
+    paged_attention(p, {0, 0, kSplit, workspace.data(), bytes}, {0, &faults});
     emulator::finish();
     if (faults != kBadWorkspace) throw std::runtime_error("a workspace too small is not reported");
   }
