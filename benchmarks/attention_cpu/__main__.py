@@ -84,7 +84,7 @@ def restart_quietly() -> None:
     """
     settings = {
         "OMP_WAIT_POLICY": "PASSIVE",
-        # glibc: a call that takes pages from the system, or gives them back, is one of many.
+        # For glibc: it keeps what is freed, and takes from the heap what is below 32 MiB.
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     }

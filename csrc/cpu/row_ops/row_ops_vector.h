@@ -246,8 +246,8 @@ class Prefetch {
 };
 
 // What the pass over a tile's keys prefetches, and what that over its values does: the same rows of
-// the next tile. But a processor drops prefetches when too many are on their way. So with few rows,
-// where memory is the limit, each pass asks again for what the pass after it reads.
+// the next tile. But a processor may drop prefetches when too many are on their way. So with few
+// rows, where memory is the limit, each pass asks again for what the pass after it reads.
 KVPLANE_INLINE bool asks_again(const AttendArgs& args) { return args.num_rows <= 8; }
 KVPLANE_INLINE const char* const* again_with_keys(const AttendArgs& args) {
   return asks_again(args) ? args.tile->value : nullptr;
