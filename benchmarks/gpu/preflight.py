@@ -1,6 +1,6 @@
 """Lists what a run on a GPU needs and this machine lacks. Imports nothing of the project.
 
-    python benchmarks/gpu/preflight.py [--build-only]
+    python -m benchmarks.gpu.preflight [--build-only]
 
 Prints a line for each thing that is missing, and exits with 2 if there is one. With --build-only
 only what is needed to compile is checked.
@@ -22,7 +22,7 @@ BUILD_PACKAGES = {
     "pybind11": "2.13",
 }
 # The tests and measurements import these, torch, and nothing else from outside.
-RUN_PACKAGES = {"pytest": "", "google.protobuf": "7.35.1"}
+RUN_PACKAGES = {"pytest": "", "google.protobuf": "6.31"}
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 _DISTRIBUTIONS = {

@@ -11,6 +11,7 @@ NAME: decode, speculative or prefill.
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ def run(name: str, machine: Machine) -> None:
 def lines(rows: Sequence[dict[str, str]]) -> Iterator[str]:
     """A line for each kernel that was profiled; the first row of ncu's table holds the units."""
     for row in rows:
-        kernel = row.get("Kernel Name", "").partition("(")[0].rpartition("::")[2]
+        name = row.get("Kernel Name", "").partition("(")[0].removeprefix("void ")
+        kernel = re.sub(r"\w+::", "", name)
         figures = [f"{said} {row[name]}" for name, said in METRICS.items() if row.get(name)]
         if kernel and figures:
             yield f"profile: {kernel[:60]}: {', '.join(figures)}"

@@ -33,7 +33,7 @@ SIZE='' ONLY='' BUILDS=yes
 LIMIT_S=580        # for the whole run
 STEPS_S=90         # each part is interrupted when its time is over
 CAPTURE_S=30
-SANITIZE_S=30      # for each sanitizer
+SANITIZE_S=60      # for each sanitizer
 PROFILE_S=60
 CONFORM_S=200
 MEASURE_S=280      # after which no measurement is started
@@ -60,7 +60,7 @@ briefly() { cut -c 1-200 | tail -n "$1" >&2; }
 
 check() {
   # shellcheck disable=SC2086
-  "$PYTHON" benchmarks/gpu/preflight.py $SIZE >&2
+  "$PYTHON" -m benchmarks.gpu.preflight $SIZE >&2
 }
 
 take_wheels() {
@@ -92,7 +92,7 @@ build_emulator() {
 run_cases() {
   local limit=$1 log=$OUT/$2 code=0
   shift 2
-  KVPLANE_DEVICE_BACKEND=cuda within "$limit" "$PYTHON" -m pytest -v --maxfail 20 -c /dev/null \
+  KVPLANE_DEVICE_BACKEND=cuda within "$limit" "$PYTHON" -m pytest -v --maxfail 60 -c /dev/null \
     --rootdir . -p no:cacheprovider -W ignore -m "not nightly" --tb short "$@" >"$log" 2>&1 ||
     code=$?
   grep -E '^(FAILED|ERROR|E  )' "$log" | head -n 4 >&2 || true
@@ -154,7 +154,7 @@ profile() {
     # The second launch of the kernel that attends: the first warms up. A call launches others whose
     # names begin alike and that may have nothing to do. Not everybody may read ncu's counters.
     kernel=$("$PYTHON" -m benchmarks.gpu.profile kernel "$name")
-    within "$PROFILE_S" ncu --csv --page raw --metrics "$metrics" -k "$kernel" --launch-skip 1 \
+    within "$PROFILE_S" ncu --clock-control none --csv --page raw --metrics "$metrics" -k "$kernel" --launch-skip 1 \
       --launch-count 1 "$PYTHON" -m benchmarks.gpu.profile run "$name" \
       >"$OUT/ncu-$name.csv" 2>&1 || say "ncu could not profile $name: $OUT/ncu-$name.csv"
     "$PYTHON" -m benchmarks.gpu.profile say "$OUT/ncu-$name.csv" | briefly 1
@@ -164,7 +164,7 @@ profile() {
 
 conform() {
   local files=() file
-  for file in tests/kernels/test_cuda_*.py tests/kernels/on_gpu_*.py; do
+  for file in tests/kernels/on_gpu_*.py tests/kernels/test_cuda_*.py; do
     case ${file##*/} in
       # The first needs no GPU, the second only the emulator; the third is among the steps.
       test_cuda_build.py | test_cuda_small_devices.py | test_cuda_steps.py) ;;

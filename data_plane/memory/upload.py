@@ -31,6 +31,8 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """The memory of a contiguous CPU tensor."""
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
     there: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return there
 

@@ -6,7 +6,7 @@ On the emulator the pool is virtual memory of which only the end is touched; a G
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -36,10 +36,16 @@ def test_attention_over_far_blocks_gives_the_bits_of_near_ones(
     far_block = NUM_BLOCKS - 1 - near.block_tables
     far = replace(
         near,
-        pages=huge(backend, dtype)[:, 0],
         block_tables=torch.where(near.block_tables < 0, near.block_tables, far_block),
         slots=(NUM_BLOCKS - 1 - near.slots // 16) * 16 + near.slots % 16,
     )
+    # Where the pages are, which are too large to be moved for each call.
+    there = {
+        f.name: value.to(backend.device)
+        for f in fields(far)
+        if isinstance(value := getattr(far, f.name), torch.Tensor)
+    }
+    far = replace(far, **there | {"pages": huge(backend, dtype)[:, 0]})
     backend.reshape_and_cache(far.to_write())
     assert_same_bits(far.attend()[0], near.attend()[0])
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.cases.shapes import Shape
 _CSV = """==PROF== Connected to process 7
 "ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed"
 "","","usecond","%"
-"0","void kvplane::cuda::attend_short<Half, 128, 1, 3>(Work)","61.5","83.2"
+"0","void kvplane::cuda::attend_short<kvplane::cuda::Half, 128, 1, 3>(Work)","61.5","83.2"
 """
 # As many query tokens and query heads of a KV head as the shapes that are profiled, and splits.
 _SMALL = {

@@ -205,8 +205,8 @@ def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_packages_that_are_missing_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "7.4.1")
-    assert "the package protobuf>=7.35.1: here is 7.4.1" in preflight.missing_for_run()
+    monkeypatch.setattr(metadata, "version", lambda name: "5.29.1")
+    assert "the package protobuf>=6.31: here is 5.29.1" in preflight.missing_for_run()
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     assert "the package torch" in preflight.missing_for_run()
     assert "the package pybind11>=2.13" in preflight.missing_for_build()

@@ -24,10 +24,12 @@ def packed_logits(
     keeps_all = len(last) == len(tokens)  # 0 says so: rows are not copied then
     with attention.running(step):
         output = model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.tensor([positions]),
+            input_ids=torch.tensor([tokens], device=model.device),
+            position_ids=torch.tensor([positions], device=model.device),
             use_cache=False,
-            logits_to_keep=0 if keeps_all else torch.tensor(last, dtype=torch.long),
+            logits_to_keep=0
+            if keeps_all
+            else torch.tensor(last, dtype=torch.long, device=model.device),
         )
     logits: torch.Tensor = output.logits[0]
     if len(logits) != len(last):  # of a model that computes them for every token

@@ -110,7 +110,8 @@ def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
     adapters.set_attention(model, "eager")
     with torch.inference_mode(), _refusals(model, "with eager attention"):
         of_sequences = [
-            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in tokens
+            model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+            for ids in tokens
         ]
     return torch.stack([of_sequences[i][position] for i, position in _rows()]).float()
 

@@ -108,9 +108,10 @@ class _Plane:
         value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        out = self._executor.layer(_SESSION.session_id, index, query, key, value, options=options)
+        there = (query.cpu(), key.cpu(), None if value is None else value.cpu())
+        out = self._executor.layer(_SESSION.session_id, index, *there, options=options)
         assert out is not None, "a layer with queries has an output"
-        return out
+        return out.to(query.device)
 
     def _sign(self, tag: str, payload: bytes) -> pb.SignedPayload:
         signature = signing.sign(self._key, tag, payload)
