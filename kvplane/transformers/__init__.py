@@ -2,7 +2,7 @@
 its models, for the engine too.
 
     model.set_attn_implementation("kvplane")
-    model.generate(ids, past_key_values=PlaneCache(model))
+    model.generate(ids, cache=PlaneCache(model))  # past_key_values before transformers 5.24
 
 Names are imported when they are first used, so that a part that needs no torch comes without it.
 """

@@ -144,8 +144,9 @@ def _attention(
     running = _RUNNING.get(None)
     if running is None:
         raise InvalidRequestError(
-            'attention "kvplane" computes with a cache: give past_key_values=PlaneCache(model)',
-            field="past_key_values",
+            'attention "kvplane" computes with a cache: give cache=PlaneCache(model), or '
+            "past_key_values=PlaneCache(model) before transformers 5.24",
+            field="cache",
         )
     index = module.layer_idx
     if not isinstance(index, int):

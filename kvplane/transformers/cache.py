@@ -1,4 +1,5 @@
-"""``model.generate(ids, past_key_values=PlaneCache(model))``: keys and values in a kvplane pool.
+"""``model.generate(ids, cache=PlaneCache(model))``: keys and values in a kvplane pool. Before
+transformers 5.24 the argument is ``past_key_values``.
 
 A hook of the model sees the token ids of each forward pass before it begins. It admits or extends
 the sequences of the batch, has the model leave out the columns whose keys and values were found
@@ -33,7 +34,7 @@ attention.register()
 
 # Arguments of a forward pass, beside positions, that have a column for each token.
 _OF_COLUMNS: Final = ("input_ids", "token_type_ids")
-_FIELD: Final = "past_key_values"
+_FIELD: Final = "cache"
 
 
 class PlaneCache(Cache):
@@ -374,14 +375,21 @@ def _before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
-    cache = kwargs.get(_FIELD)
-    return ((), cache._before(module, kwargs)) if isinstance(cache, PlaneCache) else None
+    cache = _cache_in(kwargs)
+    return None if cache is None else ((), cache._before(module, kwargs))
 
 
 def _after_forward(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     """Called after an error too, with no output."""
-    cache = kwargs.get(_FIELD)
-    if isinstance(cache, PlaneCache):
+    cache = _cache_in(kwargs)
+    if cache is not None:
         cache._after(failed=output is None)
+
+
+def _cache_in(kwargs: dict[str, Any]) -> PlaneCache | None:
+    """The cache among a forward pass's arguments, whatever this release of transformers, or a
+    model with code of its own, calls the argument.
+    """
+    return next((value for value in kwargs.values() if isinstance(value, PlaneCache)), None)

@@ -211,7 +211,7 @@ class Planes:
     def _acquire(self) -> None:
         self.abandon()  # a forward pass of this thread was interrupted
         if not self.is_open:
-            raise InvalidRequestError("its planes were closed", field="past_key_values")
+            raise InvalidRequestError("its planes were closed", field="cache")
         self._lock.acquire()
         self._owner = threading.get_ident()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_planes import POOL, ROOT, VOCABULARY, Pair
+from plane_cache_checks import ARGUMENT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from kvplane.transformers import PlaneCache, close_planes
@@ -62,7 +63,7 @@ def test_both_ways_in_give_the_text_of_eager_attention(folder: Path, pair: Pair)
     assert len(set(wanted)) > 5
     model.set_attn_implementation("kvplane")
     with PlaneCache(model, control_plane=pair.control.address, pool_id=POOL) as cache:
-        assert generate(model, tokenizer, past_key_values=cache) == wanted
+        assert generate(model, tokenizer, **{ARGUMENT: cache}) == wanted
         (group,) = cache.describe_pool().layout.groups
     close_planes(model)
     is_latent = group.cache_kind == tpb.CACHE_KIND_LATENT

@@ -16,7 +16,9 @@ import pytest
 import torch
 from engine_planes import Process
 from plane_cache_checks import (
+    ARGUMENT,
     CHECKS,
+    NUM_NEW,
     Check,
     answer,
     assert_same,
@@ -25,7 +27,7 @@ from plane_cache_checks import (
     prompts,
     tiny_llama,
 )
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvplane import LayerGroup, Layout
 from kvplane.errors import (
@@ -95,7 +97,7 @@ def test_nothing_can_be_used_that_was_closed(model: PreTrainedModel) -> None:
     other = tiny_llama()
     cache, closed = PlaneCache(other, **POOL), PlaneCache(other, **POOL)
     closed.close()
-    with pytest.raises(InvalidRequestError, match="past_key_values: was closed"):
+    with pytest.raises(InvalidRequestError, match="cache: was closed"):
         answer(other, closed, **prompts())
     close_planes(other)
     with pytest.raises(InvalidRequestError, match="its planes were closed"):
@@ -113,7 +115,7 @@ def test_a_model_that_computes_attention_otherwise_is_refused(model: PreTrainedM
     model.set_attn_implementation("sdpa")
     with PlaneCache(model, **POOL) as cache:
         with pytest.raises(InvalidRequestError, match=r"'sdpa': call model\.set_attn") as caught:
-            model.generate(**prompts(), past_key_values=cache, max_new_tokens=4)
+            model.generate(**prompts(), **{ARGUMENT: cache}, max_new_tokens=4)
         assert caught.value.field == "model"
 
 
@@ -123,14 +125,14 @@ def test_a_cache_of_another_model_is_refused(model: PreTrainedModel) -> None:
         for attention in ("eager", "kvplane"):
             other.set_attn_implementation(attention)
             with pytest.raises(InvalidRequestError, match="was made for another model"):
-                other.generate(**prompts(), past_key_values=cache, max_new_tokens=4)
+                other.generate(**prompts(), **{ARGUMENT: cache}, max_new_tokens=4)
             PlaneCache(other, **POOL)  # now that model has hooks too
     close_planes(other)
 
 
 def test_attention_without_a_cache_of_ours_is_refused(model: PreTrainedModel) -> None:
     model.set_attn_implementation("kvplane")
-    with pytest.raises(InvalidRequestError, match=r"past_key_values=PlaneCache\(model\)"):
+    with pytest.raises(InvalidRequestError, match=r"give cache=PlaneCache\(model\)"):
         model.generate(**prompts(), max_new_tokens=4)
 
 
@@ -151,7 +153,7 @@ def test_a_batch_that_cannot_be_cached_is_refused(
     model.set_attn_implementation("kvplane")
     with PlaneCache(model, **POOL) as cache, torch.no_grad():
         with pytest.raises(InvalidRequestError) as caught:
-            model(**change(prompts()), past_key_values=cache)
+            model(**change(prompts()), **{ARGUMENT: cache})
         assert caught.value.field == field
         assert num_held(cache) == 0
 
@@ -160,14 +162,14 @@ def test_another_number_of_rows_is_refused_and_the_cache_goes_on(model: PreTrain
     batch = prompts()
     with PlaneCache(model, **POOL) as cache, torch.no_grad():
         model.set_attn_implementation("kvplane")
-        model(**batch, past_key_values=cache)
+        model(**batch, **{ARGUMENT: cache})
         two = torch.tensor([[7], [8]])
         with pytest.raises(InvalidRequestError, match="has 2 rows, but the cache has 3"):
-            model(two, past_key_values=cache)
+            model(two, **{ARGUMENT: cache})
         other_mask = torch.ones(3, 41, dtype=torch.long)
         with pytest.raises(InvalidRequestError, match="other padding than before"):
-            model(torch.tensor([[7]] * 3), attention_mask=other_mask, past_key_values=cache)
-        model(torch.tensor([[7]] * 3), past_key_values=cache)
+            model(torch.tensor([[7]] * 3), attention_mask=other_mask, **{ARGUMENT: cache})
+        model(torch.tensor([[7]] * 3), **{ARGUMENT: cache})
         assert cache.get_seq_length() == 41
 
 
@@ -226,7 +228,7 @@ def test_gradients_are_refused(model: PreTrainedModel) -> None:
     model.set_attn_implementation("kvplane")
     with PlaneCache(model, **POOL) as cache:
         with pytest.raises(InvalidRequestError, match=r"torch.no_grad\(\)"):
-            model(**prompts(), past_key_values=cache)
+            model(**prompts(), **{ARGUMENT: cache})
         assert num_held(cache) == 0
 
 
@@ -241,7 +243,7 @@ def test_all_logits_are_given_where_all_are_wanted(model: PreTrainedModel) -> No
         model.set_attn_implementation("kvplane")
         for how in ({}, {"logits_to_keep": 1}, {"logits_to_keep": 20}, {}):
             with PlaneCache(model, **POOL) as cache:
-                got = model(**batch, past_key_values=cache, **how).logits
+                got = model(**batch, **{ARGUMENT: cache}, **how).logits
                 kept = how.get("logits_to_keep", want.shape[1])
                 torch.testing.assert_close(got, want[:, -kept:], atol=5e-5, rtol=0)
 
@@ -255,6 +257,31 @@ def test_arguments_may_be_positional(model: PreTrainedModel) -> None:
         model.set_attn_implementation("eager")
         want = model(batch["input_ids"], batch["attention_mask"], positions).logits[:, -1]
     torch.testing.assert_close(got, want, atol=5e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_the_argument_has_the_name_that_transformers_or_the_model_gives_it(
+    model: PreTrainedModel,
+) -> None:
+    """Transformers renames it (5.24 did, and takes the former name too)."""
+
+    class Renaming(LlamaForCausalLM):
+        def forward(self, *args: Any, memory: Any = None, **kwargs: Any) -> Any:
+            return super().forward(*args, **{ARGUMENT: memory}, **kwargs)
+
+    batch = one_prompt()
+    want = answer(model, None, **batch)
+    model.set_attn_implementation("kvplane")
+    for name in {ARGUMENT, "past_key_values"}:
+        with PlaneCache(model, **POOL) as cache:
+            ids = model.generate(**batch, **{name: cache}, max_new_tokens=NUM_NEW)
+        assert torch.equal(ids, want.sequences)
+    renaming = Renaming(model.config).eval()
+    renaming.load_state_dict(model.state_dict())
+    with PlaneCache(renaming, **POOL, probe=False) as cache, torch.no_grad():
+        got = renaming(**batch, memory=cache).logits[:, -1]
+    torch.testing.assert_close(got, want.logits[0], atol=5e-5, rtol=0)
+    close_planes(renaming)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -291,7 +318,7 @@ def test_a_session_that_ended_is_replaced(model: PreTrainedModel) -> None:
     for each in (cache, other):
         model.set_attn_implementation("kvplane")
         with pytest.raises(SessionNotFoundError), torch.no_grad():
-            model(torch.tensor([[7]] * 3), past_key_values=each)
+            model(torch.tensor([[7]] * 3), **{ARGUMENT: each})
         assert_same(answer(model, each, **prompts()), answer(model, None, **prompts()))
         each.close()
 

@@ -5,8 +5,9 @@ own cache. Each check takes a model, and the settings of its caches.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.functional import pad
@@ -21,6 +22,13 @@ BLOCK_SIZE = 16
 PADDING = (0, 5, 17)
 NUM_COLUMNS = 40
 ATOL = 5e-5
+
+# What the installed release of transformers calls the argument that takes a cache.
+ARGUMENT: Final = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 
 Check = Callable[..., None]
 
@@ -62,7 +70,7 @@ def answer(model: PreTrainedModel, cache: Cache | None, **how: Any) -> Any:
     defaults = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
     how = {**defaults, "use_cache": True, **how}
     if cache is not None:
-        how["past_key_values"] = cache
+        how[ARGUMENT] = cache
     return model.generate(**how, output_logits=True, return_dict_in_generate=True)
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 import torch
+from plane_cache_checks import ARGUMENT
 from tiny_models import tiny_model
 
 from benchmarks.window_groups import MODELS, held_blocks, layout_of
@@ -22,7 +23,7 @@ def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
     ids = torch.randint(3, 60, (1, 60), generator=torch.Generator().manual_seed(1))
     how = {"do_sample": False, "max_new_tokens": 140, "min_new_tokens": 140, "pad_token_id": 0}
     with PlaneCache(model, num_device_blocks=256) as cache:
-        output = model.generate(ids, past_key_values=cache, **how)
+        output = model.generate(ids, **{ARGUMENT: cache}, **how)
         pool = cache.describe_pool()
     close_planes(model)
     held = {
