@@ -97,7 +97,7 @@ def generate(
     with ExitStack() as closing:
         if on_planes:
             cache = PlaneCache(model, num_device_blocks=NUM_BLOCKS)
-            how["past_key_values"] = closing.enter_context(cache)
+            how["cache"] = closing.enter_context(cache)
         output: torch.Tensor = model.generate(ids, attention_mask=mask, do_sample=False, **how)
     return output[:, width:].tolist()
 

@@ -84,12 +84,19 @@ def test_any_model_is_computed_in_parts_or_refused(tmp_path, model_type) -> None
         ("opt", "no plan"),
         ("phi3", "cuts layers as colwise_gather_output"),
         ("qwen3_moe", "cuts layers as moe_tp_experts, packed_colwise"),
-        ("gpt_neox", "other layers than q_proj"),
     ],
 )
 def test_a_model_without_a_plan_that_is_served_is_refused(tmp_path, model_type, why) -> None:
     model = tiny_model(model_type)
     with pytest.raises(InvalidRequestError, match=f"tensor_parallel: .*{why}"):
+        keep_part(model, layout_of(model), RankGroup(tmp_path / "meeting", 0, 1, 10.0))
+
+
+def test_a_model_whose_attention_has_one_projection_is_refused(tmp_path) -> None:
+    model = tiny_model("gpt_neox")
+    plan = model.config.base_model_tp_plan
+    model.config.base_model_tp_plan = {name: plan[name] for name in plan if name != "embed_in"}
+    with pytest.raises(InvalidRequestError, match=r"tensor_parallel: .*other layers than q_proj"):
         keep_part(model, layout_of(model), RankGroup(tmp_path / "meeting", 0, 1, 10.0))
 
 

@@ -53,7 +53,7 @@ def test_an_embedded_pool_gives_what_eager_attention_gives(
     ("family", "message"),
     [
         ("diffllama", "attention twice|gives other logits"),
-        ("gptj", "in its own code"),
+        ("gpt_neo", "in its own code"),
         ("mamba", "only full and sliding attention"),
     ],
 )
