@@ -174,7 +174,7 @@ print(metadata.version("protobuf"), metadata.version("grpcio"), asyncio.run(ask(
 
 
 @pytest.mark.parametrize(
-    ("protobuf", "grpcio"), [("6.31.0", "1.72.1"), ("7.34.0", "1.81.0")], ids=["floors", "first-7"]
+    ("protobuf", "grpcio"), [("6.33.5", "1.72.1"), ("7.34.0", "1.81.0")], ids=["floors", "first-7"]
 )
 async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
     wheel: Path, tmp_path: Path, protobuf: str, grpcio: str
