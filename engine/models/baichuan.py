@@ -88,7 +88,7 @@ class _AlibiAttention(LlamaAttention):
 
     alibi_slopes: torch.Tensor
 
-    def forward(  # type: ignore[override]  # takes all that the superclass names
+    def forward(  # takes all that the superclass names
         self,
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
