@@ -18,8 +18,8 @@ Rule = Callable[[Path], list[str]]
 PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.files_are_short,
-        {"engine/long.py": "\n" * 501, "engine/short.py": "\n" * 500},
-        ["engine/long.py:501: 501 lines"],
+        {"engine/long.py": "\n" * 701, "engine/short.py": "\n" * 700},
+        ["engine/long.py:701: 701 lines"],
     ),
     (
         rules.functions_are_short,

@@ -18,7 +18,7 @@ FOLDERS = (
 CODE = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh", ".proto"}
 NOT_OURS = {"__pycache__", "build", "node_modules"}
 
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 70
 MAX_LINE_CHARACTERS = 100
 MAX_README_LINES = 149

@@ -154,7 +154,8 @@ profile() {
     # The second launch of the kernel that attends: the first warms up. A call launches others whose
     # names begin alike and that may have nothing to do. Not everybody may read ncu's counters.
     kernel=$("$PYTHON" -m benchmarks.gpu.profile kernel "$name")
-    within "$PROFILE_S" ncu --clock-control none --csv --page raw --metrics "$metrics" -k "$kernel" --launch-skip 1 \
+    within "$PROFILE_S" ncu --clock-control none --csv --page raw --metrics "$metrics" \
+      -k "$kernel" --launch-skip 1 \
       --launch-count 1 "$PYTHON" -m benchmarks.gpu.profile run "$name" \
       >"$OUT/ncu-$name.csv" 2>&1 || say "ncu could not profile $name: $OUT/ncu-$name.csv"
     "$PYTHON" -m benchmarks.gpu.profile say "$OUT/ncu-$name.csv" | briefly 1
