@@ -31,7 +31,7 @@ from data_plane.places import check_group, place_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.batches.fixed_rows import StepBounds
 from data_plane.plans.batches.transfers import Transfers
-from data_plane.plans.sessions import Sessions, check_ordinal
+from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
 from data_plane.plans.tables.block_report import Parts, Ranges, block_report
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.verifier import Verifier
@@ -280,17 +280,19 @@ class Executor:
         value: torch.Tensor | None,
         *,
         plan_number: int | None = None,
+        pass_index: int | None = ANY_PASS,
     ) -> pb.SignedPayload | None:
         """Write one layer's keys and values to the slots of the latest plan's spans.
 
         key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or None where
         the layer keeps latents. Returns the receipt once no layer is missing. ``plan_number``: the
-        plan expected to be the latest, None for any. Raises InvalidRequestError,
+        plan expected to be the latest, None for any. ``pass_index``: the pass expected to be the
+        present one, None for a plan that is computed without. Raises InvalidRequestError,
         PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError, StaleGenerationError when a
         block has been allocated again, and InternalError when the device failed.
         """
         with self._command.lock, self._command("write_layer"):
-            session, run = self._plans.latest(session_id, plan_number)
+            session, run = self._plans.latest(session_id, plan_number, pass_index)
             index = layer_index(self.layers, layer)
             batch = self._plans.batch(run, self.pools.group_of_layer(index))
             arguments = self._compute.write_arguments(batch, index, key, value)
@@ -307,6 +309,7 @@ class Executor:
         *,
         options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
+        pass_index: int | None = ANY_PASS,
         piece_s: float | None = None,
     ) -> Pieces[torch.Tensor]:
         """Attention of the latest plan's spans over their sequences, in a layer that was written.
@@ -315,7 +318,9 @@ class Executor:
         is [num_tokens, num_heads, value_head_size] of the query's dtype. ``piece_s``: how long a
         piece is to take on a CPU; None for one piece. Raises as ``write_layer`` does.
         """
-        pieces = self._plans.attend_to(session_id, layer, query, options, plan_number, piece_s)
+        pieces = self._plans.attend_to(
+            session_id, layer, query, options, plan_number, pass_index, piece_s
+        )
         return guarded(pieces, self._command.lock, lambda: self._command("attend"))
 
     def layer(
@@ -328,6 +333,7 @@ class Executor:
         *,
         options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
+        pass_index: int | None = ANY_PASS,
         field: str = "",
     ) -> torch.Tensor | None:
         """``write_layer`` and ``attend`` in one. Returns the attention output, None without a
@@ -339,7 +345,9 @@ class Executor:
         """
         tensors = query, key, value
         with self._command.lock, self._command("layer"):
-            run = self._plans.layer(session_id, layer, tensors, options, plan_number, field, None)
+            run = self._plans.layer(
+                session_id, layer, tensors, options, plan_number, pass_index, field, None
+            )
             return finish(run)
 
     def repeated_layers(self, session_id: int) -> RepeatedLayers | None:
@@ -358,6 +366,7 @@ class Executor:
         tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
         options: AttentionOptions,
         plan_number: int | None,
+        pass_index: int | None,
         field: str,
         piece_s: float | None,
         out: torch.Tensor | None = None,
@@ -366,7 +375,7 @@ class Executor:
         output goes, contiguous and apart from those; None for memory of its own.
         """
         pieces = self._plans.layer(
-            session_id, layer, tensors, options, plan_number, field, piece_s, out
+            session_id, layer, tensors, options, plan_number, pass_index, field, piece_s, out
         )
         return guarded(pieces, self._command.lock, lambda: self._command("layer"))
 

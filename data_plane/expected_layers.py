@@ -105,15 +105,20 @@ class Expectations:
             return bound_calls
 
     def expect(
-        self, session_id: int, plan_number: int, calls: Sequence[BoundCall], piece_s: float
+        self,
+        session_id: int,
+        plan_number: int,
+        pass_index: int | None,
+        calls: Sequence[BoundCall],
+        piece_s: float,
     ) -> ExpectedLayers | None:
-        """Let the latest plan's layers come by ``calls``; None where they are not for it: it
-        computes another number of tokens, or a layer takes longer than ``piece_s``. Raises as
-        ``PlanRunner.latest``.
+        """Let the layers of the latest plan's pass come by ``calls``; None where they are not for
+        it: it computes another number of tokens, or a layer takes longer than ``piece_s``. Raises
+        as ``PlanRunner.latest``.
         """
         compute = self._compute
         with self._lock:
-            run = self._plans.latest(session_id, plan_number)[1]
+            run = self._plans.latest(session_id, plan_number, pass_index)[1]
             if any(compute.pieces(batch.lengths, piece_s) for batch in run.attention):
                 return None
             for call in calls:

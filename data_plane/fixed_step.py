@@ -21,7 +21,7 @@ from data_plane.kernels.step_memory import is_capturing
 from data_plane.layers import layer_index
 from data_plane.plan_runner import PlanRunner
 from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
-from data_plane.plans.sessions import Run
+from data_plane.plans.sessions import ANY_PASS, Run
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
 from kvplane.layout import Layout
@@ -112,12 +112,14 @@ class FixedStep:
         *,
         num_tokens: int = 0,
         plan_number: int | None = None,
+        pass_index: int | None = ANY_PASS,
     ) -> Result:
         """Fill the step's rows from the session's latest plan and call ``call``, which replays a
         graph of all layers on the caller's stream, or calls ``layer`` for each. Returns its result.
 
         ``num_tokens``: of the layers' tensors; 0 for as many as the bounds have. ``plan_number``:
-        the plan expected to be the latest, None for any. The plan has run then, and
+        the plan expected to be the latest, None for any. ``pass_index``: the pass expected to be
+        the present one, None for a plan that is computed without. The plan has run then, and
         ``Executor.receipt`` returns its receipt; if ``call`` raises, it can be run again.
 
         Raises InvalidRequestError naming the bound where the plan does not fit, which can then be
@@ -125,7 +127,7 @@ class FixedStep:
         PlanOutOfOrderError if the plan has run; and as ``Executor.layer`` does.
         """
         with self._command.lock, self._command("step"):
-            session, run = self._plans.latest(self.session_id, plan_number)
+            session, run = self._plans.latest(self.session_id, plan_number, pass_index)
             if run.is_complete:
                 raise PlanOutOfOrderError(
                     f"plan {run.number} has run: start the next one", field="plan.number"

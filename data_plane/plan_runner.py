@@ -31,7 +31,7 @@ from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.plans.contents.written_slots import WrittenSlots
 from data_plane.plans.progress import Progress
-from data_plane.plans.sessions import Run, Session, Sessions
+from data_plane.plans.sessions import ANY_PASS, Run, Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
@@ -53,7 +53,8 @@ LayerTensors = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 @dataclass(frozen=True, slots=True)
 class StartedPlan:
     """A plan that was started, now or before. ``receipt``: there once the plan has run.
-    ``had_run``: whether it had run before this call.
+    ``had_run``: whether it had run before this call. ``pass_index``: the pass that it is in; None
+    where all tokens are computed at once.
     """
 
     number: int
@@ -61,6 +62,7 @@ class StartedPlan:
     num_spans: int
     receipt: pb.SignedPayload | None = None
     had_run: bool = False
+    pass_index: int | None = None
 
 
 class PlanRunner:
@@ -99,7 +101,9 @@ class PlanRunner:
         known = session.place(plan, digest)
         if isinstance(known, pb.SignedPayload):
             counts = columns.read(columns.INT32, plan.spans.num_tokens, "plan.spans.num_tokens")
-            return StartedPlan(plan.number, sum(counts), len(counts), known, had_run=True)
+            latest = session.latest
+            of_pass = latest.pass_index if latest and latest.number == plan.number else None
+            return StartedPlan(plan.number, sum(counts), len(counts), known, True, of_pass)
         run = known
         if run is None:
             run = session.latest = self._prepare(session, plan, digest)
@@ -110,7 +114,8 @@ class PlanRunner:
         if not run.transferred:
             self._transfer(session, run)
         receipt = self.receipt(session, run)
-        return StartedPlan(run.number, run.num_tokens, run.num_spans, receipt)
+        tokens, spans = run.num_tokens, run.num_spans
+        return StartedPlan(run.number, tokens, spans, receipt, pass_index=run.pass_index)
 
     def _prepare(self, session: Session, plan: pb.Plan, digest: bytes) -> Run:
         """Make a new plan's table changes, all or nothing."""
@@ -242,6 +247,7 @@ class PlanRunner:
         also as ``latest``.
         """
         num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
+        of_pass = run.pass_index
         pieces = self._compute.pieces(arguments.lengths, piece_s)
         if not pieces:
             self._check_may_read(session, run)
@@ -252,7 +258,7 @@ class PlanRunner:
         for rows in pieces:
             if rows.start:
                 yield
-                self.latest(session.id, run.number)
+                self.latest(session.id, run.number, of_pass)
             self._check_may_read(session, run)
             output[rows.start : rows.stop] = self._compute.attend(
                 rows_of(arguments, rows), num_context * len(rows) // len(output)
@@ -270,10 +276,11 @@ class PlanRunner:
         query: torch.Tensor,
         options: AttentionOptions,
         plan_number: int | None,
+        pass_index: int | None,
         piece_s: float | None,
     ) -> Pieces[torch.Tensor]:
         """``attend`` for the session's latest plan. Raises as it, and InvalidRequestError."""
-        session, run = self.latest(session_id, plan_number)
+        session, run = self.latest(session_id, plan_number, pass_index)
         index = layer_index(self._layers, layer)
         batch = self.batch(run, self._compute.group_of_layer(index))
         arguments = self._compute.attention_arguments(batch, index, query, options)
@@ -291,6 +298,7 @@ class PlanRunner:
         tensors: LayerTensors,
         options: AttentionOptions,
         plan_number: int | None,
+        pass_index: int | None,
         field: str,
         piece_s: float | None,
         out: torch.Tensor | None = None,
@@ -299,7 +307,7 @@ class PlanRunner:
         is a query, into ``out`` if given. Raises as ``latest``, ``write`` and ``attend`` do, and
         InvalidRequestError naming a field after the prefix ``field``.
         """
-        session, run, index, batch = self._find(session_id, layer, plan_number, field)
+        session, run, index, batch = self._find(session_id, layer, plan_number, pass_index, field)
         query, key, value = tensors
         compute, is_new = self._compute, not run.is_complete
         progress = run.progress  # others may begin another pass wherever this yields
@@ -326,12 +334,17 @@ class PlanRunner:
         return output
 
     def _find(
-        self, session_id: int, layer: int, plan_number: int | None, field: str
+        self,
+        session_id: int,
+        layer: int,
+        plan_number: int | None,
+        pass_index: int | None,
+        field: str,
     ) -> tuple[Session, Run, int, AttentionBatch]:
         """The session, its latest plan, the layer's index and the batch of its group. Raises as
         ``latest``, and InvalidRequestError for a layer that does not come next.
         """
-        session, run = self.latest(session_id, plan_number)
+        session, run = self.latest(session_id, plan_number, pass_index)
         index = layer_index(self._layers, layer, field)
         if index and not run.progress.is_written(index - 1):
             raise InvalidRequestError(
@@ -387,9 +400,12 @@ class PlanRunner:
             if raises:
                 raise
 
-    def latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:
+    def latest(
+        self, session_id: int, plan_number: int | None, pass_index: int | None = ANY_PASS
+    ) -> tuple[Session, Run]:
         """The session's latest plan, ready for layers. ``plan_number``: the one that it has to be,
-        None for any. Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed
+        None for any. ``pass_index``: the pass that it has to be in, None for a plan without passes.
+        Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed
         while the plan ran, InternalError.
         """
         session = self._sessions.get(session_id)
@@ -405,6 +421,7 @@ class PlanRunner:
         if run.failure:
             raise InternalError(run.failure)
         run.check_transferred()
+        run.check_pass(pass_index)
         return session, run
 
     def is_unchanged(self, run: Run) -> bool:

@@ -37,6 +37,8 @@ _MAX_NUMBER = 2**63 - 2
 _MAX_KEYS = 16
 _PASSES_AT_ONCE = 16
 _MANY_ENTRIES = 2**20
+ANY_PASS = -1
+"""In place of a pass, for callers that no other process shares the session with."""
 
 
 @dataclass(slots=True)
@@ -136,6 +138,18 @@ class Run:
         if index == self.pass_index or (index == coming and may_begin):
             return
         raise PlanOutOfOrderError(f"plan {self.number}: {why}", field="pass_index")
+
+    def check_pass(self, index: int | None) -> None:
+        """Raise PlanOutOfOrderError unless the plan is in this pass. A late layer of an earlier one
+        would be written to the present one's slots.
+        """
+        if index not in (self.pass_index, ANY_PASS):
+            there = "without passes" if self.pass_index is None else f"in pass {self.pass_index}"
+            expected = "without passes" if index is None else f"in pass {index}"
+            raise PlanOutOfOrderError(
+                f"plan {self.number} is computed {there}, and the call is for it {expected}",
+                field="pass_index",
+            )
 
     def begin_pass(self, index: int) -> None:
         """Go on to the pass, which is the next. Its batch is on the host."""

@@ -82,6 +82,7 @@ class ExecuteStream:
         self._tenant = tenant
         self.take_bytes = take_bytes
         self._plan_number: int | None = None
+        self._pass_index: int | None = None  # of that plan, as it was begun here
         self._regions: dict[int, Region] = {}
         self._share: Share = _share_nothing
         # Layers by the packet that asked for them: a step sends the packets of the step before
@@ -102,9 +103,9 @@ class ExecuteStream:
         self.usual, self._ran = (), []
 
     @property
-    def plan(self) -> tuple[int, int] | None:
-        """The session and the number of the plan that layers belong to."""
-        return None if self._plan_number is None else (self.session_id, self._plan_number)
+    def plan(self) -> tuple[int, int, int | None] | None:
+        """The session, and the number and pass of the plan that layers belong to."""
+        return None if self._plan_number is None else self._running()
 
     @property
     def num_ran(self) -> int:
@@ -175,11 +176,11 @@ class ExecuteStream:
                 "the stream is not open: send an open message first", field="open"
             )
         started = self._executor.start(self.session_id, request.plan)
-        num_tokens = started.num_tokens
+        num_tokens, pass_index = started.num_tokens, started.pass_index
         if request.HasField("pass_index"):
-            index, number = request.pass_index, started.number
-            num_tokens = self._executor.begin_pass(self.session_id, index, plan_number=number)
-        self._plan_number = started.number
+            pass_index, number = request.pass_index, started.number
+            num_tokens = self._executor.begin_pass(self.session_id, pass_index, plan_number=number)
+        self._plan_number, self._pass_index = started.number, pass_index
         self._note_plan()
         return pb.ExecuteResponse(
             started=pb.PlanStarted(
@@ -249,7 +250,7 @@ class ExecuteStream:
 
     def _run(self, layer: Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """The output, None where it is in the region, and the receipt."""
-        session_id, plan_number = self._running()
+        session_id, plan_number, pass_index = self._running()
         executor = self._executor
         if layer.num_shared_bytes:
             self.take_bytes(layer.num_shared_bytes)
@@ -265,6 +266,7 @@ class ExecuteStream:
             (query, key, value),
             layer.options,
             plan_number,
+            pass_index,
             "layer.",
             PIECE_S,
             layer.out,
@@ -282,13 +284,13 @@ class ExecuteStream:
             self._ran.append(layer if layer.request else _OVER_GRPC)
         return output, executor.receipt(session_id)
 
-    def _running(self) -> tuple[int, int]:
-        """The session's id, and the number of the plan that layers belong to."""
+    def _running(self) -> tuple[int, int, int | None]:
+        """The session's id, and the number and pass of the plan that layers belong to."""
         if self._plan_number is None:
             raise InvalidRequestError(
                 "no plan was started on this stream: send a plan before its layers", field="layer"
             )
-        return self.session_id, self._plan_number
+        return self.session_id, self._plan_number, self._pass_index
 
     def _tensor(self, message: tpb.Tensor, field: str, is_local: bool) -> torch.Tensor:
         """Where it is, if that is in a region; otherwise on the executor's device."""

@@ -147,7 +147,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             value = self._tensor(request.value, "value") if request.HasField("value") else None
             session_id, number = self._start(request, tenant)
             receipt = self._executor.write_layer(
-                session_id, request.layer, key, value, plan_number=number
+                session_id, request.layer, key, value, plan_number=number, pass_index=None
             )
             return pb.ReshapeAndCacheResponse(receipt=receipt)
 
@@ -168,6 +168,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 query,
                 options=options,
                 plan_number=number,
+                pass_index=None,
                 piece_s=PIECE_S,
             )
             return pb.PagedAttentionResponse(output=tensor_to_message(output))

@@ -82,6 +82,8 @@ class EmbeddedBackend:
             self._plane = EmbeddedDataPlane(config)
             self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
+        self._plan_number: int | None = None
+        self._pass_index: int | None = None
         self._repeated: RepeatedLayers | None = None
         self.latent_layers: frozenset[int] = frozenset()
 
@@ -100,8 +102,10 @@ class EmbeddedBackend:
         session_id = self._open_session()
         if not pass_index:
             started = self._executor.start(session_id, plan)
+            self._plan_number = started.number
+        self._pass_index, number = pass_index, self._plan_number
         if pass_index is not None:
-            started_tokens = self._executor.begin_pass(session_id, pass_index)
+            started_tokens = self._executor.begin_pass(session_id, pass_index, plan_number=number)
         if self._repeated is not None:
             self._repeated.begin()
         if pass_index is not None:
@@ -125,7 +129,16 @@ class EmbeddedBackend:
                 value = None if value is None else value.to(executor.device)
         else:
             query_there = query
-        out = executor.layer(session_id, index, query_there, key, value, options=options)
+        out = executor.layer(
+            session_id,
+            index,
+            query_there,
+            key,
+            value,
+            options=options,
+            plan_number=self._plan_number,
+            pass_index=self._pass_index,
+        )
         if out is None:
             raise InternalError("a layer with queries has no output")
         if out.device == query.device:

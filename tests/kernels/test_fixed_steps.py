@@ -199,6 +199,19 @@ def test_a_step_is_for_kernels_that_have_graphs_and_for_open_sessions() -> None:
         stepped.step.run(stepped.forward)
 
 
+def test_a_step_of_another_pass_is_refused() -> None:
+    stepped = Stepped()
+    stepped.rig.start(2, spans=[span(s, PROMPTS[s], 2) for s in (1, 2)])
+    stepped.inputs.fill(2, 2)
+    for of_pass in range(2):
+        stepped.rig.executor.begin_pass(1, of_pass)
+        for wrong in (None, 1 - of_pass):
+            with stepped.rig.refuses(PlanOutOfOrderError, "pass_index"):
+                stepped.step.run(stepped.forward, plan_number=2, pass_index=wrong)
+        stepped.step.run(stepped.forward, plan_number=2, pass_index=of_pass)
+    assert stepped.rig.executor.receipt(1) is not None
+
+
 def test_a_plan_runs_once_and_only_if_all_of_its_layers_do() -> None:
     stepped = Stepped()
     start_step(stepped.rig, 2, (1, 2), dict(PROMPTS))

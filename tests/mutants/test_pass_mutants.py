@@ -9,6 +9,7 @@ from source_faults import Fault, assert_noticed
 
 EXECUTOR = "tests/unit/executor/test_passes.py"
 RPC = "tests/rpc/test_plan_passes.py"
+STEPS = "tests/kernels/test_fixed_steps.py"
 ENGINE = "tests/unit/engine/test_plans_in_passes.py"
 SESSIONS = "data_plane/plans/sessions.py"
 BATCH = "data_plane/plans/batches/attention_batch.py"
@@ -30,11 +31,49 @@ BASIC = {
         "tests/rpc/test_sdk_execution.py",
         "breaks_in_a_pass",
     ),
+    "a_layer_of_another_pass_runs": Fault(
+        SESSIONS,
+        "if index not in (self.pass_index, ANY_PASS):",
+        "if False:",
+        EXECUTOR,
+        "of_another_pass",
+    ),
     "tokens_of_a_pass_are_all_that_is_due": Fault(
         SCHEDULER, "sequence.num_due = num_tokens * is_live", "sequence.num_due = 1", ENGINE
     ),
 }
 MORE = {
+    "a_stream_forgets_its_pass": Fault(
+        "data_plane/server/execute_stream.py",
+        "self._plan_number, self._pass_index = started.number, pass_index",
+        "self._plan_number, self._pass_index = started.number, -1",
+        RPC,
+        "late_layer",
+    ),
+    "layers_are_expected_in_any_pass": Fault(
+        "data_plane/server/local/known_layers.py",
+        "session_id, plan_number, pass_index, self._bound",
+        "session_id, plan_number, -1, self._bound",
+        RPC,
+        "none_of_the_next",
+    ),
+    "a_single_call_writes_to_any_pass": Fault(
+        "data_plane/server/service.py", ", pass_index=None", "", RPC, "single_call"
+    ),
+    "an_embedded_engine_forgets_its_pass": Fault(
+        "kvplane/transformers/embedded.py",
+        "pass_index=self._pass_index,",
+        "",
+        EXECUTOR,
+        "embedded_engine",
+    ),
+    "a_captured_step_runs_in_any_pass": Fault(
+        "data_plane/fixed_step.py",
+        "self._plans.latest(self.session_id, plan_number, pass_index)",
+        "self._plans.latest(self.session_id, plan_number)",
+        STEPS,
+        "another_pass",
+    ),
     "passes_begin_before_the_one_before_is_written": Fault(
         SESSIONS,
         "coming, may_begin = self.pass_index + 1, self.progress.is_complete",

@@ -155,6 +155,8 @@ async def test_layers_that_are_expected_in_a_pass_are_none_of_the_next(rig: Any)
         for index in LAYERS:
             await layer(other, index, 2)
         await other.start(plan, pass_index=3)
+        with pytest.raises(PlanOutOfOrderError):
+            await server._worker.run(lambda: known._expect(*stream.stream.plan))
 
         def serve() -> None:
             raise AssertionError("layers of another pass were served")
@@ -162,3 +164,50 @@ async def test_layers_that_are_expected_in_a_pass_are_none_of_the_next(rig: Any)
         run = server.executor.expectations.run
         with pytest.raises(PlanOutOfOrderError):
             await server._worker.run(lambda: run(expected, 0, serve, list))
+
+
+@pytest.mark.parametrize("way", ["gRPC", "shared memory", "native"])
+async def test_a_late_layer_of_an_earlier_pass_is_refused(rig: Any, way: str) -> None:
+    """On a stream that its client has left: it began the pass before, and came with one token."""
+    server, author = rig
+    plan, outputs, options = plan_of(author), [], AttentionOptions()
+    async with (
+        DataClient(server.address, shared_memory=way != "gRPC") as left_client,
+        await left_client.open(author.grant()) as left,
+        DataClient(server.address, shared_memory=False) as client,
+        await client.open(author.grant()) as execution,
+    ):
+        layers = RegionLayers(left)
+        for of_pass in range(NUM_TOKENS):
+            if of_pass in (1, 2, 3):
+                await left.start(plan, pass_index=of_pass)
+                if way == "native" and of_pass < 3:  # so that its packets are known
+                    own = slice(of_pass, of_pass + 1)
+                    for index in LAYERS:
+                        output = layers.layer(index, QUERY[own], KEY[own], VALUE[own], options)
+                    outputs.append(output)
+                    continue
+            await execution.start(plan, pass_index=of_pass)
+            if of_pass > 3:
+                with pytest.raises(PlanOutOfOrderError) as caught:
+                    if way == "native":
+                        layers.layer(0, QUERY[3:4], KEY[3:4], VALUE[3:4], options)
+                    else:
+                        await layer(left, 0, 3)
+                assert caught.value.field == "pass_index"
+            for index in LAYERS:
+                output = await layer(execution, index, of_pass)
+            outputs.append(output)
+        assert author.read_receipt(execution.receipt).plan_number == 1
+    check(outputs)
+
+
+async def test_a_single_call_names_no_pass_and_writes_to_none(rig: Any) -> None:
+    server, author = rig
+    plan, grant = plan_of(author), author.grant()
+    async with DataClient(server.address) as client, await client.open(grant) as execution:
+        await execution.start(plan, pass_index=0)
+        key = Tensor.from_array(KEY[:1])
+        with pytest.raises(PlanOutOfOrderError) as caught:
+            await client.reshape_and_cache(grant, plan, 0, key, key)
+        assert caught.value.field == "pass_index"

@@ -42,7 +42,7 @@ class KnownLayers:
         self._usual: Sequence[Layer] = ()
         self._calls: Sequence[LayerCall] = ()  # of those; none where one has to be checked
         self._bound: list[BoundCall] | None = None  # that the native object has
-        self._plan: tuple[int, int] | None = None
+        self._plan: tuple[int, int, int | None] | None = None
         self._num_starts = 0
         self._expected: ExpectedLayers | None = None  # of that plan, since that start
 
@@ -95,7 +95,9 @@ class KnownLayers:
                 with suppress(KvplaneError):
                     self._expected = self._expect(*self._plan)
 
-    def _expect(self, session_id: int, plan_number: int) -> ExpectedLayers | None:
+    def _expect(
+        self, session_id: int, plan_number: int, pass_index: int | None
+    ) -> ExpectedLayers | None:
         stream = self._stream
         if self._usual is not stream.usual:
             self._usual, self._bound = stream.usual, None
@@ -104,7 +106,9 @@ class KnownLayers:
             self._bind(session_id, plan_number)
         if self._bound is None:
             return None
-        expected = self._expectations.expect(session_id, plan_number, self._bound, PIECE_S)
+        expected = self._expectations.expect(
+            session_id, plan_number, pass_index, self._bound, PIECE_S
+        )
         if expected is not None:  # all at once; a client that sends fewer has paid for more
             layers = stream.usual[stream.num_ran : -1]
             stream.take_bytes(sum(layer.num_shared_bytes for layer in layers))

@@ -228,6 +228,8 @@ def test_an_answer_that_the_device_lost_is_an_internal_error_in_the_engine() -> 
     rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
     backend = EmbeddedBackend.__new__(EmbeddedBackend)  # its data plane would want a control plane
     backend._executor, backend._session_id = rig.executor, 1
+    backend._plan_number, backend._pass_index = 1, None
+    backend._plan_number, backend._pass_index = 1, None
     parts = tokens(3, 4), tokens(3), tokens(3)
     with pytest.raises(InternalError, match="the device failed"):
         backend.layer(0, *parts, options=AttentionOptions(scale=0.25))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from kernel_sets import late_kernels
 from plan_author import publications, set_blocks, span, tokens
 
 from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.pieces import finish
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
     BlockNotWrittenError,
@@ -19,6 +22,7 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     StaleGenerationError,
 )
+from kvplane.transformers.embedded import EmbeddedBackend
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
 FIRST = {1: 7, 2: 0, 3: 14}  # so that some cross the edge of a block
@@ -238,3 +242,53 @@ def test_a_plan_is_named(rig: Rig) -> None:
     start(rig)
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
         rig.executor.begin_pass(1, 0, plan_number=1)
+
+
+def late_parts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tokens(2, 4), tokens(2), tokens(2)
+
+
+def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
+    """Layer 0, asked for in each way, with as many tokens as the present pass has."""
+    executor, parts = rig.executor, late_parts()
+    options = AttentionOptions()
+    pieces = executor.layer_pieces
+    here: dict[str, Any] = {"plan_number": 2, "pass_index": of_pass}
+    return [
+        lambda: executor.layer(1, 0, *parts, **here),
+        lambda: executor.layer(1, 0, None, *parts[1:], **here),
+        lambda: finish(pieces(1, 0, parts, options, 2, of_pass, "", None)),
+        lambda: executor.write_layer(1, 0, *parts[1:], **here),
+        lambda: finish(executor.attend(1, 0, parts[0], **here)),
+    ]
+
+
+@pytest.mark.parametrize("of_pass", [None, 0, 2])
+def test_a_layer_of_another_pass_is_refused(rig: Rig, of_pass: int | None) -> None:
+    """Passes 1 and 2 have as many tokens: only its pass tells a late layer from one of now."""
+    prompts(rig)
+    start(rig)
+    run_pass(rig, 0)
+    rig.executor.begin_pass(1, 1)
+    for call in late_calls(rig, of_pass):
+        with rig.refuses(PlanOutOfOrderError, "pass_index"):
+            call()
+    for call in late_calls(rig, 1):
+        call()
+
+
+def test_an_embedded_engine_goes_on_in_the_pass_that_it_began(rig: Rig) -> None:
+    prompts(rig)
+    spans = [span(i, FIRST[i], num) for i, num in COUNTS.items()]
+    plan = rig.author.plan(2, previous=1, spans=spans)
+    backend = EmbeddedBackend.__new__(EmbeddedBackend)  # its data plane would want a control plane
+    backend._executor, backend._session_id, backend._repeated = rig.executor, 1, None
+    assert backend.start(plan, pass_index=0).num_tokens == 3
+    parts, options = (tokens(3, 4), tokens(3), tokens(3)), AttentionOptions()
+    for layer in LAYERS:
+        backend.layer(layer, *parts, options=options)
+    rig.executor.begin_pass(1, 1)
+    with rig.refuses(PlanOutOfOrderError, "pass_index"):
+        backend.layer(0, *late_parts(), options=options)
+    assert backend.start(plan, pass_index=1).num_tokens == 2
+    backend.layer(0, *late_parts(), options=options)

@@ -42,7 +42,7 @@ TENSORS = tokens(NUM_TOKENS, 4), tokens(NUM_TOKENS, seed=1), tokens(NUM_TOKENS, 
 
 def test_pieces_give_the_bits_of_the_whole(rig: Rig) -> None:
     options = AttentionOptions()
-    pieces = rig.executor.layer_pieces(1, 0, TENSORS, options, 1, "", PIECE_S)
+    pieces = rig.executor.layer_pieces(1, 0, TENSORS, options, 1, None, "", PIECE_S)
     assert sum(1 for _ in pieces) >= NUM_TOKENS // 64 - 2
     in_pieces = finish(rig.executor.attend(1, 0, TENSORS[0], piece_s=PIECE_S))
     assert torch.equal(in_pieces, finish(rig.executor.attend(1, 0, TENSORS[0])))
@@ -52,7 +52,7 @@ def test_pieces_give_the_bits_of_the_whole(rig: Rig) -> None:
 
 
 def test_a_session_that_ends_between_pieces_computes_no_further(rig: Rig) -> None:
-    pieces = rig.executor.layer_pieces(1, 0, TENSORS, AttentionOptions(), 1, "", PIECE_S)
+    pieces = rig.executor.layer_pieces(1, 0, TENSORS, AttentionOptions(), 1, None, "", PIECE_S)
     next(pieces)
     rig.fence(1)
     with pytest.raises(SessionExpiredError):
@@ -61,7 +61,7 @@ def test_a_session_that_ends_between_pieces_computes_no_further(rig: Rig) -> Non
 
 def test_blocks_that_are_taken_between_pieces_are_not_read(rig: Rig) -> None:
     rig.open(2)
-    pieces = rig.executor.layer_pieces(1, 0, TENSORS, AttentionOptions(), 1, "", PIECE_S)
+    pieces = rig.executor.layer_pieces(1, 0, TENSORS, AttentionOptions(), 1, None, "", PIECE_S)
     next(pieces)
     rig.start(1, session_id=2, changes=[set_blocks(1, [(0, 2)])])
     with pytest.raises(StaleGenerationError):
