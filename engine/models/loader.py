@@ -179,8 +179,26 @@ def _context_limit(config: Any, of_rope: int | None) -> tuple[int, str]:
 
 
 def _max_total_tokens(config: Any) -> int:
+    """The config's positions, times the factor of RoPE scaling where they are those of training;
+    of layers with several kinds of RoPE the fewest.
+    """
     limits = (getattr(config, name, None) for name in _LIMITS)
-    return next((limit for limit in limits if isinstance(limit, int)), NO_LIMIT)
+    limit = next((limit for limit in limits if isinstance(limit, int)), None)
+    if limit is None:
+        return NO_LIMIT
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_layers = [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    return min(_scaled(limit, each) for each in of_layers)
+
+
+def _scaled(num_positions: int, rope: dict[str, Any]) -> int:
+    factor = rope.get("factor") or 1.0
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        return int(num_positions * factor)
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or num_positions
+        return max(num_positions, int(original * factor))
+    return num_positions
 
 
 def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
