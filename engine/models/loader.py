@@ -21,6 +21,7 @@ from kvplane.transformers import attention
 from kvplane.transformers.config import read_config
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe as run_probe
+from kvplane.transformers.models.rope import WHY, max_independent_tokens
 
 from . import baichuan
 from .linears import pack_linears
@@ -48,8 +49,8 @@ _log = logging.getLogger("engine")
 class LoadedModel:
     """``tokenizer`` is None when the folder has none; then prompts are token ids. ``end_token_ids``
     end a text. ``repetition_penalty``: what the model's generation config asks for; 1 for none.
-    ``max_total_tokens``: ``NO_LIMIT`` where the config has none. ``groups``: what its layers keep,
-    by the probe, or else by the config.
+    ``max_total_tokens``: ``NO_LIMIT`` where the config has none; ``limit`` names it in errors.
+    ``groups``: what its layers keep, by the probe, or else by the config.
     """
 
     model: PreTrainedModel
@@ -58,6 +59,7 @@ class LoadedModel:
     vocabulary_size: int
     max_total_tokens: int
     groups: tuple[LayerGroup, ...]
+    limit: str
     repetition_penalty: float = 1.0
 
     def encode(self, prompt: str, *, field: str) -> list[int]:
@@ -119,16 +121,19 @@ def load(
     if packs:
         _log.info("linear layers with packed weights num=%d", pack_linears(model))
     groups = run_probe(model, latent=latent) if probe else layer_groups(model.config, latent=latent)
+    of_rope = max_independent_tokens(model)
     adapters.set_attention(model, attention.NAME)
     text_config = model.config.get_text_config(decoder=True)
+    max_total_tokens, limit = _context_limit(text_config, of_rope)
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
     return LoadedModel(
         model=model,
         tokenizer=_load_tokenizer(folder, is_baichuan=is_baichuan) if has_tokenizer else None,
         end_token_ids=_end_token_ids(model),
         vocabulary_size=text_config.vocab_size,
-        max_total_tokens=_max_total_tokens(text_config),
+        max_total_tokens=max_total_tokens,
         groups=groups,
+        limit=limit,
         repetition_penalty=getattr(model.generation_config, "repetition_penalty", None) or 1.0,
     )
 
@@ -160,9 +165,40 @@ def _load_tokenizer(folder: Path, *, is_baichuan: bool) -> Any:
         ) from error
 
 
+def _context_limit(config: Any, of_rope: int | None) -> tuple[int, str]:
+    """The most tokens of a sequence, and how errors name them. ``of_rope``: the most with which
+    RoPE keeps sequences apart.
+    """
+    of_config = _max_total_tokens(config)
+    if of_rope is None or of_rope >= of_config:
+        return of_config, f"the model's {of_config} positions"
+    _log.warning(
+        "context cut num_tokens=%d max_position_embeddings=%d: %s", of_rope, of_config, WHY
+    )
+    return of_rope, f"{of_rope}: {WHY}. Shorten it, or configure a rope_type like yarn"
+
+
 def _max_total_tokens(config: Any) -> int:
+    """The config's positions, times the factor of RoPE scaling where they are those of training;
+    of layers with several kinds of RoPE the fewest.
+    """
     limits = (getattr(config, name, None) for name in _LIMITS)
-    return next((limit for limit in limits if isinstance(limit, int)), NO_LIMIT)
+    limit = next((limit for limit in limits if isinstance(limit, int)), None)
+    if limit is None:
+        return NO_LIMIT
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_layers = [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    return min(_scaled(limit, each) for each in of_layers)
+
+
+def _scaled(num_positions: int, rope: dict[str, Any]) -> int:
+    factor = rope.get("factor") or 1.0
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        return int(num_positions * factor)
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or num_positions
+        return max(num_positions, int(original * factor))
+    return num_positions
 
 
 def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -116,7 +116,7 @@ class EngineCore:
                 )
         if len(token_ids) >= limit:
             raise InvalidRequestError(
-                f"has {len(token_ids)} tokens, must have fewer than the model's {limit} positions",
+                f"has {len(token_ids)} tokens, must have fewer than {self._loaded.limit}",
                 field=field,
             )
         if params.num_sequences > self._max_sequences:

@@ -26,7 +26,7 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.session import Session
 from kvplane.transformers import attention
 from kvplane.transformers.column_layer import ColumnLayer, Extent
-from kvplane.transformers.planes import Planes, PlaneSettings, planes_of
+from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
 from kvplane.transformers.rows import Row, computed_tokens, padding_of, positions_of
 from kvplane.v1 import control_pb2 as pb
 
@@ -180,6 +180,7 @@ class PlaneCache(Cache):
             padding = found
         positions = positions_of(kwargs.get("position_ids"), padding, first, stop, ids.device)
         try:
+            check_length(module, stop - min(padding))
             if self._rows:
                 self._append(ids.tolist())
                 computed = [first] * len(ids)
@@ -226,7 +227,7 @@ class PlaneCache(Cache):
             raise InvalidRequestError("was closed", field=_FIELD)
         if self._model() is not module:
             raise InvalidRequestError("was made for another model", field=_FIELD)
-        name = module.config.get_text_config()._attn_implementation
+        name = _attention_of(module)
         if name != attention.NAME:
             raise InvalidRequestError(
                 f'computes attention by {name!r}: call model.set_attn_implementation("kvplane")',
@@ -370,12 +371,21 @@ class _Held:
         return session, ids
 
 
+def _attention_of(module: PreTrainedModel) -> str | None:
+    name: str | None = module.config.get_text_config()._attn_implementation
+    return name
+
+
 def _before_forward(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     cache = _cache_in(kwargs)
+    if cache is None and _attention_of(module) == attention.NAME:
+        # Phi-3 drops the cache of rows whose length changes its frequencies.
+        ids = kwargs.get("input_ids")
+        check_length(module, 0 if ids is None else ids.shape[-1])
     return None if cache is None else ((), cache._before(module, kwargs))
 
 

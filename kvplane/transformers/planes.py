@@ -39,6 +39,7 @@ from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
+from kvplane.transformers.models.rope import WHY, max_independent_tokens
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 
@@ -254,6 +255,10 @@ _PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Layer
     weakref.WeakKeyDictionary()
 )
 """The groups that the probe found, with latents and without."""
+_MAX_TOKENS: Final[weakref.WeakKeyDictionary[PreTrainedModel, int | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The longest sequence with which RoPE keeps sequences apart."""
 
 
 def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
@@ -279,10 +284,22 @@ def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tupl
         probed = _PROBED.setdefault(model, {})
         if wants_probe and latent not in probed:
             probed[latent] = probe(model, latent=latent)
+        _MAX_TOKENS[model] = max_independent_tokens(model)
         return probed.get(latent) or layer_groups(model.config, latent=latent)
     finally:
         is_adapted = adapters.is_adapted(model)
         adapters.set_attention(model, attention.NAME if is_adapted else before)
+
+
+def check_length(model: PreTrainedModel, num_tokens: int) -> None:
+    """Raise InvalidRequestError where RoPE would mix a sequence of ``num_tokens`` with others."""
+    limit = _MAX_TOKENS.get(model)
+    if limit is not None and num_tokens > limit:
+        raise InvalidRequestError(
+            f"has a row of {num_tokens} tokens, must have at most {limit}: {WHY}. Use attention of "
+            "transformers' own and no PlaneCache for longer rows",
+            field="input_ids",
+        )
 
 
 def close_planes(model: PreTrainedModel) -> None:

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from control_plane.planning.core import ControlPlane, CoreConfig
 from data_plane import Executor
@@ -46,7 +52,7 @@ OPT = OPTConfig(
 )  # fmt: skip
 
 
-def save_model(config: LlamaConfig | OPTConfig, folder: Path) -> Path:
+def save_model(config: PreTrainedConfig, folder: Path) -> Path:
     """A random model in which attention matters and few tokens repeat."""
     torch.manual_seed(0)
     made: PreTrainedModel = AutoModelForCausalLM.from_config(config)

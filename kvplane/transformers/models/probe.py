@@ -59,7 +59,7 @@ def _exact_shapes(
     vocabulary = part.config.get_text_config(decoder=True).vocab_size
     tokens = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _LENGTHS]
     adapters.set_attention(part, attention.NAME)
-    with _refusals(part):
+    with refusals(part):
         measured = measure(lambda step: _run(part, step, tokens, _PASSES[0]), num_layers, of_config)
     with short_windows(part):
         wanted = _eager(part, tokens)
@@ -108,7 +108,7 @@ def _rows() -> list[tuple[int, int]]:
 def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
     """Float32 logits [rows, vocabulary]: each sequence alone, by transformers' eager attention."""
     adapters.set_attention(model, "eager")
-    with torch.inference_mode(), _refusals(model, "with eager attention"):
+    with torch.inference_mode(), refusals(model, "with eager attention"):
         of_sequences = [
             model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
             for ids in tokens
@@ -137,7 +137,7 @@ def _difference(
     short = [replace(s, window_tokens=min(s.window_tokens, WINDOW_TOKENS)) for s in shapes]
     dtype = str(model.dtype).removeprefix("torch.")
     adapters.set_attention(model, attention.NAME)
-    with _refusals(model):
+    with refusals(model):
         planes = ProbePlanes(groups_of(short), dtype, _LENGTHS)
         rows = []
         for spans in passes:
@@ -158,7 +158,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _refusals(model: PreTrainedModel, how: str = "on two sequences in one row") -> Iterator[None]:
+def refusals(model: PreTrainedModel, how: str = "on two sequences in one row") -> Iterator[None]:
     """A model's own code raises what it likes."""
     try:
         yield

@@ -1,0 +1,120 @@
+"""How long a sequence may be before its rotary embeddings depend on other positions.
+
+transformers chooses the frequencies of LongRoPE and of dynamic NTK by the longest position of a
+forward pass. Where sequences share a row, a long one would change the keys of short ones, which
+then stay in the pool for everybody. Instead of a list of RoPE types, this calls the model's own
+rotary modules with ever longer last positions and compares what the first positions get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
+
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.part import part_of
+from kvplane.transformers.models.probe import refusals
+
+_NUM_COLUMNS: Final = 5
+_FAR: Final = 2**21
+"""A position past those that any config names."""
+
+WHY: Final = (
+    "with more, the model's RoPE takes other frequencies for the whole forward pass, which would "
+    "change the keys of other sequences"
+)
+"""The reason for the limit, as errors give it."""
+
+Embed = Callable[[int], list[torch.Tensor]]
+
+
+def max_independent_tokens(model: PreTrainedModel) -> int | None:
+    """The longest sequence, in tokens, whose rotary embeddings depend on no other position of its
+    forward pass, nor on an earlier pass; None where no length changes them.
+
+    Raises InvalidRequestError of the field "model" where its forward pass fails. The model's
+    attention implementation is "eager" afterwards.
+    """
+    with part_of(model) as (part, _), refusals(part, "with eager attention"):
+        lengths = [_first_dependent(embed) for embed in _rotary_embeddings(part)]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def _first_dependent(embed: Embed) -> int | None:
+    """The least last position with which others get another embedding; None where there is none.
+    A length is asked for after a longer one, because a module may keep what it computed for that.
+    """
+    alone = embed(_NUM_COLUMNS - 1)
+
+    def depends(last: int) -> bool:
+        embed(_FAR)
+        return not all(map(torch.equal, embed(last), alone))
+
+    try:
+        if not depends(_FAR):
+            return None
+    except IndexError:  # of a table, which has an entry for each position
+        return None
+    low, high = _NUM_COLUMNS - 1, _FAR
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if depends(middle) else (middle, high)
+    return high
+
+
+def _rotary_embeddings(model: PreTrainedModel) -> Iterator[Embed]:
+    """Copies on the CPU of the calls of a forward pass that take its positions and use no weights.
+    Each is called with the last position and returns the embeddings of those before it.
+    """
+    calls: list[tuple[torch.nn.Module, Any, Any]] = []
+
+    def record(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if any(map(_are_positions, (*args, *kwargs.values()))):
+            calls.append((module, args, kwargs))
+
+    adapters.set_attention(model, "eager")
+    with contextlib.ExitStack() as hooks, torch.inference_mode():
+        for module in model.modules():
+            if next(module.parameters(), None) is None:
+                handle = module.register_forward_pre_hook(record, with_kwargs=True)
+                hooks.callback(handle.remove)
+        ids = torch.arange(_NUM_COLUMNS, device=model.device).flip(0)[None]
+        model(input_ids=ids, use_cache=False)
+    for module, args, kwargs in calls:
+        yield _embedding(copy.deepcopy(module).cpu(), args, kwargs)
+
+
+def _embedding(module: torch.nn.Module, args: Any, kwargs: Any) -> Embed:
+    @torch.inference_mode()
+    def embed(last: int) -> list[torch.Tensor]:
+        def there(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if _are_positions(value):
+                value = value.clone()
+                value[..., -1] = last
+            return value.cpu().float() if value.is_floating_point() else value.cpu()
+
+        args_there, kwargs_there = tree_map(there, (args, kwargs))
+        return [
+            tensor.narrow(dimension, 0, _NUM_COLUMNS - 1)
+            for tensor in tree_leaves(module(*args_there, **kwargs_there))
+            if isinstance(tensor, torch.Tensor)
+            for dimension, size in enumerate(tensor.shape)
+            if size == _NUM_COLUMNS
+        ]
+
+    return embed
+
+
+def _are_positions(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.shape[-1:] != (_NUM_COLUMNS,):
+        return False
+    positions = torch.arange(_NUM_COLUMNS, device=value.device)
+    return not value.is_floating_point() and bool((value == positions).all())

@@ -1,0 +1,102 @@
+"""Models whose RoPE depends on the longest sequence of a forward pass: an engine keeps sequences
+apart by its context limit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
+from transformers import Gemma3TextConfig, LlamaConfig
+
+from engine.models import loader
+from engine.request import SamplingParams
+from kvplane.errors import InvalidRequestError
+
+LENGTH = 64
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1 + 0.7 * i for i in range(8)],
+    "original_max_position_embeddings": LENGTH,
+}
+
+
+def saved(folder: Path, rope: dict[str, Any], **entries: Any) -> Path:
+    config = {**LLAMA.to_dict(), "rope_parameters": rope, **entries}
+    return save_model(LlamaConfig.from_dict(config), folder)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}
+DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+def check_prompt(engine: Engine, num_tokens: int) -> None:
+    params = SamplingParams(max_tokens=8)
+    engine.core.check_prompt(prompt_of(num_tokens, 1), params, field="prompts[0]")
+
+
+def test_what_neighbours_are_answered_depends_on_no_length(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", LONGROPE)
+    engine, reference = Engine(folder), Reference(folder)
+    prompts = [prompt_of(20, 1), prompt_of(LENGTH - 4, 2), prompt_of(9, 3)]
+    for _ in range(2):  # again from what the first time left
+        ids = [engine.add(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
+        engine.run()
+        for prompt, request_id in zip(prompts, ids, strict=True):
+            (answer,) = engine.tokens(request_id)
+            assert len(answer) == min(40, LENGTH - len(prompt))
+            assert answer == reference.greedy(prompt, len(answer))
+    engine.check_quiet()
+
+
+def test_a_longer_prompt_is_refused_by_name(tmp_path: Path) -> None:
+    engine = Engine(saved(tmp_path / "model", LONGROPE))
+    check_prompt(engine, LENGTH - 1)
+    with pytest.raises(InvalidRequestError, match=f"fewer than {LENGTH}: .*RoPE") as caught:
+        check_prompt(engine, LENGTH)
+    assert caught.value.field == "prompts[0]"
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize("rope", [YARN, LINEAR], ids=["yarn", "linear"])
+def test_scaled_rope_is_served_as_far_as_it_is_scaled(tmp_path: Path, rope: dict[str, Any]) -> None:
+    rope = {"rope_theta": 10_000.0, **rope}
+    folder = saved(tmp_path / "model", rope, max_position_embeddings=LENGTH)
+    engine, reference = Engine(folder), Reference(folder)
+    prompts = [prompt_of(100, 1), prompt_of(20, 2), prompt_of(4 * LENGTH - 8, 3)]
+    ids = [engine.add(prompt, max_tokens=12, ignore_eos=True) for prompt in prompts]
+    engine.run()
+    for prompt, request_id, num_tokens in zip(prompts, ids, (12, 12, 8), strict=True):
+        (answer,) = engine.tokens(request_id)
+        assert answer == reference.greedy(prompt, num_tokens)
+    check_prompt(engine, 4 * LENGTH - 1)
+    with pytest.raises(InvalidRequestError, match="fewer than the model's 256 positions"):
+        check_prompt(engine, 4 * LENGTH)
+    engine.check_quiet()
+
+
+def test_dynamic_frequencies_are_refused_by_name_where_they_begin(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    engine = Engine(saved(tmp_path / "model", rope, max_position_embeddings=LENGTH))
+    check_prompt(engine, LENGTH - 2)
+    with pytest.raises(InvalidRequestError, match=f"fewer than {LENGTH - 1}: .*RoPE"):
+        check_prompt(engine, LENGTH)
+    engine.check_quiet()
+
+
+def test_a_scaled_kind_of_layers_extends_no_other_kind(tmp_path: Path) -> None:
+    """Gemma 3's positions count those that scaling adds to its full attention."""
+    scaled = {"rope_theta": 10_000.0, **LINEAR}
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
+        layer_types=["sliding_attention", "full_attention"], bos_token_id=None, eos_token_id=None,
+        rope_parameters={"sliding_attention": DEFAULT, "full_attention": scaled}, pad_token_id=0,
+    )  # fmt: skip
+    loaded = loader.load(save_model(config, tmp_path / "model"), "float32")
+    assert loaded.max_total_tokens == LENGTH
