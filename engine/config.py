@@ -29,7 +29,9 @@ class EngineConfig:
         "The model": (
             *("model", "probe", "dtype", "kv_dtype", "linears", "num_threads", "tensor_parallel"),
         ),
-        "Batches": ("max_batch_tokens", "max_sequences", "plans_ahead", "max_plan_s"),
+        "Batches": (
+            *("max_total_tokens", "max_batch_tokens", "max_sequences", "plans_ahead", "max_plan_s"),
+        ),
         "The planes": (
             *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
             *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
@@ -70,6 +72,14 @@ class EngineConfig:
         choices=("torch", "packed"),
         help="The model's linear layers: torch's own, or oneDNN's with packed weights, which are"
         " faster on a CPU, for the types that it serves there.",
+    )
+    max_total_tokens: int = setting(
+        0,
+        unit="tokens",
+        minimum=0,
+        help="Most tokens of a sequence, prompt and answer; 0 takes the model's positions, up to"
+        " the length from which its RoPE depends on the longest sequence (LongRoPE, dynamic NTK)."
+        " More give all sequences the frequencies of one of so many tokens.",
     )
     max_batch_tokens: int = setting(
         512, unit="tokens", minimum=1, help="Most tokens computed in one step."

@@ -188,6 +188,7 @@ class LLM:
             self._closing.callback(self._link.close)
             pool = None if is_embedded else self._link.pool_layout(config.recovery_timeout_s)
             self._loaded, layout = _load(config, pool)
+            self._link.namespace = self._loaded.namespace
             self._backend = _backend(config, loop, self._loaded, layout)
             plane.callback(self._backend.stop)
             if is_embedded:
@@ -306,7 +307,14 @@ def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel
         kv_dtype = dtype if pool is None else pool.kv_dtype
     latent = _embeds_latents(config) if pool is None else bool(pool.latent_layers)
     packs = config.linears == "packed"
-    loaded = loader.load(config.model, dtype, probe=config.probe, latent=latent, packs=packs)
+    loaded = loader.load(
+        config.model,
+        dtype,
+        probe=config.probe,
+        latent=latent,
+        packs=packs,
+        max_total_tokens=config.max_total_tokens,
+    )
     layout = layout_from_hf(
         config.model,
         block_size_tokens=config.block_size_tokens if pool is None else pool.block_size_tokens,

@@ -21,7 +21,7 @@ from kvplane.transformers import attention
 from kvplane.transformers.config import read_config
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe as run_probe
-from kvplane.transformers.models.rope import WHY, max_independent_tokens
+from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independent_tokens
 
 from . import baichuan
 from .linears import pack_linears
@@ -50,7 +50,8 @@ class LoadedModel:
     """``tokenizer`` is None when the folder has none; then prompts are token ids. ``end_token_ids``
     end a text. ``repetition_penalty``: what the model's generation config asks for; 1 for none.
     ``max_total_tokens``: ``NO_LIMIT`` where the config has none; ``limit`` names it in errors.
-    ``groups``: what its layers keep, by the probe, or else by the config.
+    ``groups``: what its layers keep, by the probe, or else by the config. ``namespace``: of its
+    keys, which are no others' where RoPE has the frequencies of one length.
     """
 
     model: PreTrainedModel
@@ -60,6 +61,7 @@ class LoadedModel:
     max_total_tokens: int
     groups: tuple[LayerGroup, ...]
     limit: str
+    namespace: str = ""
     repetition_penalty: float = 1.0
 
     def encode(self, prompt: str, *, field: str) -> list[int]:
@@ -102,14 +104,21 @@ class LoadedModel:
 
 
 def load(
-    folder: Path, dtype: str, *, probe: bool = True, latent: bool = True, packs: bool = False
+    folder: Path,
+    dtype: str,
+    *,
+    probe: bool = True,
+    latent: bool = True,
+    packs: bool = False,
+    max_total_tokens: int = 0,
 ) -> LoadedModel:
     """Load ``folder`` in ``dtype`` with attention "kvplane".
 
     ``probe``: first compare the model's logits with those of transformers' own attention.
     ``latent``: as of ``layer_groups``. ``packs``: pack the weights of linear layers
-    (``engine.models.linears``). Raises InvalidRequestError of the field "model" for a model that
-    transformers cannot load, and for one that the probe refuses.
+    (``engine.models.linears``). ``max_total_tokens``: as of ``EngineConfig``. Raises
+    InvalidRequestError of the field "model" for a model that transformers cannot load, and for one
+    that the probe refuses.
     """
     transformers_logging.disable_progress_bar()
     attention.register()
@@ -120,11 +129,10 @@ def load(
     adapters.adapt(model)
     if packs:
         _log.info("linear layers with packed weights num=%d", pack_linears(model))
-    groups = run_probe(model, latent=latent) if probe else layer_groups(model.config, latent=latent)
-    of_rope = max_independent_tokens(model)
-    adapters.set_attention(model, attention.NAME)
     text_config = model.config.get_text_config(decoder=True)
-    max_total_tokens, limit = _context_limit(text_config, of_rope)
+    max_total_tokens, limit, namespace = _limit_context(model, text_config, max_total_tokens)
+    groups = run_probe(model, latent=latent) if probe else layer_groups(model.config, latent=latent)
+    adapters.set_attention(model, attention.NAME)
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
     return LoadedModel(
         model=model,
@@ -134,6 +142,7 @@ def load(
         max_total_tokens=max_total_tokens,
         groups=groups,
         limit=limit,
+        namespace=namespace,
         repetition_penalty=getattr(model.generation_config, "repetition_penalty", None) or 1.0,
     )
 
@@ -165,17 +174,22 @@ def _load_tokenizer(folder: Path, *, is_baichuan: bool) -> Any:
         ) from error
 
 
-def _context_limit(config: Any, of_rope: int | None) -> tuple[int, str]:
-    """The most tokens of a sequence, and how errors name them. ``of_rope``: the most with which
-    RoPE keeps sequences apart.
-    """
-    of_config = _max_total_tokens(config)
+def _limit_context(model: PreTrainedModel, config: Any, asked: int) -> tuple[int, str, str]:
+    """The most tokens of a sequence, ``asked`` if not 0; its name in errors; and the namespace."""
+    of_config, of_rope = _max_total_tokens(config), max_independent_tokens(model)
+    if asked > of_config:
+        raise InvalidRequestError(
+            f"must be at most the model's {of_config} positions", field="max_total_tokens"
+        )
+    if asked and of_rope is not None and asked > of_rope:
+        fix_frequencies(model, asked)
+        return asked, f"max_total_tokens, {asked}", f"rope-{asked}"
+    if asked:
+        return asked, f"max_total_tokens, {asked}", ""
     if of_rope is None or of_rope >= of_config:
-        return of_config, f"the model's {of_config} positions"
-    _log.warning(
-        "context cut num_tokens=%d max_position_embeddings=%d: %s", of_rope, of_config, WHY
-    )
-    return of_rope, f"{of_rope}: {WHY}. Shorten it, or configure a rope_type like yarn"
+        return of_config, f"the model's {of_config} positions", ""
+    _log.warning("context cut num_tokens=%d of=%d: %s", of_rope, of_config, WHY)
+    return of_rope, f"{of_rope}: {WHY}. Shorten it, or load the model with max_total_tokens", ""
 
 
 def _max_total_tokens(config: Any) -> int:

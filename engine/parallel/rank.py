@@ -188,7 +188,9 @@ class _Follower:
         config, layout = self._assignment.config, self._assignment.layout
         loop = LoopThread("engine-planes")
         self._closing.callback(loop.close)
-        self._model = loader.load(config.model, layout.dtype, probe=False).model
+        self._model = loader.load(
+            config.model, layout.dtype, probe=False, max_total_tokens=config.max_total_tokens
+        ).model
         keep_part(self._model, layout, self._group)
         self._backend = backend_of(config, layout, loop, self._group.rank)
         self._closing.callback(self._backend.stop)

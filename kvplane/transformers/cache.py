@@ -227,7 +227,7 @@ class PlaneCache(Cache):
             raise InvalidRequestError("was closed", field=_FIELD)
         if self._model() is not module:
             raise InvalidRequestError("was made for another model", field=_FIELD)
-        name = _attention_of(module)
+        name = module.config.get_text_config()._attn_implementation
         if name != attention.NAME:
             raise InvalidRequestError(
                 f'computes attention by {name!r}: call model.set_attn_implementation("kvplane")',
@@ -371,18 +371,13 @@ class _Held:
         return session, ids
 
 
-def _attention_of(module: PreTrainedModel) -> str | None:
-    name: str | None = module.config.get_text_config()._attn_implementation
-    return name
-
-
 def _before_forward(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if args:
         kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
     cache = _cache_in(kwargs)
-    if cache is None and _attention_of(module) == attention.NAME:
+    if cache is None and module.config.get_text_config()._attn_implementation == attention.NAME:
         # Phi-3 drops the cache of rows whose length changes its frequencies.
         ids = kwargs.get("input_ids")
         check_length(module, 0 if ids is None else ids.shape[-1])

@@ -55,6 +55,8 @@ class ControlLink:
         self._client = loop.call(lambda: ControlClient(address, tls=tls, timeout_s=timeout_s))
         self._tls = tls
         self._timeout_s = timeout_s
+        self.namespace = ""
+        """Of the sessions that are opened from now on."""
         self._session: Session | None = None
         self._layout: Layout | None = None
         self._loader: tuple[PrefixLoader, Session] | None = None  # of blocks from files
@@ -106,7 +108,9 @@ class ControlLink:
         """Open a session; an earlier one is closed first, if its control plane still knows it."""
         self._forget_session()
         self._layout = layout
-        session = self._client.open_session(self._pool_id, layout, client_name=_CLIENT_NAME)
+        session = self._client.open_session(
+            self._pool_id, layout, client_name=_CLIENT_NAME, namespace=self.namespace
+        )
         self._session = self._loop.run(session)
         return self._session
 
@@ -158,7 +162,10 @@ class ControlLink:
         async with self._opening_loader:
             if self._loader is None:
                 session = await self._client.open_session(
-                    self._pool_id, self._layout or self.session.layout, client_name=_LOADER_NAME
+                    self._pool_id,
+                    self._layout or self.session.layout,
+                    client_name=_LOADER_NAME,
+                    namespace=self.namespace,
                 )
                 loader = PrefixLoader(session, tls=self._tls, timeout_s=self._timeout_s)
                 self._loader = loader, session

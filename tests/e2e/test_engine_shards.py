@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -97,6 +99,24 @@ def test_ranks_with_embedded_shards_give_the_same_tokens(
             shards = engine.describe_pool().shards
             assert [info.shard.index for info in shards] == list(range(num_ranks))
             check_parallel(engine, expected)
+    finally:
+        control.stop()
+
+
+def test_ranks_compute_with_the_frequencies_of_a_chosen_length(model, tmp_path) -> None:
+    folder = shutil.copytree(model, tmp_path / "dynamic")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 16.0}
+    config |= {"max_position_embeddings": 16, "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    control = Process("control_plane", tmp_path / "control.log").start()
+    settings = {"data_plane": "embedded", "num_device_blocks": 64, "recovery_timeout_s": 100.0}
+    settings["max_total_tokens"] = 256
+    try:
+        with engine_on(folder, control.address, pool_id="one", **settings) as engine:
+            wanted = answers(engine)
+        with engine_on(folder, control.address, tensor_parallel=2, **settings) as engine:
+            check_parallel(engine, wanted)
     finally:
         control.stop()
 

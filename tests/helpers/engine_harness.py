@@ -284,6 +284,7 @@ class Engine:
     recovery_timeout_s: float = 1.0
     plans_ahead: bool = True
     max_plan_s: float = 0.0
+    max_total_tokens: int = 0
     shared_with: Engine | None = None
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     deltas: list[Delta] = field(default_factory=list)
@@ -305,7 +306,7 @@ class Engine:
         )
         self.backend.open(self.link.open(layout))
         self.core = EngineCore(
-            loader.load(self.folder, "float32"),
+            loader.load(self.folder, "float32", max_total_tokens=self.max_total_tokens),
             layout,
             self.link,  # type: ignore[arg-type]
             self.backend,  # type: ignore[arg-type]

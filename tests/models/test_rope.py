@@ -4,14 +4,19 @@ length from which it does, and a cache refuses longer rows.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plane_cache_checks import ARGUMENT
 from tiny_models import VOCABULARY, draw_weights, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine import LLM, SamplingParams
+from kvplane.clients.control_client import ControlClient
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, attention, close_planes
 from kvplane.transformers.models import adapters, part
@@ -120,7 +125,7 @@ def generate(model: PreTrainedModel, cache: PlaneCache | None, ids: Any, num: in
     adapters.set_attention(model, "eager" if cache is None else attention.NAME)
     how: dict[str, Any] = {"max_new_tokens": num, "do_sample": False, "pad_token_id": 0}
     if cache is not None:
-        how["past_key_values"] = cache
+        how[ARGUMENT] = cache
     row = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
     return row[0, ids.shape[1] :].tolist()
 
@@ -150,7 +155,31 @@ def test_rows_that_fit_are_answered_in_one_batch(model: PreTrainedModel) -> None
     ids[1, :30], mask[1, :30] = 0, 0
     adapters.set_attention(model, attention.NAME)
     with PlaneCache(model, num_device_blocks=64) as cache:
-        how = {"attention_mask": mask, "past_key_values": cache, "pad_token_id": 0}
+        how = {"attention_mask": mask, ARGUMENT: cache, "pad_token_id": 0}
         got = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, **how)[:, -6:]
     for row, skip in ((0, 0), (1, 30)):
         assert got[row].tolist() == generate(model, None, ids[row : row + 1, skip:], 6)
+
+
+def test_keys_of_a_chosen_length_are_in_a_namespace_of_their_own(
+    tmp_path: Path, control_plane: str
+) -> None:
+    """So engines that share a pool, and have chosen another length or none, find none of them."""
+    made("phi3", longrope(), **LONG).save_pretrained(tmp_path)
+    prompt = tokens(100)[0].tolist()
+    with LLM(
+        tmp_path, control_plane=control_plane, data_plane="embedded", pool_id="p", num_threads=1,
+        num_device_blocks=64, num_host_blocks=0, max_total_tokens=MAX_TOKENS, timeout_s=60.0,
+    ) as llm:  # fmt: skip
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        for cached in (0, 96):
+            (output,) = llm.generate([prompt], params)
+            assert output.num_cached_tokens == cached
+
+        async def found(namespace: str) -> int:
+            async with ControlClient(control_plane) as client:
+                (match,) = await client.find_prefix(prompt, namespace=namespace)
+                return match.num_device_tokens
+
+        assert asyncio.run(found(f"rope-{MAX_TOKENS}")) == 96
+        assert asyncio.run(found("")) == 0

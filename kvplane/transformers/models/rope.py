@@ -1,4 +1,5 @@
-"""How long a sequence may be before its rotary embeddings depend on other positions.
+"""RoPE whose frequencies depend on the length of sequences: from which length on they do, and
+frequencies of one length for all.
 
 transformers chooses the frequencies of LongRoPE and of dynamic NTK by the longest position of a
 forward pass. Where sequences share a row, a long one would change the keys of short ones, which
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -41,9 +42,30 @@ def max_independent_tokens(model: PreTrainedModel) -> int | None:
     Raises InvalidRequestError of the field "model" where its forward pass fails. The model's
     attention implementation is "eager" afterwards.
     """
-    with part_of(model) as (part, _), refusals(part, "with eager attention"):
-        lengths = [_first_dependent(embed) for embed in _rotary_embeddings(part)]
+    with part_of(model) as (part, _):
+        lengths = [
+            _first_dependent(_embedding(copy.deepcopy(module).cpu(), args, kwargs))
+            for module, args, kwargs in _rotary_calls(part)
+        ]
     return min((length for length in lengths if length is not None), default=None)
+
+
+def fix_frequencies(model: PreTrainedModel, num_tokens: int) -> None:
+    """Give all sequences, of up to ``num_tokens``, the frequencies of one of so many: the rotary
+    modules compute a last position more, which is left out of what they return.
+    """
+
+    def lengthen(_: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        def longer(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.is_floating_point():
+                return value
+            return torch.nn.functional.pad(value, (0, 1), value=num_tokens - 1)
+
+        return tree_map(longer, (args, kwargs))
+
+    for module in {module for module, _, _ in _rotary_calls(model)}:
+        module.register_forward_pre_hook(lengthen, with_kwargs=True)
+        module.register_forward_hook(lambda _, __, output: tree_map(_without_last, output))
 
 
 def _first_dependent(embed: Embed) -> int | None:
@@ -68,9 +90,9 @@ def _first_dependent(embed: Embed) -> int | None:
     return high
 
 
-def _rotary_embeddings(model: PreTrainedModel) -> Iterator[Embed]:
-    """Copies on the CPU of the calls of a forward pass that take its positions and use no weights.
-    Each is called with the last position and returns the embeddings of those before it.
+def _rotary_calls(model: PreTrainedModel) -> list[tuple[torch.nn.Module, Any, Any]]:
+    """The calls of a forward pass that take its positions and use no weights: module, arguments and
+    keyword arguments.
     """
     calls: list[tuple[torch.nn.Module, Any, Any]] = []
 
@@ -79,18 +101,20 @@ def _rotary_embeddings(model: PreTrainedModel) -> Iterator[Embed]:
             calls.append((module, args, kwargs))
 
     adapters.set_attention(model, "eager")
-    with contextlib.ExitStack() as hooks, torch.inference_mode():
+    refused = refusals(model, "with eager attention")
+    with refused, contextlib.ExitStack() as hooks, torch.inference_mode():
         for module in model.modules():
             if next(module.parameters(), None) is None:
                 handle = module.register_forward_pre_hook(record, with_kwargs=True)
                 hooks.callback(handle.remove)
         ids = torch.arange(_NUM_COLUMNS, device=model.device).flip(0)[None]
         model(input_ids=ids, use_cache=False)
-    for module, args, kwargs in calls:
-        yield _embedding(copy.deepcopy(module).cpu(), args, kwargs)
+    return calls
 
 
 def _embedding(module: torch.nn.Module, args: Any, kwargs: Any) -> Embed:
+    """Calls ``module`` with another last position; the embeddings of the positions before it."""
+
     @torch.inference_mode()
     def embed(last: int) -> list[torch.Tensor]:
         def there(value: Any) -> Any:
@@ -102,15 +126,14 @@ def _embedding(module: torch.nn.Module, args: Any, kwargs: Any) -> Embed:
             return value.cpu().float() if value.is_floating_point() else value.cpu()
 
         args_there, kwargs_there = tree_map(there, (args, kwargs))
-        return [
-            tensor.narrow(dimension, 0, _NUM_COLUMNS - 1)
-            for tensor in tree_leaves(module(*args_there, **kwargs_there))
-            if isinstance(tensor, torch.Tensor)
-            for dimension, size in enumerate(tensor.shape)
-            if size == _NUM_COLUMNS
-        ]
+        return tree_leaves(tree_map(_without_last, module(*args_there, **kwargs_there)))
 
     return embed
+
+
+def _without_last(embedding: torch.Tensor) -> torch.Tensor:
+    """Of [..., positions, frequencies], as all rotary modules return."""
+    return embedding[..., :-1, :]
 
 
 def _are_positions(value: Any) -> bool:
