@@ -9,14 +9,14 @@ sees, so there is nothing left to mask.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
 from torch.nn.functional import pad
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
@@ -119,6 +119,36 @@ def register() -> None:
     AttentionInterface.register(NAME, _attention)
 
 
+def check_masks() -> None:
+    """From now on refuse passes in which a token sees a later one, such as another token of its
+    image. Transformers then prepares masks of "kvplane" too, although none is made; hence this is
+    called only when there is something that such a mask may depend on. May be called again.
+    """
+    AttentionMaskInterface.register(NAME, _refuse_later_tokens)
+
+
+def _refuse_later_tokens(
+    batch_size: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    device: torch.device,
+    **_: Any,
+) -> None:
+    """Takes the arguments of transformers' masks. All columns so far are looked at, as a model may
+    count columns from the first of all or from the first of this pass.
+    """
+    if _RUNNING.get(None) is None or kv_length == 1:
+        return
+    row = torch.arange(batch_size, device=device)[:, None]
+    column = torch.arange(kv_length - 1, device=device)[None]
+    if bool(torch.as_tensor(mask_function(row, 0, column, column + 1)).any()):
+        raise InvalidRequestError(
+            "of this model lets a token see later ones, as those of one image do, and attention "
+            '"kvplane" sees earlier ones alone: give such prompts to another cache and attention',
+            field="attention_mask",
+        )
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -140,6 +170,13 @@ def _attention(
     if torch.is_grad_enabled() and query.requires_grad:
         raise InvalidRequestError(
             "has no gradient: compute under torch.no_grad()", field="attention"
+        )
+    if getattr(module, "is_causal", None) is False and not hasattr(module, "layer_idx"):
+        raise InvalidRequestError(
+            f"{type(module).__name__} keeps no keys, as in an image's encoder: call "
+            'model.set_attn_implementation({"text_config": "kvplane", "vision_config": "sdpa"}), '
+            "with the names of its configs",
+            field="model",
         )
     running = _RUNNING.get(None)
     if running is None:

@@ -26,14 +26,13 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.session import Session
 from kvplane.transformers import attention
 from kvplane.transformers.column_layer import ColumnLayer, Extent
+from kvplane.transformers.inputs import inputs_of, wants_all_columns
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
 from kvplane.transformers.rows import Row, computed_tokens, padding_of, positions_of
 from kvplane.v1 import control_pb2 as pb
 
 attention.register()
 
-# Arguments of a forward pass, beside positions, that have a column for each token.
-_OF_COLUMNS: Final = ("input_ids", "token_type_ids")
 _FIELD: Final = "cache"
 
 
@@ -170,6 +169,10 @@ class PlaneCache(Cache):
     def _before(self, module: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Start the plan. Returns the arguments that the model is to compute with."""
         ids = self._check(module, kwargs)
+        wants_all = wants_all_columns(module.config, kwargs)
+        inputs = inputs_of(module, ids, kwargs)
+        if inputs.has_types or inputs.names:
+            attention.check_masks()
         first, stop = self._extent.num_columns, self._extent.num_columns + ids.shape[1]
         mask = kwargs.get("attention_mask")
         padding = [row.num_padding for row in self._rows]
@@ -179,24 +182,26 @@ class PlaneCache(Cache):
                 raise InvalidRequestError("has other padding than before", field="attention_mask")
             padding = found
         positions = positions_of(kwargs.get("position_ids"), padding, first, stop, ids.device)
+        block_size = self._planes.block_size_tokens
         try:
             check_length(module, stop - min(padding))
             if self._rows:
-                self._append(ids.tolist())
+                lengths = [row.num_tokens for row in self._rows]
+                self._append(inputs.keys([0] * len(ids), lengths, block_size))
                 computed = [first] * len(ids)
             else:
-                computed = self._admit(ids, padding, kwargs.get("logits_to_keep"))
+                keys = inputs.keys(padding, [0] * len(ids), block_size)
+                # Where the logits of earlier columns are wanted, those have to be computed.
+                last = 0 if wants_all else kwargs.get("logits_to_keep")
+                computed = self._admit(keys, padding, last if isinstance(last, int) else 0)
         except KvplaneError:
             self.reset()
             raise
-        start = min(computed)
+        start = first + inputs.leave_out(kwargs, min(computed) - first)
         tokens = computed_tokens(computed, start, stop, ids.device)
         self._forward = ExitStack()
         self._running = self._forward.enter_context(attention.running(self._planes.backend, tokens))
         self._extent.num_columns, self._num_columns_after = start, stop
-        for name in _OF_COLUMNS:
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name][:, start - first :]
         kwargs["position_ids"] = positions[:, start - first :]
         return kwargs
 
@@ -249,13 +254,12 @@ class PlaneCache(Cache):
             )
         return ids
 
-    def _admit(self, ids: torch.Tensor, padding: Sequence[int], logits_to_keep: Any) -> list[int]:
-        """Begin sequences; the first column that each row has to compute."""
-        rows = [row[skip:] for row, skip in zip(ids.tolist(), padding, strict=True)]
+    def _admit(self, rows: list[list[int]], padding: Sequence[int], last: int) -> list[int]:
+        """Begin sequences; the first column that each row has to compute. ``last``: how many of
+        the last columns are wanted; 0 for all.
+        """
         sequence_ids = self._planes.new_ids(len(rows))
         self._held.ids.update(sequence_ids)
-        # Where the logits of earlier columns are wanted, those have to be computed.
-        last = logits_to_keep if isinstance(logits_to_keep, int) else 0
         if len(rows) == 1 and 1 < last <= len(rows[0]):
             cached = [self._admit_behind(sequence_ids[0], rows[0], len(rows[0]) - last + 1)]
         else:

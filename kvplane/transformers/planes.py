@@ -130,6 +130,11 @@ class Planes:
         """Layers of the model that have keys and values."""
         return self._layout.num_layers
 
+    @property
+    def block_size_tokens(self) -> int:
+        """Tokens of a block."""
+        return self._layout.block_size_tokens
+
     def describe_pool(self) -> pb.DescribePoolResponse:
         """What the control plane says of the pool."""
         return self._link.describe_pool()

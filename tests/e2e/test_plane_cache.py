@@ -38,6 +38,7 @@ from kvplane.errors import (
     SessionNotFoundError,
 )
 from kvplane.transformers import PlaneCache, close_planes
+from tests.models.tiny_models import tiny_model
 
 POOL = {"num_device_blocks": 64}
 
@@ -145,6 +146,7 @@ def test_attention_without_a_cache_of_ours_is_refused(model: PreTrainedModel) ->
         ("position_ids", lambda b: b | {"position_ids": torch.arange(40).expand(3, 40)}),
         ("input_ids", lambda b: {"inputs_embeds": torch.zeros(3, 40, 64)}),
         ("use_cache", lambda b: b | {"use_cache": False}),
+        ("output_attentions", lambda b: b | {"output_attentions": True}),
     ],
 )
 def test_a_batch_that_cannot_be_cached_is_refused(
@@ -156,6 +158,17 @@ def test_a_batch_that_cannot_be_cached_is_refused(
             model(**change(prompts()), **{ARGUMENT: cache})
         assert caught.value.field == field
         assert num_held(cache) == 0
+
+
+def test_weights_of_attention_are_refused_also_in_a_later_turn(model: PreTrainedModel) -> None:
+    batch = one_prompt()
+    with PlaneCache(model, **POOL) as cache:
+        ids = answer(model, cache, **batch).sequences
+        held = num_held(cache)
+        with pytest.raises(InvalidRequestError, match="makes no weights") as caught:
+            answer(model, cache, input_ids=ids, output_attentions=True)
+        assert caught.value.field == "output_attentions"
+        assert num_held(cache) == held
 
 
 def test_another_number_of_rows_is_refused_and_the_cache_goes_on(model: PreTrainedModel) -> None:
@@ -246,6 +259,58 @@ def test_all_logits_are_given_where_all_are_wanted(model: PreTrainedModel) -> No
                 got = model(**batch, **{ARGUMENT: cache}, **how).logits
                 kept = how.get("logits_to_keep", want.shape[1])
                 torch.testing.assert_close(got, want[:, -kept:], atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("is_in_config", [False, True])
+def test_hidden_states_are_those_of_all_columns_also_of_a_prompt_that_is_cached(
+    model: PreTrainedModel, is_in_config: bool
+) -> None:
+    batch, how = one_prompt(), {} if is_in_config else {"output_hidden_states": True}
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        want = model(**batch, output_hidden_states=True).hidden_states
+        model.set_attn_implementation("kvplane")
+        model.config.output_hidden_states = is_in_config
+        try:
+            for _ in range(2):
+                with PlaneCache(model, **POOL) as cache:
+                    arguments = {"logits_to_keep": 1, ARGUMENT: cache, **how}
+                    got = model(**batch, **arguments).hidden_states
+                    assert cache.num_cached_tokens == [0]
+                torch.testing.assert_close(got, want, atol=5e-5, rtol=0)
+        finally:
+            model.config.output_hidden_states = False
+
+
+def test_scores_of_a_prompt_that_is_cached_are_those_of_eager_attention(
+    model: PreTrainedModel,
+) -> None:
+    how = {"output_scores": True, "output_hidden_states": True, **one_prompt()}
+    want = answer(model, None, **how)
+    for _ in range(2):
+        with PlaneCache(model, **POOL) as cache:
+            got = answer(model, cache, **how)
+        assert_same(got, want)
+        shapes = [[layer.shape for layer in token] for token in got.hidden_states]
+        assert shapes == [[layer.shape for layer in token] for token in want.hidden_states]
+        scores = [
+            model.compute_transition_scores(each.sequences, each.scores) for each in (got, want)
+        ]
+        torch.testing.assert_close(*scores, atol=5e-5, rtol=0)
+
+
+def test_router_logits_are_those_of_all_columns() -> None:
+    model = tiny_model("mixtral")
+    batch = one_prompt()
+    how = {"output_router_logits": True, "logits_to_keep": 1}
+    with torch.no_grad():
+        want = model(**batch, **how).router_logits
+        model.set_attn_implementation("kvplane")
+        for _ in range(2):
+            with PlaneCache(model, **POOL) as cache:
+                got = model(**batch, **how, **{ARGUMENT: cache}).router_logits
+            torch.testing.assert_close(got, want, atol=5e-5, rtol=0)
+    close_planes(model)
 
 
 def test_arguments_may_be_positional(model: PreTrainedModel) -> None:
