@@ -71,6 +71,9 @@ def answer(model: PreTrainedModel, cache: Cache | None, **how: Any) -> Any:
     how = {**defaults, "use_cache": True, **how}
     if cache is not None:
         how[ARGUMENT] = cache
+    for name, value in how.items():
+        if isinstance(value, torch.Tensor):
+            how[name] = value.to(model.device)
     return model.generate(**how, output_logits=True, return_dict_in_generate=True)
 
 
@@ -152,7 +155,7 @@ def conversation(model: PreTrainedModel, **settings: Any) -> None:
         turn = answer(model, cache, **first).sequences
         for seed, prefill_chunk_size in ((5, None), (6, 7)):
             branch = copy.deepcopy(cache)
-            new = prompts(seed)["input_ids"][:1]
+            new = prompts(seed)["input_ids"][:1].to(turn.device)
             ids = torch.cat([turn, new], dim=1)
             both = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             want = answer(model, None, **both)

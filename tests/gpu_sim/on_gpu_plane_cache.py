@@ -1,0 +1,28 @@
+"""Models on a GPU, whose keys and values are in a pool of their own process.
+
+test_simulated_gpu.py names this file to pytest, which does not collect it by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import plane_cache_checks as checks
+import pytest
+from transformers import PreTrainedModel
+
+from kvplane.transformers import close_planes
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    model = checks.tiny_llama()
+    yield model
+    close_planes(model)
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+def test_a_model_on_a_gpu_gives_the_text_of_transformers(
+    model: PreTrainedModel, check: checks.Check
+) -> None:
+    check(model.to("cuda"), num_device_blocks=128)

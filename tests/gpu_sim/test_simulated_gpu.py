@@ -1,0 +1,53 @@
+"""Programs and tests for a GPU pass on a simulated one.
+
+Each runs in a process of its own, because the simulation changes torch. Tests whose work must take
+time, such as those of a stream that runs late, are left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_programs import PYTEST, run_on_simulated_gpu
+
+NEED_TIME = "not run_ahead and not go_on_beside"
+PROGRAMS = {
+    "what a GPU refuses": (*PYTEST, "tests/gpu_sim/on_gpu_refusals.py"),
+    "a plane cache": (*PYTEST, "tests/gpu_sim/on_gpu_plane_cache.py"),
+    "captured steps": (*PYTEST, "tests/kernels/on_gpu_steps.py"),
+    "swaps": (*PYTEST, "tests/kernels/on_gpu_swaps.py"),
+    "the data plane": (*PYTEST, "tests/kernels/on_gpu_data_plane.py", "-k", NEED_TIME),
+    "the time of a step": (
+        *("benchmarks.gpu.step", "--batch", "2", "--context", "40", "--layers", "2"),
+    ),
+}
+NIGHTLY = {
+    "a graph": (*PYTEST, "tests/kernels/on_gpu.py"),
+    "shared plans": (*PYTEST, "tests/kernels/test_cuda_plans.py"),
+    "splits": (*PYTEST, "tests/kernels/test_cuda_splits.py"),
+    "far blocks": (*PYTEST, "tests/kernels/test_cuda_huge_pools.py"),
+}
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="the simulated GPU is for torch's CPU build"
+)
+
+
+def check(words: tuple[str, ...], out: Path) -> None:
+    done = run_on_simulated_gpu(*words, out=out)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_passes_on_a_simulated_gpu(name: str, tmp_path: Path) -> None:
+    check(PROGRAMS[name], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", NIGHTLY)
+def test_it_passes_there_at_night(name: str, tmp_path: Path) -> None:
+    check(NIGHTLY[name], tmp_path)
