@@ -149,6 +149,25 @@ def _refuse_later_tokens(
         )
 
 
+def _running_for(module: torch.nn.Module) -> Running:
+    """The step that a layer belongs to."""
+    if getattr(module, "is_causal", None) is False and not hasattr(module, "layer_idx"):
+        raise InvalidRequestError(
+            f"{type(module).__name__} keeps no keys, as in an image's encoder: call "
+            'model.set_attn_implementation({"text_config": "kvplane", "vision_config": "sdpa"}), '
+            "with the names of its configs",
+            field="model",
+        )
+    running = _RUNNING.get(None)
+    if running is None:
+        raise InvalidRequestError(
+            'attention "kvplane" computes with a cache: give cache=PlaneCache(model), or '
+            "past_key_values=PlaneCache(model) before transformers 5.24",
+            field="cache",
+        )
+    return running
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -171,20 +190,7 @@ def _attention(
         raise InvalidRequestError(
             "has no gradient: compute under torch.no_grad()", field="attention"
         )
-    if getattr(module, "is_causal", None) is False and not hasattr(module, "layer_idx"):
-        raise InvalidRequestError(
-            f"{type(module).__name__} keeps no keys, as in an image's encoder: call "
-            'model.set_attn_implementation({"text_config": "kvplane", "vision_config": "sdpa"}), '
-            "with the names of its configs",
-            field="model",
-        )
-    running = _RUNNING.get(None)
-    if running is None:
-        raise InvalidRequestError(
-            'attention "kvplane" computes with a cache: give cache=PlaneCache(model), or '
-            "past_key_values=PlaneCache(model) before transformers 5.24",
-            field="cache",
-        )
+    running = _running_for(module)
     index = module.layer_idx
     if not isinstance(index, int):
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")

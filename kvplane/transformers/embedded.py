@@ -38,13 +38,14 @@ def start_planes(
     closing: ExitStack,
     layout: Layout,
     *,
+    device: str,
     pool_id: str,
     num_device_blocks: int,
     num_threads: int,
     start_timeout_s: float,
 ) -> tuple[str, EmbeddedBackend]:
-    """Start both planes, which ``closing`` stops. Returns the control plane's address, on the
-    loopback interface, and the data plane's backend.
+    """Start both planes, which ``closing`` stops; the pool is on ``device``. Returns the control
+    plane's address, on the loopback interface, and the data plane's backend.
     """
     loop = LoopThread("kvplane-control-plane")
     closing.callback(loop.close)
@@ -55,6 +56,7 @@ def start_planes(
         layout,
         start_timeout_s,
         control_plane=server.address,
+        device=device,
         pool_id=pool_id,
         num_device_blocks=num_device_blocks,
         num_threads=num_threads,
@@ -64,9 +66,9 @@ def start_planes(
     return server.address, backend
 
 
-def serves_latents() -> bool:
-    """Whether the kernels of an embedded pool attend to latents."""
-    return LATENT in cache_kinds_of(choose_device("auto", this_machine))
+def serves_latents(device: str = "auto") -> bool:
+    """Whether the kernels of a pool on ``device`` attend to latents."""
+    return LATENT in cache_kinds_of(choose_device(device, this_machine))
 
 
 class EmbeddedBackend:

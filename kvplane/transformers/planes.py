@@ -333,7 +333,8 @@ def _connect(
             f"{error.name} is missing",
             field="control_plane",
         ) from error
-    groups = _prepare(model, settings.probe, latent=settings.latent and serves_latents())
+    device = str(model.device)  # else each layer would cross the link to another one twice
+    groups = _prepare(model, settings.probe, latent=settings.latent and serves_latents(device))
     dtype = _dtype_of(model)
     layout = Layout(
         model_id=_MODEL_ID,
@@ -345,6 +346,7 @@ def _connect(
     return start_planes(
         closing,
         layout,
+        device=device,
         pool_id=settings.pool_id,
         num_device_blocks=settings.num_device_blocks,
         num_threads=settings.num_threads,

@@ -11,7 +11,7 @@ import plane_cache_checks as checks
 import pytest
 from transformers import PreTrainedModel
 
-from kvplane.transformers import close_planes
+from kvplane.transformers import PlaneCache, close_planes
 
 
 @pytest.fixture
@@ -26,3 +26,9 @@ def test_a_model_on_a_gpu_gives_the_text_of_transformers(
     model: PreTrainedModel, check: checks.Check
 ) -> None:
     check(model.to("cuda"), num_device_blocks=128)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_pool_is_on_the_models_device(model: PreTrainedModel, device: str) -> None:
+    with PlaneCache(model.to(device), num_device_blocks=16) as cache:
+        assert cache._planes.backend._executor.device.type == device
