@@ -27,6 +27,7 @@ from kvplane.session import Session
 from kvplane.transformers import attention
 from kvplane.transformers.column_layer import ColumnLayer, Extent
 from kvplane.transformers.inputs import inputs_of, wants_all_columns
+from kvplane.transformers.model_state import weights_changed
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
 from kvplane.transformers.rows import Row, computed_tokens, padding_of, positions_of
 from kvplane.v1 import control_pb2 as pb
@@ -73,6 +74,14 @@ class PlaneCache(Cache):
         """Free the sequences. Nothing may follow; harmless when called again."""
         if self._finalizer.detach() is not None:
             self.reset()
+
+    def weights_changed(self) -> None:
+        """Say that weights were written where that cannot be noticed, such as through ``.data``:
+        nothing that was cached before is found again, and caches with sequences have to be reset.
+        """
+        model = self._model()
+        if model is not None:
+            weights_changed(model)
 
     def describe_pool(self) -> pb.DescribePoolResponse:
         """What the control plane says of the pool: usage and counters."""
@@ -252,6 +261,7 @@ class PlaneCache(Cache):
                 "new one for another batch",
                 field="input_ids",
             )
+        self._planes.follow(module)
         return ids
 
     def _admit(self, rows: list[list[int]], padding: Sequence[int], last: int) -> list[int]:

@@ -37,6 +37,7 @@ from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers import attention
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
+from kvplane.transformers.model_state import namespace_of
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
@@ -62,6 +63,8 @@ class PlaneSettings:
     pool_id: the pool, where the planes are elsewhere.
     model_id: the model's id in the layout of such a pool; empty computes it from the folder that
         the model was loaded from, as the data plane did.
+    namespace: of the prefixes, at most 128 characters. None follows what the model computes with,
+        as docs/transformers.md says; one that is given is taken as it is, and nothing is checked.
     block_size_tokens, num_device_blocks, kv_dtype, num_threads, latent: of an embedded pool, as the
         flags of ``python -m data_plane``.
     tls: how to reach planes that are elsewhere; None is in the clear.
@@ -73,6 +76,7 @@ class PlaneSettings:
     control_plane: str = ""
     pool_id: str = "default"
     model_id: str = ""
+    namespace: str | None = None
     block_size_tokens: int = 16
     num_device_blocks: int = 1024
     kv_dtype: str = ""
@@ -98,6 +102,7 @@ class Planes:
         self._unused: list[tuple[Session, Sequence[int]]] = []  # to be freed with the next step
         self._is_lost = False
         self._has_plan = False
+        self._settings = settings
         self._is_closed = threading.Event()
         closing = ExitStack()
         with closing:
@@ -112,7 +117,9 @@ class Planes:
             self._layout = pool
             if settings.control_plane:
                 self._layout = _layout_in(pool, model, settings)
-            self.backend.open(self._link.open(self._layout))
+            self._namespace = self._wanted_namespace = ""
+            self.follow(model)
+            self._open_session()
             closing.callback(self._is_closed.set)
             self._close = closing.pop_all().close
         atexit.register(self._close)
@@ -135,6 +142,18 @@ class Planes:
         """Tokens of a block."""
         return self._layout.block_size_tokens
 
+    def follow(self, model: PreTrainedModel) -> None:
+        """Have the next sequences found by what the model computes with now, in another session if
+        that has changed. Raises InvalidRequestError where it cannot be known.
+        """
+        settings = self._settings
+        if settings.namespace is not None:
+            self._wanted_namespace = settings.namespace
+            return
+        is_shared = bool(settings.control_plane)
+        folder = _folder_of(model) if is_shared and not settings.model_id else None
+        self._wanted_namespace = namespace_of(model, is_shared=is_shared, folder=folder)
+
     def describe_pool(self) -> pb.DescribePoolResponse:
         """What the control plane says of the pool."""
         return self._link.describe_pool()
@@ -156,8 +175,9 @@ class Planes:
         """A step of ``operations``, whose plan is then started; all are done, or this raises.
 
         ``session``: the one whose sequences they change, None when they only admit. Raises
-        SessionNotFoundError when that one has ended, and the error of what was not done, such as
-        PoolFullError; the plan is then aborted.
+        SessionNotFoundError when that one has ended, InvalidRequestError when the model no longer
+        computes with what its sequences were computed with, and the error of what was not done,
+        such as PoolFullError; the plan is then aborted.
         """
         self._acquire()
         unused: list[tuple[Session, Sequence[int]]] = []
@@ -226,14 +246,26 @@ class Planes:
         self._lock.release()
 
     def _session_for(self, wanted: Session | None) -> Session:
-        if wanted is None and self._is_lost:
+        has_changed = self._namespace != self._wanted_namespace
+        if wanted is not None and has_changed:
+            raise InvalidRequestError(
+                "holds what other weights, adapters or settings of the model computed: reset the "
+                "cache",
+                field="cache",
+            )
+        if wanted is None and (self._is_lost or has_changed):
             self.backend.close()
-            self.backend.open(self._link.open(self._layout))
-            self._is_lost = False
+            self._open_session()
         present = self._link.session
         if wanted is not None and (self._is_lost or wanted is not present):
             raise SessionNotFoundError("the cache's session has ended: reset the cache")
         return present
+
+    def _open_session(self) -> None:
+        self._is_lost = True  # until it is open
+        self._link.namespace = self._wanted_namespace
+        self.backend.open(self._link.open(self._layout))
+        self._namespace, self._is_lost = self._wanted_namespace, False
 
     def _fail(self, error: BaseException | None) -> None:
         """Abort the plan. Where that cannot be done, and where it is not known what the control
@@ -361,14 +393,20 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
     groups = _prepare(model, settings.probe, latent=bool(pool.latent_layers))
     model_id = settings.model_id
     if not model_id:
-        folder = Path(model.name_or_path or "")
-        if not (folder / "config.json").is_file():
+        folder = _folder_of(model)
+        if folder is None:
             raise InvalidRequestError(
                 "must be given: the model was not loaded from a folder", field="model_id"
             )
         model_id = layout_from_hf(folder).model_id
     own = replace(pool, model_id=model_id, dtype=_dtype_of(model), groups=groups)
     return own.with_scales_of(pool)
+
+
+def _folder_of(model: PreTrainedModel) -> Path | None:
+    """The folder that the model was loaded from."""
+    folder = Path(model.name_or_path or "")
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _dtype_of(model: PreTrainedModel) -> str:

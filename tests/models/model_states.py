@@ -1,0 +1,119 @@
+"""Two states of a tiny model whose keys and values differ, for everything that they depend on.
+
+``python -m tests.models.model_states CONTROL_PLANE ROW.STATE...`` answers a prompt in each state,
+in the pool "default".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from kvplane.transformers import PlaneCache, close_planes
+from tests.helpers.plane_cache_checks import answer, one_prompt, tiny_llama
+from tests.models.tiny_models import draw_weights, tiny_model
+
+MODEL_ID: Final = "states"
+
+Change = Callable[[PreTrainedModel], None]
+
+
+def load_weights(model: PreTrainedModel) -> None:
+    other = tiny_llama()
+    draw_weights(other, seed=9)
+    model.load_state_dict(other.state_dict())
+
+
+def assign_weights(model: PreTrainedModel) -> None:
+    other = tiny_llama()
+    draw_weights(other, seed=9)
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def train(model: PreTrainedModel) -> None:
+    optimizer = torch.optim.SGD([model.model.layers[0].mlp.down_proj.weight], lr=3.0)
+    with torch.enable_grad():
+        model.set_attn_implementation("eager")
+        model(**one_prompt(), use_cache=False).logits.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def turn(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    model.model.rotary_emb.original_inv_freq = model.model.rotary_emb.inv_freq
+
+
+def rescale(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 0.5
+
+
+def cap(model: PreTrainedModel) -> None:
+    model.config.attn_logit_softcapping = 0.7
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 0.7
+
+
+def replace(model: PreTrainedModel) -> None:
+    """Another module takes the place of a layer."""
+    other = torch.nn.Linear(64, 64, bias=False)
+    draw_weights(other, seed=7)
+    model.model.layers[0].self_attn.o_proj = other
+
+
+LLAMA: Final[dict[str, Change]] = {
+    "weights": load_weights,
+    "weights that are assigned": assign_weights,
+    "an optimizer's step": train,
+    "rope": turn,
+    "attention scale": rescale,
+    "a layer": replace,
+}
+"""Of states whose layouts are equal: they can share a pool."""
+OTHERS: Final[dict[str, tuple[str, Change]]] = {
+    "soft cap": ("gemma2", cap),
+    "dtype": ("llama", lambda model: model.to(torch.bfloat16)),
+}
+
+
+def made(row: str) -> tuple[PreTrainedModel, Change]:
+    """The model in state A, and what brings it into state B."""
+    if row in LLAMA:
+        return tiny_llama(), LLAMA[row]
+    model_type, change = OTHERS[row]
+    model = tiny_model(model_type)
+    model.generation_config.eos_token_id = None
+    return model, change
+
+
+def off_by(got: Any, want: Any) -> float:
+    """The largest difference of a logit; infinite where tokens differ."""
+    if not torch.equal(got.sequences, want.sequences):
+        return float("inf")
+    return float((torch.stack(got.logits) - torch.stack(want.logits)).abs().max())
+
+
+def ask(model: PreTrainedModel, **settings: Any) -> tuple[int, float]:
+    """How many tokens of the prompt were found, and how far the answer is from eager's."""
+    want = answer(model, None, **one_prompt())
+    with PlaneCache(model, **settings) as cache:
+        got = answer(model, cache, **one_prompt())
+        return cache.num_cached_tokens[0], off_by(got, want)
+
+
+if __name__ == "__main__":
+    results = []
+    for asked in sys.argv[2:]:
+        row, state = asked.split(".")
+        model, change = made(row)
+        if state == "B":
+            change(model)
+        results.append(ask(model, control_plane=sys.argv[1], model_id=MODEL_ID))
+        close_planes(model)
+    sys.stdout.write(json.dumps(results))
