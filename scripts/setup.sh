@@ -2,15 +2,20 @@
 # Sets up .venv: pinned packages, the native parts of both planes, this project.
 # Each part runs only when its inputs have changed.
 #
-#   KVPLANE_TORCH=cpu   install torch's CPU build, a tenth of the download
-#                       (default: the build that the package index provides)
-#   KVPLANE_CUDA=OFF    do not build the CUDA kernels where nvcc is found; saves a minute or two
+# As root it installs the packages of Debian that are missing; else it prints the line that does.
+#
+#   KVPLANE_TORCH=cuda  install the build of torch that the package index provides, 2.7 GB, also
+#                       where there is no GPU; cpu: the CPU build, a tenth, also where there is one
+#   KVPLANE_CUDA=AUTO   build the CUDA kernels where nvcc is found, also where there is no GPU; OFF:
+#                       do not build them
 #   CUDAARCHS=90-real   what the CUDA kernels are built for (default: 80-real;90)
 #                       These three hold for .venv until another value, or an empty one, is given.
 #   PYTHON=python3.12   the interpreter to use
 #                       (default: the first suitable one of python3.11 to python3.14 and python3)
+#   KVPLANE_APT=off     install no packages of Debian, also as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/packages.sh
 
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=.venv
@@ -24,6 +29,7 @@ die() {
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
+# Prints the first suitable interpreter; nothing where there is none.
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
@@ -32,23 +38,28 @@ find_python() {
       return
     fi
   done
-  die "Python 3.11 or newer is needed (on Debian: apt install python3 python3-venv python3-dev)"
 }
 
-check_tools() { # $1: the interpreter
+check_choices() {
   case "${KVPLANE_TORCH:-}" in
-    '' | cpu) ;;
-    *) die "KVPLANE_TORCH is '$KVPLANE_TORCH'; it must be cpu, or not set" ;;
+    '' | cpu | cuda) ;;
+    *) die "KVPLANE_TORCH is '$KVPLANE_TORCH'; it must be cpu or cuda, or not set" ;;
   esac
-  command -v "${CXX:-g++}" >/dev/null \
-    || die "a C++17 compiler is needed (on Debian: apt install g++)"
-  "${CXX:-g++}" -E -x c++ -include xxhash.h /dev/null >/dev/null 2>&1 \
-    || die "xxhash.h is needed (on Debian: apt install libxxhash-dev)"
-  "$1" -c 'import ensurepip, venv' 2>/dev/null \
-    || die "Python's venv module is needed (on Debian: apt install python3-venv)"
-  "$1" -c 'import pathlib, sys, sysconfig
-sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' \
-    || die "Python's header files are needed (on Debian: apt install python3-dev)"
+}
+
+check_tools() { # $1: the interpreter; empty if there is none yet
+  need_to_build "$1"
+  install_missing setup || exit 1
+}
+
+has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
+
+# Of what nobody has asked for: CUDA only where there is a GPU.
+choose_defaults() {
+  if ! has_gpu; then
+    : "${KVPLANE_TORCH:=cpu}" "${KVPLANE_CUDA:=OFF}"
+  fi
+  export KVPLANE_TORCH KVPLANE_CUDA=${KVPLANE_CUDA:-AUTO}
 }
 
 digest() { sha256sum | cut -c1-64; }
@@ -57,8 +68,10 @@ digest() { sha256sum | cut -c1-64; }
 unless_done() { # $1: name, $2: digest of what it depends on, rest: command
   local stamp="$VENV/.kvplane-$1"
   [ "$(cat "$stamp" 2>/dev/null)" = "$2" ] && return
+  local began=$SECONDS
   "${@:3}"
   printf '%s\n' "$2" >"$stamp"
+  say "$1: $((SECONDS - began)) s"
 }
 
 # Of a variable that is not set, the value it had the last time: after "KVPLANE_TORCH=cpu make run"
@@ -76,12 +89,18 @@ keep_choices() {
 
 # Not compiled to bytecode: of what is installed little is imported, and that is compiled then.
 install_packages() {
-  say "installing the pinned packages, which takes minutes the first time"
   if [ "${KVPLANE_TORCH:-}" = cpu ]; then
-    "${PIP[@]}" install --no-compile --retries 1 --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
-      "$(grep '^torch==' requirements/lock.txt)"
+    "${PIP[@]}" install --quiet --no-compile --retries 1 --no-deps \
+      --extra-index-url "$TORCH_CPU_INDEX" "$(grep '^torch==' requirements/lock.txt)"
   fi
-  "${PIP[@]}" install --no-compile -r requirements/lock.txt
+  "${PIP[@]}" install --quiet --no-compile -r requirements/lock.txt
+}
+
+# What compiling needs, so that it goes on while the rest is fetched.
+install_build_tools() {
+  local names='cmake|ninja|packaging|pathspec|pybind11|scikit[-_]build[-_]core|setuptools|wheel'
+  "${PIP[@]}" install --quiet --no-compile --no-deps \
+    $(grep -iE "^($names)==" requirements/lock.txt)
 }
 
 install_native() { # $1: the folder
@@ -90,17 +109,14 @@ install_native() { # $1: the folder
 }
 
 install_kernels() {
-  say "compiling the kernels in csrc/: about a minute, one or two more where nvcc is found"
   install_native csrc
 }
 
 install_blocks() {
-  say "compiling the block store in csrc/blocks/"
   install_native csrc/blocks
 }
 
 install_project() {
-  say "installing kvplane, editable"
   "${PIP[@]}" install --quiet --no-deps --no-build-isolation -e .
 }
 
@@ -126,21 +142,31 @@ kernels_digest() {
 blocks_digest() { sources_digest csrc/blocks -not -path 'csrc/blocks/tests/*' | digest; }
 
 main() {
-  local started=$SECONDS
-  if [ ! -x "$VENV/bin/python" ]; then
+  local started=$SECONDS fetching=
+  check_choices
+  if [ -x "$VENV/bin/python" ]; then
+    check_tools "$VENV/bin/python"
+  else
+    check_tools "$(find_python)"
     local python
     python=$(find_python)
-    check_tools "$python"
-    say "creating $VENV with $("$python" --version)"
+    [ -n "$python" ] || die "no Python 3.11 or newer was found"
+    say "creating $VENV with $("$python" --version); the first time takes some minutes"
     "$python" -m venv "$VENV"
   fi
-  check_tools "$VENV/bin/python"
   keep_choices
-  unless_done packages "$(packages_digest)" install_packages
+  choose_defaults
+  unless_done build-tools "$(digest <requirements/lock.txt)" install_build_tools
+  unless_done packages "$(packages_digest)" install_packages &
+  fetching=$!
   unless_done kernels "$(kernels_digest)" install_kernels
   unless_done blocks "$(blocks_digest)" install_blocks
+  local compiled=$SECONDS
+  wait "$fetching"
+  local waited=$((SECONDS - compiled))
   unless_done project "$(cat pyproject.toml setup.py | digest)" install_project
-  [ $((SECONDS - started)) -lt 2 ] || say "ready after $((SECONDS - started)) s"
+  [ $((SECONDS - started)) -lt 2 ] \
+    || say "ready after $((SECONDS - started)) s, of which $waited s waited for packages alone"
 }
 
 main

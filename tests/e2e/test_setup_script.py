@@ -1,4 +1,4 @@
-"""What ``make`` says when the machine lacks something: one line, before anything is made."""
+"""What ``make`` says and does when the machine lacks something, before anything is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-COREUTILS = ("bash", "cat", "cut", "dirname", "env", "find", "grep", "sha256sum", "sort", "xargs")
+COREUTILS = (
+    *("bash", "cat", "cut", "dirname", "env", "find", "grep", "id", "sh", "sha256sum", "sort"),
+    *("test", "xargs"),
+)
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def setup(tree: Path, **environ: str) -> tuple[int, list[str]]:
     done = subprocess.run(
         ["scripts/setup.sh"],
         cwd=tree,
-        env={**os.environ, **environ},
+        env={**os.environ, "KVPLANE_APT": "off", **environ},
         capture_output=True,
         text=True,
         timeout=60,
@@ -34,32 +37,31 @@ def setup(tree: Path, **environ: str) -> tuple[int, list[str]]:
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
-def test_without_a_compiler_it_names_the_package_to_install(tree: Path) -> None:
-    code, lines = setup(tree, CXX="no-such-compiler")
-    assert code == 1
-    assert lines == ["setup: a C++17 compiler is needed (on Debian: apt install g++)"]
+def missing(*packages: str) -> list[str]:
+    """The one line that a user can copy."""
+    wanted = " ".join(packages)
+    return [f"setup: packages are missing; on Debian: sudo apt-get install -y {wanted}"]
 
 
-def test_without_the_header_of_xxhash_it_names_the_package_to_install(tree: Path) -> None:
+def test_everything_that_is_missing_is_named_at_once(tree: Path) -> None:
+    assert setup(tree, CXX="no-such-compiler") == (1, missing("g++", "libxxhash-dev"))
     compiler = tree / "compiler"
     compiler.write_text('#!/bin/sh\nexec g++ -nostdinc "$@"\n')  # finds no header at all
     compiler.chmod(0o755)
-    code, lines = setup(tree, CXX=str(compiler))
-    assert code == 1
-    assert lines == ["setup: xxhash.h is needed (on Debian: apt install libxxhash-dev)"]
+    assert setup(tree, CXX=str(compiler)) == (1, missing("libxxhash-dev"))
 
 
-def test_without_a_new_enough_python_it_names_the_packages_to_install(tree: Path) -> None:
-    needed = "Python 3.11 or newer is needed (on Debian: apt install python3 python3-venv"
-    assert setup(tree, PYTHON="no-such-python") == (1, [f"setup: {needed} python3-dev)"])
-
+@pytest.mark.parametrize("is_old", [False, True])
+def test_without_a_new_enough_python_it_names_the_packages(tree: Path, is_old: bool) -> None:
     old = tree / "old"
     old.write_text("#!/bin/sh\nexit 1\n")  # what a Python 3.10 answers to the version check
     old.chmod(0o755)
-    assert setup(tree, PYTHON=str(old)) == (1, [f"setup: {needed} python3-dev)"])
+    python = str(old) if is_old else "no-such-python"
+    pythons = ("python3", "python3-venv", "python3-dev")
+    assert setup(tree, PYTHON=python) == (1, missing(*pythons))
 
 
-def test_on_a_machine_with_no_python_at_all_it_says_so(tree: Path) -> None:
+def test_on_a_bare_machine_it_names_all_of_it(tree: Path) -> None:
     tools = tree / "bin"
     tools.mkdir()
     for name in COREUTILS:
@@ -67,9 +69,32 @@ def test_on_a_machine_with_no_python_at_all_it_says_so(tree: Path) -> None:
         assert path is not None
         (tools / name).symlink_to(path)
     code, lines = setup(tree, PATH=str(tools))
+    everything = ("g++", "libxxhash-dev", "python3", "python3-venv", "python3-dev")
+    assert (code, lines) == (1, missing(*everything))
+
+
+def test_as_root_it_says_what_it_installs_and_installs_all_at_once(tree: Path) -> None:
+    """With an apt-get that only notes what it is told."""
+    tools = tree / "bin"
+    tools.mkdir()
+    for name in (*COREUTILS, "chmod", "rm"):
+        path = shutil.which(name)
+        assert path is not None
+        (tools / name).symlink_to(path)
+    (tools / "id").unlink()
+    (tools / "id").write_text("#!/bin/sh\necho 0\n")
+    (tools / "apt-get").write_text(f'#!/bin/sh\necho "$*" >>{tree}/told\n')
+    for name in ("id", "apt-get"):
+        (tools / name).chmod(0o755)
+    code, lines = setup(tree, PATH=str(tools), KVPLANE_APT="")
+    everything = "g++ libxxhash-dev python3 python3-venv python3-dev"
     assert code == 1
-    assert len(lines) == 1
-    assert "Python 3.11 or newer is needed" in lines[0]
+    assert lines == [
+        f"setup: installing {everything}",
+        "setup: no Python 3.11 or newer was found",
+    ]
+    told = (tree / "told").read_text().splitlines()
+    assert told == ["update -qq", f"install -qq -y --no-install-recommends {everything}"]
 
 
 def call(tree: Path, functions: str, **environ: str) -> list[str]:
@@ -104,10 +129,27 @@ def test_a_change_of_the_blocks_leaves_the_kernels_as_they_are_and_the_other_way
     assert newer_kernels != kernels and newer_blocks == new_blocks
 
 
+def test_cuda_is_for_machines_with_a_gpu_or_for_who_asks(tree: Path) -> None:
+    smi = tree / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    smi.chmod(0o755)
+    path = f"{tree}{os.pathsep}{os.environ['PATH']}"
+
+    def choices(**environ: str) -> list[str]:
+        say = '\nchoose_defaults; echo "${KVPLANE_TORCH:-none}" "$KVPLANE_CUDA"'
+        return call(tree, say, **{"PATH": path, **environ})
+
+    assert choices() == ["cpu", "OFF"]
+    assert choices(KVPLANE_TORCH="cuda", KVPLANE_CUDA="AUTO") == ["cuda", "AUTO"]
+    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3'\n")
+    assert choices() == ["none", "AUTO"]
+    assert choices(KVPLANE_TORCH="cpu", KVPLANE_CUDA="OFF") == ["cpu", "OFF"]
+
+
 def test_an_unknown_build_of_torch_is_refused(tree: Path) -> None:
     code, lines = setup(tree, KVPLANE_TORCH="gpu")
     assert code == 1
-    assert lines == ["setup: KVPLANE_TORCH is 'gpu'; it must be cpu, or not set"]
+    assert lines == ["setup: KVPLANE_TORCH is 'gpu'; it must be cpu or cuda, or not set"]
 
 
 def test_what_was_asked_for_holds_until_something_else_is_asked_for(tree: Path) -> None:

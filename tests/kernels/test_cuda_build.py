@@ -52,7 +52,9 @@ def test_the_installed_package_has_cuda_where_nvcc_was_found_and_says_so() -> No
     emulated_module()  # whose types have the same names
     has_module = any(Path(kvplane_kernels.__file__).parent.glob("_cuda*.so"))
     assert kvplane_kernels.has_cuda_build() == has_module
-    assert has_module == (HAS_NVCC and os.environ.get("KVPLANE_CUDA") != "OFF")
+    assert HAS_NVCC or not has_module
+    if os.environ.get("KVPLANE_CUDA") in ("AUTO", "ON"):  # else a GPU decides
+        assert has_module == HAS_NVCC
     assert kvplane_kernels.cuda_device_count() >= 0
     assert has_module or kvplane_kernels.cuda_device_count() == 0
 
