@@ -38,7 +38,7 @@ class CoreConfig:
     max_sequences: int = 65_536
     max_table_entries: int = 4_194_304
     max_sessions: int = 1024
-    eviction_policy: str = "lru"
+    eviction_policy: str = "reuse-rate"
     max_tenant_sessions: int = 0
     max_tenant_sequences: int = 0
     max_tenant_blocks: int = 0
