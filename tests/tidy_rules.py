@@ -336,6 +336,7 @@ def kernels_include_no_torch(root: Path) -> list[str]:
     return [
         says(root, path, number, line.strip())
         for path in code_files(root, ".cpp", ".h", ".cu", ".cuh")
+        if path.relative_to(root).parts[0] == "csrc"
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if pattern.search(line)
     ]

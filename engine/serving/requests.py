@@ -185,6 +185,11 @@ def _message(value: Any, field: str) -> Message:
     """Content is a string, or parts of text."""
     if not isinstance(value, dict):
         raise InvalidRequestError("must be an object", field=field)
+    for name, given in value.items():
+        if name not in ("role", "content") and given not in (None, [], {}):
+            raise InvalidRequestError(
+                "is not served: messages have role and content", field=f"{field}.{name}"
+            )
     content = value.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):

@@ -1,5 +1,5 @@
-"""kvplane for Hugging Face transformers (``pip install kvplane[transformers]``): the one way into
-its models, for the engine too.
+"""kvplane for Hugging Face transformers (from a checkout, ``pip install '.[transformers]'``): the
+one way into its models, for the engine too.
 
     model.set_attn_implementation("kvplane")
     model.generate(ids, cache=PlaneCache(model))  # past_key_values before transformers 5.24

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from gpu_programs import PYTEST, run_on_simulated_gpu
 
 NEED_TIME = "not run_ahead and not go_on_beside"
@@ -29,10 +28,6 @@ NIGHTLY = {
     "splits": (*PYTEST, "tests/kernels/test_cuda_splits.py"),
     "far blocks": (*PYTEST, "tests/kernels/test_cuda_huge_pools.py"),
 }
-
-pytestmark = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the simulated GPU is for torch's CPU build"
-)
 
 
 def check(words: tuple[str, ...], out: Path) -> None:

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Final
+from unittest import SkipTest
+
+import torch
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = (
@@ -27,6 +30,8 @@ def run_on_simulated_gpu(
     *words: str, out: Path, root: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m words`` in the tree ``root``; ``out`` is the folder for what it saves."""
+    if torch.version.cuda is not None:
+        raise SkipTest("the simulated GPU is for torch's CPU build")
     env = os.environ | {
         "KVPLANE_SIMULATED_GPU": "1",
         "KVPLANE_DEVICE_BACKEND": "cuda",

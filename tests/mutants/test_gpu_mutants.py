@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from gpu_programs import PYTEST, ROOT, run_on_simulated_gpu
 
 COPIED = (
@@ -67,9 +66,6 @@ MUTANTS = {
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the simulated GPU is for torch's CPU build"
-)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_found_on_a_simulated_gpu(name: str, tmp_path: Path) -> None:
     fault, folder = MUTANTS[name], tmp_path / "tree"
