@@ -256,7 +256,7 @@ def _look_at(tensor: torch.Tensor) -> _Known:
 def _digest(tensor: torch.Tensor) -> str:
     digest = xxh3_128(f"{tensor.dtype} {list(tensor.shape)}".encode())
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    digest.update(memoryview(data.numpy()))
+    digest.update(data.numpy().tobytes())
     return digest.hexdigest()
 
 
