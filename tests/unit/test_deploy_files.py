@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from pathlib import Path
+from fnmatch import fnmatchcase
+from itertools import chain
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -86,6 +88,36 @@ def test_a_planes_health_is_asked_where_it_serves_metrics(plane: str) -> None:
     dockerfile = (ROOT / SERVICES[plane]["build"]["dockerfile"]).read_text()
     assert f'CMD ["healthy", "{port}"]' in dockerfile
     assert "COPY deploy/healthy.sh /usr/local/bin/healthy" in dockerfile
+
+
+def is_sent(path: str, ignored: str) -> bool:
+    """Whether docker's client sends a file to the build: the last pattern that matches the file, or
+    a folder that it is in, decides.
+    """
+    inside = PurePosixPath(path)
+    names = [str(each) for each in (inside, *inside.parents)]
+    sent = True
+    for line in ignored.split():
+        pattern = line.removeprefix("!")
+        ends = (pattern, pattern.removeprefix("**/"))
+        if any(fnmatchcase(name, end) for name in names for end in ends):
+            sent = line.startswith("!")
+    return sent
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_an_image_copies_passes_the_dockerignore(path: Path) -> None:
+    ignored = (ROOT / ".dockerignore").read_text()
+    text = path.read_text()
+    copied = chain.from_iterable(
+        line.split()[1:-1] for line in text.splitlines() if re.match(r"COPY (?!--from)", line)
+    )
+    used = {*copied, *re.findall(r"deploy/[a-z_]+\.sh", text)} - {"."}
+    assert "deploy/install.sh" in used or "deploy/healthy.sh" in used
+    assert [name for name in sorted(used) if not is_sent(name, ignored)] == []
+    assert not is_sent("deploy/healthy.sh", ignored.replace("!deploy/healthy.sh\n", ""))
+    assert not is_sent("tests/test_tidy.py", ignored) and is_sent("kvplane/ops.py", ignored)
+    assert not is_sent("kvplane/__pycache__/ops.pyc", ignored)
 
 
 @pytest.mark.parametrize("name", ["data-plane", "engine", "load"])
