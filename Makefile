@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly test-fleet test-nixl fleet chaos serve bench newcomer lint fix protos board boards page-picture api manifests metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-fleet test-nixl fleet chaos serve bench newcomer lint fix protos board boards page-picture api manifests metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh)
@@ -63,6 +63,9 @@ bench: setup  ## Measure a step's latency over gRPC
 	@$(BIN)/python -m benchmarks.step_latency
 
 NEWCOMER := newcomer newcomer_metrics boards alerts clients
+test-tools:  ## Install, as root, what tests and make lint use of Debian; else print the line that does
+	@bash -c '. scripts/packages.sh && need_to_test && install_missing "make test-tools"'
+
 newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, page, command, clients of other languages
 	@$(BIN)/python -m pytest -n 0 -v $(NEWCOMER:%=tests/e2e/test_%.py) $(PYTEST_ARGS)
 

@@ -12,6 +12,7 @@ import random
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tools import REASON
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; children inherit it
 
@@ -36,3 +37,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header() -> str:
     return f"seed: {SEED} (KVPLANE_TEST_SEED)"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped for want of programs, and the line that installs them."""
+    packages, num_tests = set(), 0
+    for report in terminalreporter.stats.get("skipped", ()):
+        _, found, names = str(report.longrepr).partition(REASON)
+        if found:
+            num_tests += 1
+            packages.update(names.rstrip("')").split())
+    if num_tests:
+        names = " ".join(sorted(packages))
+        says = f"tests skipped for want of programs: {num_tests}; apt install {names}"
+        terminalreporter.write_line(says)

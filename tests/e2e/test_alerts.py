@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import yaml
+from tools import needs
 
 from kvplane import ControlClient, Layout, ops
 from kvplane.cli.bench import Traffic, bench
@@ -34,6 +35,7 @@ def stack(tmp_path: Path) -> Iterator[MonitoredStack]:
     arguments = ["--model", str(ROOT / "models" / "recall")]
     arguments += ["--num-device-blocks", "256", "--num-host-blocks", "32"]
     of_control = ["--lease-s", "2", "--max-operations", "60000"]
+    needs("prometheus", "alertmanager")
     with MonitoredStack(tmp_path, of_control, arguments) as stack:
         yield stack
 

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools import needs
+
 from kvplane import ControlClient
 from kvplane.cli.bench import Traffic, bench
 from scripts import boards
@@ -42,6 +44,7 @@ def missing(stack: MonitoredStack) -> list[str]:
 
 async def test_every_panel_has_data_under_load(tmp_path: Path) -> None:
     arguments = ["--model", str(ROOT / "models" / "recall"), *POOL]
+    needs("prometheus", "promtool")
     with MonitoredStack(tmp_path, [], arguments, with_alertmanager=False) as stack:
         async with ControlClient(stack.control) as control:
             load = asyncio.create_task(bench(control, "default", TRAFFIC))

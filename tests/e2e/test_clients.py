@@ -17,6 +17,7 @@ from typing import Any
 import json_caller
 import pytest
 from go_stubs import go, write_stubs
+from tools import needs
 
 from demo.processes import Planes
 from kvplane import LayerGroup, Layout
@@ -66,6 +67,7 @@ def test_the_python_programs_of_the_page_attend(planes: Planes, number: int) -> 
 @pytest.fixture(scope="session")
 def node_folder() -> Path:
     """The example with what npm installs, kept under build/ for as long as it asks for the same."""
+    needs("npm", "node")
     example, folder = ROOT / "examples" / "node", ROOT / "build" / "clients" / "examples" / "node"
     folder.mkdir(parents=True, exist_ok=True)
     wanted = (example / "package.json").read_text()

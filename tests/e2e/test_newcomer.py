@@ -16,6 +16,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tools import needs
+
 from kvplane import ControlClient
 from kvplane.v1 import types_pb2
 from scripts.monitored_stack import ROOT, MonitoredStack, free_port
@@ -49,6 +51,7 @@ async def test_page_command_metrics_and_api_agree_on_a_stack_that_had_traffic(
     port = free_port()
     arguments = ["--model", str(ROOT / "models" / "recall"), *POOL]
     pages = ["--page-port", str(port)]
+    needs("prometheus", "chromium")
     with MonitoredStack(tmp_path, pages, arguments, with_alertmanager=False) as stack:
         before = await asyncio.to_thread(shown, port)
         load = asyncio.create_task(asyncio.to_thread(command, stack, "bench", "--duration-s", "5"))

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tools import needs
 
 from kvplane import (
     ControlClient,
@@ -59,6 +60,7 @@ async def test_every_metric_has_a_value_or_is_named_with_why_not(tmp_path: Path)
     blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-host-blocks", "32"]
     arguments = ["--model", str(ROOT / "models" / "recall"), *blocks]
     of_control = ["--lease-s", "3"]
+    needs("prometheus", "promtool")
     with MonitoredStack(tmp_path, of_control, arguments, with_alertmanager=False) as stack:
         async with ControlClient(stack.control) as control:
             following = asyncio.create_task(follow(control))

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import urllib.request
 from pathlib import Path
 from time import monotonic, sleep
-from unittest import SkipTest
+
+from tools import needs
 
 
 class EtcdCluster:
     """``with EtcdCluster(folder, 3) as etcd``: ready when entered."""
 
     def __init__(self, folder: Path, num_members: int) -> None:
-        """Raises SkipTest, which pytest reports, where there is no etcd."""
-        if None in (shutil.which("etcd"), shutil.which("etcdctl")):
-            raise SkipTest("etcd is not installed (apt install etcd-server etcd-client)")
+        """Skips the test where there is no etcd."""
+        needs("etcd", "etcdctl")
         self._folder = folder
         with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 * num_members)]
         ports = [each.getsockname()[1] for each in with_ports]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from google.protobuf import descriptor_pb2, duration_pb2
 from google.protobuf.compiler import plugin_pb2
+from tools import needs
 
 from kvplane.v1 import control_pb2, data_pb2, types_pb2
 
@@ -27,6 +28,7 @@ _PARAMETERS = (
 
 def go(*arguments: str, path: Path, cache: Path) -> None:
     """Run the go command on Debian's packages and those under ``path``."""
+    needs("go")
     environment = os.environ | {
         "GO111MODULE": "off",
         "GOPATH": f"{path}:{DEBIAN}",

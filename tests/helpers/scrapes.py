@@ -9,6 +9,7 @@ import urllib.request
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families
+from tools import needs
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 
@@ -32,6 +33,7 @@ def read(text: str) -> dict[str, Metric]:
 
 def lint(text: str) -> None:
     """Fails with what promtool says."""
+    needs("promtool")
     run = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True
     )

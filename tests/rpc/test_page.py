@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from both_planes import LAYOUT, POOL, Planes, StartServer, run_step
+from tools import needs
 
 from control_plane.planning.views import STATES
 from control_plane.server.page import page_server
@@ -259,6 +260,7 @@ async def test_a_browser_draws_it_and_draws_it_again_when_it_changes(
 ) -> None:
     url = f"http://{planes.control.page_address}/"
     with ExitStack() as stack:
+        needs("chromium")
         browser = await asyncio.to_thread(stack.enter_context, Browser(url))
         empty = await asyncio.to_thread(look, browser, "document.querySelector('canvas')")
         assert empty["link"] == "live"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RULES = ROOT / "deploy" / "prometheus"
@@ -24,6 +25,7 @@ NAMES = [rule["alert"] for rule in ALERTS]
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    needs("promtool")
     return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60)
 
 
