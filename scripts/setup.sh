@@ -90,16 +90,16 @@ keep_choices() {
 # Not compiled to bytecode: of what is installed little is imported, and that is compiled then.
 install_packages() {
   if [ "${KVPLANE_TORCH:-}" = cpu ]; then
-    "${PIP[@]}" install --quiet --no-compile --retries 1 --no-deps \
+    "${PIP[@]}" install -qq --no-compile --retries 1 --no-deps \
       --extra-index-url "$TORCH_CPU_INDEX" "$(grep '^torch==' requirements/lock.txt)"
   fi
-  "${PIP[@]}" install --quiet --no-compile -r requirements/lock.txt
+  "${PIP[@]}" install -qq --no-compile -r requirements/lock.txt
 }
 
 # What compiling needs, so that it goes on while the rest is fetched.
 install_build_tools() {
   local names='cmake|ninja|packaging|pathspec|pybind11|scikit[-_]build[-_]core|setuptools|wheel'
-  "${PIP[@]}" install --quiet --no-compile --no-deps \
+  "${PIP[@]}" install -qq --no-compile --no-deps \
     $(grep -iE "^($names)==" requirements/lock.txt)
 }
 

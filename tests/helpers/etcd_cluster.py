@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 from time import monotonic, sleep
 
-from tools import needs
+from tests.helpers.tools import needs
 
 
 class EtcdCluster:
