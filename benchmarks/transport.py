@@ -199,6 +199,7 @@ def sides(shape: Shape, num_threads: int) -> Iterator[list[Side | Bare]]:
         address, embedded = start_planes(
             closing,
             shape.layout,
+            device="cpu",
             pool_id="default",
             num_device_blocks=NUM_DEVICE_BLOCKS,
             num_threads=num_threads,

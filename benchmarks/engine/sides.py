@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -21,6 +21,8 @@ from kvplane.transformers import PlaneCache, close_planes
 
 VOCABULARY = 8192
 NUM_BLOCKS = 2048  # of 16 tokens
+# Packed weights have no versions that could be watched, so their prefixes are named here.
+POOL: Final = {"num_device_blocks": NUM_BLOCKS, "namespace": "packed"}
 NUM_PAGES = 128  # of 256 tokens: what transformers takes by itself
 MAX_POSITIONS = 1024
 # hidden, intermediate, layers, heads, KV heads
@@ -83,7 +85,7 @@ def share_linears(model: PreTrainedModel, first: PreTrainedModel) -> PreTrainedM
 def probe(model: PreTrainedModel) -> None:
     """Start its planes, which its first cache does."""
     with torch.no_grad():
-        PlaneCache(model, num_device_blocks=NUM_BLOCKS).close()
+        PlaneCache(model, **POOL).close()
 
 
 def generate(
@@ -96,7 +98,7 @@ def generate(
     how: dict[str, Any] = {"max_new_tokens": num_new, "min_new_tokens": num_new}
     with ExitStack() as closing:
         if on_planes:
-            cache = PlaneCache(model, num_device_blocks=NUM_BLOCKS)
+            cache = PlaneCache(model, **POOL)
             how["cache"] = closing.enter_context(cache)
         output: torch.Tensor = model.generate(ids, attention_mask=mask, do_sample=False, **how)
     return output[:, width:].tolist()

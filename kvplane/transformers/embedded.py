@@ -66,6 +66,14 @@ def start_planes(
     return server.address, backend
 
 
+def device_for(model_device: torch.device) -> str:
+    """The device of a model's pool: the model's GPU where the kernels run on one, otherwise the CPU,
+    since tensors of a layer would cross the link to another device twice.
+    """
+    is_served = model_device.type == "cuda" and choose_device("auto", this_machine).type == "cuda"
+    return str(model_device) if is_served else "cpu"
+
+
 def serves_latents(device: str = "auto") -> bool:
     """Whether the kernels of a pool on ``device`` attend to latents."""
     return LATENT in cache_kinds_of(choose_device(device, this_machine))

@@ -358,14 +358,14 @@ def _connect(
         closing.callback(remote.stop)
         return settings.control_plane, remote
     try:
-        from kvplane.transformers.embedded import serves_latents, start_planes
+        from kvplane.transformers.embedded import device_for, serves_latents, start_planes
     except ImportError as error:
         raise InvalidRequestError(
             "must be given: planes in this process need kvplane[control-plane,data-plane]; "
             f"{error.name} is missing",
             field="control_plane",
         ) from error
-    device = str(model.device)  # else each layer would cross the link to another one twice
+    device = device_for(model.device)
     groups = _prepare(model, settings.probe, latent=settings.latent and serves_latents(device))
     dtype = _dtype_of(model)
     layout = Layout(

@@ -21,6 +21,9 @@ PROGRAMS = {
     "the time of a step": (
         *("benchmarks.gpu.step", "--batch", "2", "--context", "40", "--layers", "2"),
     ),
+    "every kernel": ("benchmarks.gpu.smoke", "--tiny", "check", "race"),
+    "a model": ("benchmarks.gpu.try_model",),
+    "captured steps of a model": ("benchmarks.gpu.model_steps", "--tiny", "--batches", "1,3"),
 }
 NIGHTLY = {
     "a graph": (*PYTEST, "tests/kernels/on_gpu.py"),
