@@ -67,8 +67,8 @@ def start_planes(
 
 
 def device_for(model_device: torch.device) -> str:
-    """The device of a model's pool: the model's GPU where the kernels run on one, otherwise the CPU,
-    since tensors of a layer would cross the link to another device twice.
+    """The device of a model's pool: its GPU where the kernels run on one, otherwise the CPU. To
+    another device the tensors of a layer would cross the link twice.
     """
     is_served = model_device.type == "cuda" and choose_device("auto", this_machine).type == "cuda"
     return str(model_device) if is_served else "cpu"
