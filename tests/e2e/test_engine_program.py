@@ -124,6 +124,7 @@ def test_a_terminal_shows_how_far_a_batch_is(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal nothing moves
     deltas = [
         Delta(f"request-{request}", 0, text, [7], reason)
         for text, reason in (("a", ""), ("b", "stop"))
