@@ -103,7 +103,9 @@ class PlanRunner:
             counts = columns.read(columns.INT32, plan.spans.num_tokens, "plan.spans.num_tokens")
             latest = session.latest
             of_pass = latest.pass_index if latest and latest.number == plan.number else None
-            return StartedPlan(plan.number, sum(counts), len(counts), known, True, of_pass)
+            return StartedPlan(
+                plan.number, sum(counts), len(counts), known, had_run=True, pass_index=of_pass
+            )
         run = known
         if run is None:
             run = session.latest = self._prepare(session, plan, digest)

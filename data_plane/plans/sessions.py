@@ -38,7 +38,7 @@ _MAX_KEYS = 16
 _PASSES_AT_ONCE = 16
 _MANY_ENTRIES = 2**20
 ANY_PASS = -1
-"""In place of a pass, for callers that no other process shares the session with."""
+"""Accepts every pass: for callers whose session no other process uses."""
 
 
 @dataclass(slots=True)
@@ -144,10 +144,12 @@ class Run:
         would be written to the present one's slots.
         """
         if index not in (self.pass_index, ANY_PASS):
-            there = "without passes" if self.pass_index is None else f"in pass {self.pass_index}"
-            expected = "without passes" if index is None else f"in pass {index}"
+            present, asked = (
+                "all tokens at once" if each is None else f"pass {each}"
+                for each in (self.pass_index, index)
+            )
             raise PlanOutOfOrderError(
-                f"plan {self.number} is computed {there}, and the call is for it {expected}",
+                f"plan {self.number} computes {present}, but this call is for {asked}",
                 field="pass_index",
             )
 
