@@ -43,7 +43,7 @@ _MEDIA: Final = (*_KINDS, "pixel", "input_features", "feature_attention_mask", "
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one pass is given.
+    """Holds the inputs of one forward pass, as keys of prefixes.
 
     ``ids``: int64 [num_rows, num_columns], with types. ``names``: the arguments behind ``words``,
     none where no tensors or numbers are given. ``changed``: the columns [first, stop) of each row
@@ -162,7 +162,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _content(name: str, path: str, leaf: Any) -> bytes:
-    """What a leaf holds. Its length follows from its beginning, so that no two run together."""
+    """Encode a leaf. Its beginning gives its length, so two leaves never read as one."""
     if isinstance(leaf, torch.Tensor):
         flat = leaf.detach().cpu().reshape(-1)
         data: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -80,7 +80,7 @@ def weights_changed(model: PreTrainedModel) -> None:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of the contents of one tensor at one version."""
+    """Names the contents of one tensor at one version."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -97,7 +97,7 @@ class _Known:
 
 
 class _ModelState:
-    """What was last seen of one model. It is an attribute of the model, so that it ends with it."""
+    """Remembers the last state of one model. It is the model's attribute, so it ends with it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -122,7 +122,7 @@ class _ModelState:
         return self._identity
 
     def digest(self) -> str:
-        """The same of contents."""
+        """Return a name for what the model computes, by the contents of its tensors."""
         return _name(self._parts, lambda tensor: self._digest_of(tensor))
 
     def is_stored(self, folder: Path, model: PreTrainedModel) -> bool:
@@ -197,11 +197,11 @@ class _Watch:
         return [settings[2] for settings in self._adapters_then]
 
     def has_active_adapters(self) -> bool:
-        """Whether a layer computes with an adapter."""
+        """Return whether any layer computes with an adapter."""
         return any(map(_active_adapters, self._adapted))
 
     def sees_no_change(self, model: PreTrainedModel) -> bool:
-        """Whether all is as it was."""
+        """Return whether the model is unchanged since this object was made."""
         try:
             return (
                 sum(map(len, self._tables)) == len(self._entries)
@@ -350,7 +350,7 @@ def _text(value: Any) -> str:
 
 
 def _adapter_settings(module: Any) -> tuple[bool, list[str], list[str], dict[str, Any], int]:
-    """What PEFT's layers keep in lists and dicts: compared by value."""
+    """Copy the settings that PEFT's layers keep in lists and dicts, to compare them by value."""
     active = module._active_adapter
     return (
         module._disable_adapters,

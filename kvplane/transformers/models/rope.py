@@ -132,7 +132,7 @@ def _embedding(module: torch.nn.Module, args: Any, kwargs: Any) -> Embed:
 
 
 def _without_last(embedding: torch.Tensor) -> torch.Tensor:
-    """Of [..., positions, frequencies], as all rotary modules return."""
+    """Drop the last position of a [..., positions, frequencies] embedding."""
     return embedding[..., :-1, :]
 
 
