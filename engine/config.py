@@ -98,7 +98,12 @@ class EngineConfig:
         " as fit, and the control plane is asked once for all. A request that comes meanwhile waits"
         " as long; in a batch, where none can, a plan may take 0.25 s. 0 asks for each token.",
     )
-    timeout_s: float = setting(10.0, unit="s", minimum=0.1, help="Deadline of one call to a plane.")
+    timeout_s: float = setting(
+        10.0,
+        unit="s",
+        minimum=0.1,
+        help="Deadline of one call to a plane; half of --recovery-timeout-s where that is less.",
+    )
     recovery_timeout_s: float = setting(
         60.0,
         unit="s",
@@ -166,6 +171,13 @@ class EngineConfig:
         for name in others if not self.planes_tls else ():
             if getattr(self, name):
                 raise InvalidRequestError("needs --planes-tls too", field=name)
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Of each call to a plane. One that fails leaves half of ``recovery_timeout_s``, in which
+        another session may be opened.
+        """
+        return min(self.timeout_s, self.recovery_timeout_s / 2 or self.timeout_s)
 
     @property
     def client_tls(self) -> TlsOptions | None:

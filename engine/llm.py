@@ -148,6 +148,10 @@ class LLM:
         """
         self._core.abort(request_id)
 
+    def give_up(self) -> None:
+        """Wait for planes that are away no longer, from now on. From any thread."""
+        self._core.give_up()
+
     @property
     def stats(self) -> EngineStats:
         """What was done so far."""
@@ -183,7 +187,7 @@ class LLM:
             is_embedded = config.data_plane == "embedded"
             plane = self._closing.enter_context(ExitStack())  # to end after the session
             self._link = ControlLink(
-                loop, config.control_plane, config.pool_id, config.timeout_s, config.client_tls
+                loop, config.control_plane, config.pool_id, config.call_timeout_s, config.client_tls
             )
             self._closing.callback(self._link.close)
             pool = None if is_embedded else self._link.pool_layout(config.recovery_timeout_s)

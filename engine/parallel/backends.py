@@ -26,8 +26,8 @@ def backend_of(
     if config.data_plane == "embedded":
         return _embedded(config, layout, rank)
     if config.tensor_parallel == 1:
-        return RemoteBackend(loop, config.timeout_s, config.client_tls)
-    return RankBackend(loop, config.timeout_s, config.client_tls, rank, config.tensor_parallel)
+        return RemoteBackend(loop, config.call_timeout_s, config.client_tls)
+    return RankBackend(loop, config.call_timeout_s, config.client_tls, rank, config.tensor_parallel)
 
 
 def _embedded(config: EngineConfig, layout: Layout, rank: int) -> DataBackend:

@@ -19,6 +19,7 @@ import torch
 
 from kvplane import tracing
 from kvplane.errors import (
+    DeadlineExceededError,
     InternalError,
     InvalidRequestError,
     KvplaneError,
@@ -49,6 +50,9 @@ from .runner import Runner
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
+# An attempt to open a session, at first: between two, a caller who gives up is heeded.
+ATTEMPT_S: Final = 2.0
+_LEAST_ATTEMPT_S: Final = 0.5
 IDLE_DELAY_S: Final = 0.005
 # Two plans are computed before one that is asked to yield does, within a second.
 ALONE_PLAN_S: Final = 0.25
@@ -95,6 +99,9 @@ class EngineCore:
         self._abort_lock = threading.Lock()
         self._num_arrivals = 0
         self._num_failures = 0
+        self._failing_since_s: float | None = None  # with nothing computed since
+        self._has_session = True  # at both planes
+        self._gives_up = threading.Event()
         self._has_plan = False  # the present step has a plan, which an error would have to abort
         self._asked: Asked | None = None  # of the control plane, and not applied yet
         self._pass: Pass | None = None  # of the present plan, to be computed next
@@ -170,20 +177,30 @@ class EngineCore:
         is_under_way = self._asked is not None or self._pass is not None
         return self._scheduler.has_work or bool(self._to_abort) or is_under_way
 
+    def give_up(self) -> None:
+        """Wait for planes no longer: a step that waits for them raises, as does each that would.
+        From any thread.
+        """
+        self._gives_up.set()
+
     # Steps.
 
     def step(self) -> list[Delta]:
         """Run one step and return what it added. Recovers from planes that went away.
 
-        Raises what went wrong when recovering does not help; sequences are then as they were.
+        Raises what went wrong when recovering does not help, ``recovery_timeout_s`` after the step
+        began that failed first; sequences are then as they were.
         """
         self._apply_aborts()
-        if self.has_work:
+        began_s = time.monotonic()
+        if self.has_work and not self._has_session:  # an earlier step could not open another
+            self._reopen(began_s)
+        elif self.has_work:
             self._has_plan = self._pass is not None
             try:
                 self._step()
             except KvplaneError as error:
-                self._recover(error)
+                self._recover(error, began_s)
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -225,7 +242,7 @@ class EngineCore:
         logits = self._execute(present, spans)
         self._pass = present.following
         if spans:
-            self._num_failures = 0
+            self._num_failures, self._failing_since_s = 0, None
         self._sample(spans, logits)
         seconds = time.monotonic() - started_s
         most_s = self._max_plan_s
@@ -431,13 +448,16 @@ class EngineCore:
 
     # Recovery.
 
-    def _recover(self, error: KvplaneError) -> None:
+    def _recover(self, error: KvplaneError, began_s: float) -> None:
         """Abort the plans if the session is still open, else open another and compute again what is
-        lost.
+        lost. ``began_s``: when the step that failed did.
         """
         self._num_failures += 1
+        if self._failing_since_s is None:
+            self._failing_since_s = began_s
         if self._num_failures > MAX_FAILURES or isinstance(error, LayoutMismatchError):
-            self._num_failures = 0  # who goes on after it is recovered from what comes then
+            # Who goes on after it is recovered from what comes then.
+            self._num_failures, self._failing_since_s = 0, None
             raise error
         _log.warning("step failed reason=%s: %s", error.reason, error.message)
         lost = isinstance(error, StaleError | SessionNotFoundError | UnavailableError)
@@ -450,33 +470,40 @@ class EngineCore:
                 return
             except KvplaneError as failure:
                 _log.warning("abort failed reason=%s: %s", failure.reason, failure.message)
-        self._reopen()
+        self._reopen(self._failing_since_s)
 
     def _abort_plan(self) -> None:
         """Abort the plans that have no receipt, and go on from what the control plane says."""
         self._scheduler.reconcile(self._link.abort_last_plan())
 
-    def _reopen(self) -> None:
-        """Open a new session, waiting for planes that are away; everything is admitted and computed
-        again.
+    def _reopen(self, since_s: float) -> None:
+        """Open a new session, waiting for planes that have been away since ``since_s``; everything
+        is admitted and computed again.
         """
-        deadline_s = time.monotonic() + self._recovery_timeout_s
+        deadline_s = since_s + self._recovery_timeout_s
+        attempt_s = ATTEMPT_S
         if self._asked is not None:
             self._asked.answer.cancel()
             self._asked = None
         self._scheduler.reset()
+        self._has_session = False
         while True:
             try:
                 self._backend.close()
-                self._backend.open(self._link.open(self._layout))
+                left_s = max(_LEAST_ATTEMPT_S, deadline_s - time.monotonic())
+                self._backend.open(self._link.open(self._layout, min(attempt_s, left_s)))
                 break
             except LayoutMismatchError:
                 raise
             except KvplaneError as error:
-                if time.monotonic() > deadline_s:
+                is_late = time.monotonic() + RETRY_DELAY_S + _LEAST_ATTEMPT_S > deadline_s
+                if is_late or self._gives_up.wait(RETRY_DELAY_S):
+                    self._num_failures, self._failing_since_s = 0, None
                     raise
                 _log.debug("session not reopened yet reason=%s: %s", error.reason, error.message)
-                time.sleep(RETRY_DELAY_S)
+                if isinstance(error, DeadlineExceededError):  # a slow plane, if it is one
+                    attempt_s = 2 * attempt_s
+        self._has_session = True
         self.stats.num_reopened_sessions += 1
         _log.warning("session reopened id=%d", self._link.session.id)
 

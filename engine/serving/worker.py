@@ -50,6 +50,8 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None: ...
 
+    def give_up(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class _Submission:
@@ -112,10 +114,11 @@ class EngineWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the step that runs end, and fail what is open."""
+        """Let the step that runs end, unless it waits for planes, and fail what is open."""
         with self._wakes:
             self._is_stopping = True
             self._wakes.notify()
+        self._engine.give_up()
         self._thread.join()
 
     async def stream(
@@ -224,9 +227,13 @@ class EngineWorker:
                     del self._open[request_id]
 
     def _fail_all(self, error: KvplaneError) -> None:
-        """The engine could not recover: its requests end, and new ones are tried again."""
+        """The engine could not recover: its requests end, as do those that came meanwhile, and new
+        ones are tried again.
+        """
         _LOGGER.error("step failed reason=%s: %s", error.reason, error.message)
         failed, self._open = self._open, {}
         for request_id, submission in failed.items():
             self._engine.abort(request_id)
             submission.deliver(error)
+        while self._incoming:
+            self._incoming.popleft().deliver(error)

@@ -104,12 +104,16 @@ class ControlLink:
             wait(submitting)
         return self._loop.run(self._client.describe_pool(self._pool_id))
 
-    def open(self, layout: Layout) -> Session:
+    def open(self, layout: Layout, timeout_s: float | None = None) -> Session:
         """Open a session; an earlier one is closed first, if its control plane still knows it."""
-        self._forget_session()
+        self._forget_session(timeout_s)
         self._layout = layout
         session = self._client.open_session(
-            self._pool_id, layout, client_name=_CLIENT_NAME, namespace=self.namespace
+            self._pool_id,
+            layout,
+            client_name=_CLIENT_NAME,
+            namespace=self.namespace,
+            timeout_s=timeout_s,
         )
         self._session = self._loop.run(session)
         return self._session
@@ -215,9 +219,10 @@ class ControlLink:
         self._forget_session()
         self._loop.run(self._client.close())
 
-    def _forget_session(self) -> None:
+    def _forget_session(self, timeout_s: float | None = None) -> None:
         session, self._session = self._session, None
         if session is not None:
             # If that fails, its lease ends it, or it has ended with its planes.
             with contextlib.suppress(KvplaneError):
-                self._loop.run(session.close(timeout_s=_CLOSE_TIMEOUT_S))
+                most_s = min(timeout_s or _CLOSE_TIMEOUT_S, _CLOSE_TIMEOUT_S)
+                self._loop.run(session.close(timeout_s=most_s))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +11,11 @@ import pytest
 from engine_planes import POOL, Pair, save_byte_model
 
 from engine import LLM, SamplingParams
+from engine.running.core import ATTEMPT_S
 from kvplane.errors import KvplaneError
 from kvplane.sync import ControlClient
 
+RECOVERY_S = 4.0
 PROMPTS = ["a prompt that is long enough for a few blocks of its own; " * 2, "short", "and a third"]
 PARAMS = [
     SamplingParams(max_tokens=48, ignore_eos=True),
@@ -82,20 +86,54 @@ def answer(llm: LLM) -> list[int]:
     return output.outputs[0].token_ids
 
 
+def test_the_first_request_after_a_data_plane_died_fails_within_the_time_for_recovery(
+    model: Path, tmp_path: Path
+) -> None:
+    with Pair(model, tmp_path) as pair:
+        wait_for(pair)
+        waits = {"timeout_s": 10.0, "recovery_timeout_s": RECOVERY_S}
+        with LLM(model, control_plane=pair.control.address, pool_id=POOL, **waits) as llm:
+            calm = answer(llm)
+            pair.data.kill()
+            began_s = time.monotonic()
+            with pytest.raises(KvplaneError):
+                answer(llm)
+            assert time.monotonic() - began_s < RECOVERY_S + 1
+            pair.data.start()
+            assert answer(llm) == calm  # by a session that its first step opens
+
+
+def test_an_engine_that_is_told_to_give_up_waits_no_longer(model: Path, tmp_path: Path) -> None:
+    with Pair(model, tmp_path) as pair:
+        wait_for(pair)
+        with LLM(model, control_plane=pair.control.address, pool_id=POOL, timeout_s=2.0) as llm:
+            answer(llm)
+            pair.data.kill()
+            teller = threading.Timer(3.0, llm.give_up)
+            teller.start()
+            began_s = time.monotonic()
+            with pytest.raises(KvplaneError):
+                answer(llm)
+            teller.join()
+            assert time.monotonic() - began_s < 3 + ATTEMPT_S + 2
+
+
 def test_an_engine_whose_planes_were_away_too_long_answers_once_they_are_back(
     model: Path, tmp_path: Path
 ) -> None:
     with Pair(model, tmp_path) as pair:
         wait_for(pair)
         address = pair.control.address
-        waits = {"timeout_s": 3.0, "recovery_timeout_s": 1.0}
+        waits = {"timeout_s": 10.0, "recovery_timeout_s": RECOVERY_S}
         with LLM(model, control_plane=address, pool_id=POOL, **waits) as llm:
             calm = answer(llm)
             pair.control.kill()
             pair.data.kill()
             for _ in range(2):
+                began_s = time.monotonic()
                 with pytest.raises(KvplaneError):
                     answer(llm)
+                assert time.monotonic() - began_s < RECOVERY_S + 1, "a second round was begun"
             pair.control.start()
             pair.data.start()
             wait_for(pair)

@@ -147,7 +147,7 @@ class Link:
         self.faults: list[Exception] = []
         self.session: Any = None
 
-    def open(self, layout: Layout) -> OpenedSession:
+    def open(self, layout: Layout, timeout_s: float | None = None) -> OpenedSession:
         core = self.planes.core
         if self.session is not None:
             with suppress(SessionNotFoundError, StaleError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -31,6 +32,7 @@ class Served:
         self.engine = Engine(folder)
         self.core = self.engine.core
         self.take_output, self.abort = self.core.take_output, self.core.abort
+        self.give_up = self.core.give_up
 
     def submit(self, prompt: Any, params: SamplingParams) -> str:
         self.core.check_prompt(list(prompt), params, field="prompt")
@@ -161,6 +163,30 @@ async def test_a_failure_that_does_not_pass_fails_what_is_open_alone(served: Ser
             await ask(worker)
         assert worker.is_alive
         assert (await ask(worker, max_tokens=5)).outputs[0].finish_reason == "length"
+
+
+async def test_what_comes_while_planes_are_waited_for_fails_with_what_waits(
+    served: Served, monkeypatch: Any
+) -> None:
+    waits, is_over = threading.Event(), threading.Event()
+
+    def step() -> list[Delta]:
+        if is_over.is_set():
+            return served.core.step()
+        waits.set()
+        is_over.wait()
+        raise PlaneUnavailableError("planted")
+
+    async with worker_of(served) as worker:
+        monkeypatch.setattr(served, "step", step)
+        first = asyncio.create_task(ask(worker))
+        await asyncio.to_thread(waits.wait)
+        second = asyncio.create_task(ask(worker))
+        await asyncio.sleep(0)
+        is_over.set()
+        for each in (first, second):
+            with pytest.raises(PlaneUnavailableError, match="planted"):
+                await each
 
 
 async def test_stopping_fails_what_is_open_and_what_comes(served: Served) -> None:
