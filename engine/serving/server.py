@@ -58,6 +58,7 @@ async def _serve(app: ServingApp, config: ServeConfig, worker: EngineWorker) -> 
         port_file=config.port_file,
         logger=_LOGGER,
         cut=lambda why: app.metrics.cut.labels(why).inc(),
+        when_told=worker.give_up,
     )
 
     def end() -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -69,7 +70,8 @@ class _Submission:
             for event in events:
                 self.events.put_nowait(event)
 
-        self.loop.call_soon_threadsafe(put)
+        with suppress(RuntimeError):  # the loop is closed, and nobody hears
+            self.loop.call_soon_threadsafe(put)
 
 
 class EngineWorker:
@@ -113,12 +115,16 @@ class EngineWorker:
         """Begin to serve."""
         self._thread.start()
 
+    def give_up(self) -> None:
+        """Wait for planes that are away no longer: requests that need them fail."""
+        self._engine.give_up()
+
     def stop(self) -> None:
         """Let the step that runs end, unless it waits for planes, and fail what is open."""
         with self._wakes:
             self._is_stopping = True
             self._wakes.notify()
-        self._engine.give_up()
+        self.give_up()
         self._thread.join()
 
     async def stream(

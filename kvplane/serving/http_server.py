@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -31,10 +32,12 @@ class HttpServer(uvicorn.Server):
         logger: logging.Logger,
         cut: Cut,
         max_connections: int = 0,
+        when_told: Callable[[], None] = lambda: None,
     ) -> None:
         """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None. ``cut`` is
         called with why a connection was closed. ``max_connections``: 0 for as many as the limit of
-        open files allows, where each client may need a connection to an engine too.
+        open files allows, where each client may need a connection to an engine too. ``when_told``
+        is called when it is told to stop, before it waits for open requests.
         """
         host, _, port = bind.rpartition(":")
         connection = partial(HttpConnection, max_connections or most_connections(), cut)
@@ -58,6 +61,7 @@ class HttpServer(uvicorn.Server):
         self._certificate, self._key = certificate, key
         self._port_file = port_file
         self._logger = logger
+        self._when_told = when_told
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen. Later connections get the certificate that the files have by then."""
@@ -70,3 +74,8 @@ class HttpServer(uvicorn.Server):
             partial.write_text(f"{port}\n")
             partial.replace(self._port_file)  # so that a reader never sees half of it
         self._logger.info("listening address=%s:%d", host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, and give open requests a little time."""
+        self._when_told()
+        await super().shutdown(sockets)

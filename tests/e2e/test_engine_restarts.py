@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engine_planes import POOL, Pair, save_byte_model
+from engine_planes import POOL, ROOT, Pair, save_byte_model
 
 from engine import LLM, SamplingParams
 from engine.running.core import ATTEMPT_S
@@ -116,6 +122,44 @@ def test_an_engine_that_is_told_to_give_up_waits_no_longer(model: Path, tmp_path
                 answer(llm)
             teller.join()
             assert time.monotonic() - began_s < 3 + ATTEMPT_S + 2
+
+
+@pytest.mark.nightly
+def test_sigterm_ends_the_wait_for_planes_and_answers_who_waits(
+    model: Path, tmp_path: Path
+) -> None:
+    port_file, log = tmp_path / "port", tmp_path / "engine.log"
+    with Pair(model, tmp_path) as pair, ThreadPoolExecutor() as threads, log.open("wb") as file:
+        wait_for(pair)
+        command = [
+            *(sys.executable, "-m", "engine", "serve", "--model", str(model), "--model-name", "m"),
+            *("--control-plane", pair.control.address, "--pool-id", POOL, "--timeout-s", "1"),
+            *("--bind", "127.0.0.1:0", "--port-file", str(port_file), "--num-threads", "1"),
+        ]
+        with subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file) as process:
+            while not port_file.exists():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.1)
+            pair.data.kill()
+            waiting = threads.submit(completion, int(port_file.read_text()))
+            while "step failed" not in log.read_text():
+                time.sleep(0.1)
+            process.terminate()
+            began_s = time.monotonic()
+            assert waiting.result() == 503
+            assert process.wait(20) == 128 + signal.SIGTERM
+            assert time.monotonic() - began_s < ATTEMPT_S + 3
+        assert "the engine failed" not in log.read_text()
+
+
+def completion(port: int) -> int:
+    """The status of one completion."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = json.dumps({"model": "m", "prompt": "a prompt", "max_tokens": 2})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    status = connection.getresponse().status
+    connection.close()
+    return status
 
 
 def test_an_engine_whose_planes_were_away_too_long_answers_once_they_are_back(
