@@ -3,7 +3,7 @@
 .PHONY: help setup run test test-tools test-nightly test-fleet test-nixl fleet chaos serve bench newcomer lint fix protos board boards page-picture api manifests metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
-SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh)
+SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=

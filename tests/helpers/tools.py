@@ -12,6 +12,7 @@ REASON: Final = "needs: apt install"
 _PACKAGES: Final = {
     "alertmanager": "prometheus-alertmanager",
     "chromium": "chromium",
+    "debootstrap": "debootstrap",
     "etcd": "etcd-server",
     "etcdctl": "etcd-client",
     "go": "golang-go",
