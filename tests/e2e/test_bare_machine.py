@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.tools import needs
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
-AS_ROOT = "make run && make test"
+AS_ROOT = "export HOME=/root; make run && make test"
 # A user copies the line that make prints, and whoever is root there runs it.
 AS_USER = """
 chown -R new /home/new
