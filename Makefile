@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-fleet test-nixl fleet chaos serve bench newcomer lint fix protos board boards page-picture api manifests metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-fleet test-nixl fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api manifests metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -69,6 +69,9 @@ test-tools:  ## Install, as root, what tests and make lint use of Debian; else p
 newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, page, command, clients of other languages
 	@$(BIN)/python -m pytest -n 0 -v $(NEWCOMER:%=tests/e2e/test_%.py) $(PYTEST_ARGS)
 
+gpu-wheels:  ## Make .whl, the wheels that the first minutes on a GPU take along; needs nvcc
+	@scripts/gpu_wheels.sh
+
 lint: setup node_modules  ## Check style, types, C++ format, protos and shell scripts
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
@@ -123,5 +126,5 @@ node_modules: package.json
 	@touch node_modules
 
 clean:  ## Remove all that these targets made
-	rm -rf .venv node_modules build csrc/build csrc/blocks/build .run benchmarks/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv node_modules build csrc/build csrc/blocks/build .whl .run benchmarks/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

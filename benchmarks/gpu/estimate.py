@@ -5,14 +5,15 @@
 A call reads each key and value once at the copy bandwidth. Beside that it takes 5 to 9 µs, more
 over 8-bit pages and for heads of 64 and 256: for the launches and the combination of splits, and
 for the rings of tiles, which fill and drain once in each block. The plan is not in it: a step makes
-one for all of its layers, in 2 to 4 µs, more for many sequences. A block alone reads 80
-GB/s, with 64 KiB in flight for 0.8 µs, so a batch of few items takes longer. Products take their
-time at 200 to 280 TFLOP/s. A prefix that decodes share is read once for each 32 rows of a KV head,
-and partial results are written and read, as many as without sharing. Prints the estimate of each
-case that has a target, beside its goal: for an H200, unless other figures are given.
+one for all of its layers, in 2 to 4 µs, more for many sequences. A block alone reads 22 to 25 GB/s,
+of 8 bits 14 to 16, because finding rows and starting copies takes its warps longer than memory
+does: an item of 512 tokens takes 11 µs, and a batch of few items no less. Products take their time
+at 200 to 280 TFLOP/s. A prefix that decodes share is read once for each 32 rows of a KV head, and
+partial results are written and read, as many as without sharing. Prints the estimate of each case
+that has a target, beside its goal: for an H200, unless other figures are given.
 benchmarks.gpu.measure prints them for the device that it runs on, by its own copy bandwidth, before
-it measures any attention. If hardware shows other times, the model is wrong, and with
-it what docs/cuda.md says about speed.
+it measures any attention. If hardware shows other times, the model is wrong, and with it what
+docs/cuda.md says about speed.
 """
 
 from __future__ import annotations
@@ -35,11 +36,17 @@ PLAN_S: Final = (1.5e-6, 3e-6)  # one warp, and its launch
 PLAN_OF_32_SEQUENCES_S: Final = (0.4e-6, 0.8e-6)
 FAMILIES_S: Final = (2e-6, 6e-6)  # comparing tables, where some may begin with the same blocks
 SEQUENCES_OF_WARP: Final = 32
-BLOCK_BYTES_PER_S: Final = 80e9
+# Of a block alone, which has four warps, at 1.755 to 1.98 GHz. Derived, not measured: by machine
+# code for sm_90, its stall counts and what each load and copy waits for, a warp takes 2,650 cycles
+# for a tile of 16 tokens of heads of 128, which is 8 KiB; 1,790 of them find rows and start copies.
+# Of 8 bits it takes 2,000 for 4 KiB. Memory alone, with 64 KiB in flight for 0.8 µs, would give 80.
+BLOCK_BYTES_PER_S: Final = (25e9, 22e9)
+BLOCK_BYTES_PER_S_OF_8_BITS: Final = (16e9, 14e9)
 FLOPS_PER_S: Final = (280e12, 200e12)
 SHORT_ROWS: Final = 32
 FAMILY_ROWS: Final = 32
 BLOCKS_OF_MULTIPROCESSOR: Final = 2
+BLOCKS_OF_8_BITS: Final = 3  # their rings are smaller
 H200_COPY_GB_S: Final = 4400.0
 H200_MULTIPROCESSORS: Final = 132
 
@@ -57,10 +64,12 @@ def seconds(
     if rows > SHORT_ROWS and shape.new > 1:
         least, most = (max(reads, shape.flops / rate) for rate in FLOPS_PER_S)
         return least + OVERHEAD_S[0], most + OVERHEAD_S[1]
+    rates, blocks = BLOCK_BYTES_PER_S, BLOCKS_OF_MULTIPROCESSOR
+    if shape.kv_dtype != "bfloat16" and shape.head <= 128:
+        rates, blocks = BLOCK_BYTES_PER_S_OF_8_BITS, BLOCKS_OF_8_BITS
     num_items = shape.batch * shape.kv_heads * math.ceil(shape.context / split_tokens)
-    at_once = BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors
-    waves = math.ceil(num_items / at_once)
-    alone = waves * shape.kv_bytes / num_items / BLOCK_BYTES_PER_S
+    waves = math.ceil(num_items / (blocks * num_multiprocessors))
+    least, most = (max(reads, waves * shape.kv_bytes / num_items / rate) for rate in rates)
     overhead = OVERHEAD_S
     if shape.head > 192:
         overhead = OVERHEAD_OF_WIDE_HEADS_S
@@ -68,7 +77,7 @@ def seconds(
         overhead = OVERHEAD_OF_NARROW_ROWS_S
     elif shape.kv_dtype != "bfloat16":
         overhead = OVERHEAD_OF_8_BITS_S
-    return max(reads, alone) + overhead[0], max(reads, alone) + overhead[1]
+    return least + overhead[0], most + overhead[1]
 
 
 def _seconds_shared(shape: Shape, copy_bytes_per_s: float, split_tokens: int) -> Range:

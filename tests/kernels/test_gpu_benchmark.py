@@ -22,7 +22,7 @@ from benchmarks.gpu.cases.bandwidth import measure_bandwidths
 from benchmarks.gpu.cases.copies import INSIDE, SWAPPED, Blocks, measure_copies
 from benchmarks.gpu.cases.problem import MAX_ERROR, Problem
 from benchmarks.gpu.cases.shapes import Shape
-from benchmarks.gpu.device.machine import Machine
+from benchmarks.gpu.device.machine import DEFAULT_SPLIT, Machine
 from benchmarks.gpu.device.timing import Once, Stopwatch, Watch
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.table import tables
@@ -163,6 +163,7 @@ def test_the_shapes_are_those_that_targets_speak_of() -> None:
     assert {s.new for s in shapes.APPENDS} >= {4, 8, 64}
     assert {s.head for s in decodes} == {64, 128, 256} and {s.block for s in decodes} == {16, 64}
     assert len(set(decodes)) == len(decodes)
+    assert {128, DEFAULT_SPLIT} < set(shapes.SPLITS) and sorted(shapes.SPLITS) == [*shapes.SPLITS]
     assert all(s.new > 1 for s in shapes.APPENDS)
     assert all(s.shared % 512 == 0 and s.context > s.shared >= 8192 for s in shapes.SHARED)
     expected = estimated_seconds((*decodes, *shapes.APPENDS, *shapes.SHARED), 0.1, 5)

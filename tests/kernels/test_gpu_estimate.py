@@ -75,6 +75,12 @@ def test_an_estimate_knows_what_few_items_and_products_cost() -> None:
         estimate.seconds(one_head, 4.4e12, 132, split)[0] for split in (64, 512, 2048)
     )
     assert fine < alone < coarse
+    # One item takes one block as long in any batch that it does not fill: 11 µs, and the overhead.
+    for shape in (one_head, Shape(1, 8192)):
+        least, most = estimate.seconds(shape, 4.4e12, 132, 512)
+        assert 15e-6 < least < 16e-6 and 20e-6 < most < 21e-6
+    of_8_bits = estimate.seconds(Shape(1, 8192, kv_dtype="float8_e4m3fn"), 4.4e12, 132, 512)
+    assert least - 1e-6 < of_8_bits[0] and most < of_8_bits[1]  # half the bytes, in no less time
     prefill, _ = estimate.seconds(Shape(1, 4096, new=4096), 4.4e12, 132, 512)
     assert prefill > 10 * alone
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.verdict import is_held
 
 KV_DTYPES: Final = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
-SPLITS: Final = (256, 512, 1024, 2048)
+SPLITS: Final = (128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True)
