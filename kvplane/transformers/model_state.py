@@ -186,7 +186,10 @@ class _Watch:
         self._versions = list(map(_VERSION, self.tensors))
         self._pointers = list(map(torch.Tensor.data_ptr, self.tensors))
         self._attributes = [module.__dict__ for _, module in named]
-        self._attributes_then = [dict(attributes) for attributes in self._attributes]
+        self._num_attributes = list(map(len, self._attributes))
+        public = [(own, key) for own in self._attributes for key in own if not key.startswith("_")]
+        self._owners, self._keys = [own for own, _ in public], [key for _, key in public]
+        self._values = list(map(operator.getitem, self._owners, self._keys))
         self._adapted = [module for _, module in named if hasattr(module, "_disable_adapters")]
         self._adapters_then = list(map(_adapter_settings, self._adapted))
         self._config_then = copy.deepcopy(model.config.__dict__)
@@ -215,11 +218,12 @@ class _Watch:
                 )
                 and list(map(_VERSION, self.tensors)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self.tensors)) == self._pointers
-                and self._attributes == self._attributes_then
+                and list(map(len, self._attributes)) == self._num_attributes
+                and list(map(operator.getitem, self._owners, self._keys)) == self._values
                 and list(map(_adapter_settings, self._adapted)) == self._adapters_then
                 and model.config.__dict__ == self._config_then
             )
-        except (RuntimeError, TypeError, ValueError):  # an attribute that cannot be compared
+        except (KeyError, RuntimeError, TypeError, ValueError):  # gone, or not to be compared
             return False
 
 
