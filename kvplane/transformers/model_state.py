@@ -30,6 +30,8 @@ from kvplane.errors import InvalidRequestError
 _LOGGER: Final = logging.getLogger(__name__)
 _ATTRIBUTE: Final = "_kvplane_state"
 _MAX_KEPT: Final = 64
+_MAX_NAMED: Final = 3
+_WARN_AFTER: Final = 4  # looks in a row that found the same changes
 _SERIALS: Final = count(1)
 _VERSION: Final = operator.attrgetter("_version")
 # Values of a config that no key and no value depends on, beside those of private names. The types
@@ -43,6 +45,7 @@ _NOT_OF_KV: Final = frozenset(
 )
 _NOT_OF_MODULES: Final = frozenset({"name_or_path"})
 _PLAIN: Final = (bool, int, float, str, type(None))
+_READ: Final = (*_PLAIN, list, tuple, dict)  # types of attributes that a name may depend on
 
 Part = tuple[str, str | torch.Tensor]
 
@@ -69,6 +72,11 @@ def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None
                 state.namespaces.clear()
             state.namespaces[identity, folder] = kept
         return kept
+
+
+def last_changes(model: PreTrainedModel) -> str:
+    """Some names of what had changed when the namespace of ``model`` changed last."""
+    return _named(_state_of(model).changed)
 
 
 def weights_changed(model: PreTrainedModel) -> None:
@@ -102,9 +110,12 @@ class _ModelState:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.namespaces: dict[tuple[str, Path | None], str] = {}
+        self.changed: list[str] = []
         self._watch: _Watch | None = None
         self._identity = ""
         self._parts: list[Part] = []
+        self._texts: dict[str, str] = {}
+        self._num_changes = 0  # to the same parts, looks in a row
         self._known: dict[int, _Known] = {}  # by id of the tensor
         self._merged: list[list[str]] = []
 
@@ -119,6 +130,8 @@ class _ModelState:
         """A name for what the model computes, as far as this process knows."""
         if self._watch is None or not self._watch.sees_no_change(model):
             self._see(model)
+        else:
+            self._num_changes = 0
         return self._identity
 
     def digest(self) -> str:
@@ -158,6 +171,27 @@ class _ModelState:
         self._parts = _parts_of(model)
         self._identity = _name(self._parts, lambda tensor: known[id(tensor)].token)
         self._watch = watch
+        self._note_changes(
+            {
+                name: part if isinstance(part, str) else known[id(part)].token
+                for name, part in self._parts
+            }
+        )
+
+    def _note_changes(self, texts: dict[str, str]) -> None:
+        before, self._texts = self._texts, texts
+        changed = sorted({name for name, _ in before.items() ^ texts.items()}) if before else []
+        if changed:
+            self._num_changes = self._num_changes + 1 if changed == self.changed else 1
+            self.changed = changed
+        if changed and self._num_changes == _WARN_AFTER:
+            _LOGGER.warning(
+                "nothing that is cached is found again: before each of %d forward passes %s had "
+                "changed. If the model itself does that, give PlaneCache a namespace=, another one "
+                "for all other weights",
+                _WARN_AFTER,
+                _named(changed),
+            )
 
     def _digest_of(self, tensor: torch.Tensor) -> str:
         known = self._known[id(tensor)]
@@ -188,8 +222,12 @@ class _Watch:
         self._attributes = [module.__dict__ for _, module in named]
         self._num_attributes = list(map(len, self._attributes))
         public = [(own, key) for own in self._attributes for key in own if not key.startswith("_")]
-        self._owners, self._keys = [own for own, _ in public], [key for _, key in public]
-        self._values = list(map(operator.getitem, self._owners, self._keys))
+        read = [(own, key) for own, key in public if isinstance(own[key], _READ)]
+        others = [(own, key) for own, key in public if not isinstance(own[key], _READ)]
+        self._read = [own for own, _ in read], [key for _, key in read]
+        self._values = list(map(operator.getitem, *self._read))
+        self._others = [own for own, _ in others], [key for _, key in others]
+        self._types = list(map(type, map(operator.getitem, *self._others)))
         self._adapted = [module for _, module in named if hasattr(module, "_disable_adapters")]
         self._adapters_then = list(map(_adapter_settings, self._adapted))
         self._config_then = copy.deepcopy(model.config.__dict__)
@@ -219,7 +257,8 @@ class _Watch:
                 and list(map(_VERSION, self.tensors)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self.tensors)) == self._pointers
                 and list(map(len, self._attributes)) == self._num_attributes
-                and list(map(operator.getitem, self._owners, self._keys)) == self._values
+                and list(map(operator.getitem, *self._read)) == self._values
+                and list(map(type, map(operator.getitem, *self._others))) == self._types
                 and list(map(_adapter_settings, self._adapted)) == self._adapters_then
                 and model.config.__dict__ == self._config_then
             )
@@ -327,7 +366,8 @@ def _parts(module: torch.nn.Module, name: str) -> Iterator[Part]:
         for key, value in module.__dict__.items()
         if not key.startswith("_") and key not in _NOT_OF_MODULES and _is_plain(value)
     }
-    yield name, f"{type(module).__name__} {sorted(attributes.items())}"
+    yield name, type(module).__name__
+    yield from ((f"{name}.{key}", repr(value)) for key, value in sorted(attributes.items()))
     for key, part in chain(module._parameters.items(), module._buffers.items(), children.items()):
         yield from _part(f"{name}.{key}", part)
 
@@ -341,6 +381,11 @@ def _part(name: str, part: Any) -> Iterator[Part]:
 
 def _has(child: Any, adapter: str) -> bool:
     return hasattr(child, "__contains__") and adapter in child
+
+
+def _named(parts: list[str]) -> str:
+    names = [part.lstrip(".") for part in parts[:_MAX_NAMED]]
+    return ", ".join(names) + (" and others" if len(parts) > _MAX_NAMED else "")
 
 
 def _is_plain(value: Any) -> bool:

@@ -37,7 +37,7 @@ from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers import attention
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
-from kvplane.transformers.model_state import namespace_of
+from kvplane.transformers.model_state import last_changes, namespace_of
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
@@ -117,7 +117,7 @@ class Planes:
             self._layout = pool
             if settings.control_plane:
                 self._layout = _layout_in(pool, model, settings)
-            self._namespace = self._wanted_namespace = ""
+            self._namespace = self._wanted_namespace = self._changes = ""
             self.follow(model)
             self._open_session()
             closing.callback(self._is_closed.set)
@@ -153,6 +153,8 @@ class Planes:
         is_shared = bool(settings.control_plane)
         folder = _folder_of(model) if is_shared and not settings.model_id else None
         self._wanted_namespace = namespace_of(model, is_shared=is_shared, folder=folder)
+        if self._wanted_namespace != self._namespace:
+            self._changes = last_changes(model)
 
     def describe_pool(self) -> pb.DescribePoolResponse:
         """What the control plane says of the pool."""
@@ -249,8 +251,9 @@ class Planes:
         has_changed = self._namespace != self._wanted_namespace
         if wanted is not None and has_changed:
             raise InvalidRequestError(
-                "holds what other weights, adapters or settings of the model computed: reset the "
-                "cache",
+                f"holds what other weights, adapters or settings of the model computed, before "
+                f"{self._changes} changed: reset the cache. If forward passes change it, give "
+                "namespace=, another one for all other weights",
                 field="cache",
             )
         if wanted is None and (self._is_lost or has_changed):
