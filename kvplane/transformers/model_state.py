@@ -14,7 +14,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -76,7 +76,7 @@ def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None
 
 def last_changes(model: PreTrainedModel) -> str:
     """Some names of what had changed when the namespace of ``model`` changed last."""
-    return _named(_state_of(model).changed)
+    return ", ".join(_state_of(model).changed[:_MAX_NAMED])
 
 
 def weights_changed(model: PreTrainedModel) -> None:
@@ -114,7 +114,7 @@ class _ModelState:
         self._watch: _Watch | None = None
         self._identity = ""
         self._parts: list[Part] = []
-        self._texts: dict[str, str] = {}
+        self._texts: list[tuple[str, str]] = []
         self._num_changes = 0  # to the same parts, looks in a row
         self._known: dict[int, _Known] = {}  # by id of the tensor
         self._merged: list[list[str]] = []
@@ -136,13 +136,14 @@ class _ModelState:
 
     def digest(self) -> str:
         """Return a name for what the model computes, by the contents of its tensors."""
-        return _name(self._parts, lambda tensor: self._digest_of(tensor))
+        return _name(_texts(self._parts, self._digest_of))
 
     def is_stored(self, folder: Path, model: PreTrainedModel) -> bool:
         """Whether the model is what transformers loads from ``folder``. It is loaded again to be
         compared, in the checkpoint's dtype, and dropped.
         """
-        if self._watch is None or self._watch.has_active_adapters():
+        is_of_engines = model.device.type == "cpu"  # they compute there
+        if self._watch is None or self._watch.has_active_adapters() or not is_of_engines:
             return False
         had_bar = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()
@@ -169,28 +170,23 @@ class _ModelState:
             known[id(tensor)] = found if found and found.is_of(tensor) else _look_at(tensor)
         self._known = known
         self._parts = _parts_of(model)
-        self._identity = _name(self._parts, lambda tensor: known[id(tensor)].token)
         self._watch = watch
-        self._note_changes(
-            {
-                name: part if isinstance(part, str) else known[id(part)].token
-                for name, part in self._parts
-            }
-        )
+        before, self._texts = self._texts, _texts(self._parts, lambda t: known[id(t)].token)
+        self._identity = _name(self._texts)
+        if before and before != self._texts:
+            changes = set(before) ^ set(self._texts)
+            self._note_changes(sorted({name.lstrip(".") for name, _ in changes}))
 
-    def _note_changes(self, texts: dict[str, str]) -> None:
-        before, self._texts = self._texts, texts
-        changed = sorted({name for name, _ in before.items() ^ texts.items()}) if before else []
-        if changed:
-            self._num_changes = self._num_changes + 1 if changed == self.changed else 1
-            self.changed = changed
-        if changed and self._num_changes == _WARN_AFTER:
+    def _note_changes(self, changed: list[str]) -> None:
+        self._num_changes = self._num_changes + 1 if changed == self.changed else 1
+        self.changed = changed
+        if self._num_changes == _WARN_AFTER:
             _LOGGER.warning(
                 "nothing that is cached is found again: before each of %d forward passes %s had "
                 "changed. If the model itself does that, give PlaneCache a namespace=, another one "
                 "for all other weights",
                 _WARN_AFTER,
-                _named(changed),
+                ", ".join(changed[:_MAX_NAMED]),
             )
 
     def _digest_of(self, tensor: torch.Tensor) -> str:
@@ -297,16 +293,20 @@ def _look_at(tensor: torch.Tensor) -> _Known:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    digest = xxh3_128(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    kind = f"{tensor.dtype} {list(tensor.shape)} {tensor.device.type}"  # each kind rounds otherwise
+    digest = xxh3_128(kind.encode())
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest.update(data.numpy().tobytes())
     return digest.hexdigest()
 
 
-def _name(parts: list[Part], name_of: Any) -> str:
+def _texts(parts: list[Part], name_of: Callable[[torch.Tensor], str]) -> list[tuple[str, str]]:
+    return [(name, part if isinstance(part, str) else name_of(part)) for name, part in parts]
+
+
+def _name(texts: list[tuple[str, str]]) -> str:
     digest = xxh3_128()
-    for name, part in parts:
-        text = part if isinstance(part, str) else name_of(part)
+    for name, text in texts:
         digest.update(f"{len(name)} {name} {len(text)} {text}\n".encode())
     return digest.hexdigest()
 
@@ -315,8 +315,9 @@ def _is_equal(ours: Part, theirs: Part) -> bool:
     (name, part), (name_there, stored) = ours, theirs
     if isinstance(part, str) or isinstance(stored, str):
         return (name, part) == (name_there, stored)
-    stored = stored.to(part.device, part.dtype)
-    return name == name_there and part.shape == stored.shape and torch.equal(part, stored)
+    if part.device != stored.device or part.shape != stored.shape:
+        return False
+    return name == name_there and torch.equal(part, stored.to(part.dtype))
 
 
 def _parts_of(model: PreTrainedModel) -> list[Part]:
@@ -381,11 +382,6 @@ def _part(name: str, part: Any) -> Iterator[Part]:
 
 def _has(child: Any, adapter: str) -> bool:
     return hasattr(child, "__contains__") and adapter in child
-
-
-def _named(parts: list[str]) -> str:
-    names = [part.lstrip(".") for part in parts[:_MAX_NAMED]]
-    return ", ".join(names) + (" and others" if len(parts) > _MAX_NAMED else "")
 
 
 def _is_plain(value: Any) -> bool:

@@ -31,7 +31,7 @@ from kvplane.errors import (
 )
 from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
-from kvplane.models.model_layers import layer_groups
+from kvplane.models.model_layers import layer_groups, layer_shapes
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers import attention
@@ -118,6 +118,7 @@ class Planes:
             if settings.control_plane:
                 self._layout = _layout_in(pool, model, settings)
             self._namespace = self._wanted_namespace = self._changes = ""
+            self._shapes = layer_shapes(model.config)
             self.follow(model)
             self._open_session()
             closing.callback(self._is_closed.set)
@@ -155,6 +156,11 @@ class Planes:
         self._wanted_namespace = namespace_of(model, is_shared=is_shared, folder=folder)
         if self._wanted_namespace != self._namespace:
             self._changes = last_changes(model)
+            if layer_shapes(model.config) != self._shapes:
+                raise InvalidRequestError(
+                    "has other layers or windows than its pool: call close_planes first",
+                    field="model",
+                )
 
     def describe_pool(self) -> pb.DescribePoolResponse:
         """What the control plane says of the pool."""
@@ -291,10 +297,11 @@ _OPEN: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[PlaneSettings, Plan
     weakref.WeakKeyDictionary()
 )
 _OPEN_LOCK: Final = threading.Lock()
-_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[LayerGroup, ...]]]] = (
+_Groups = tuple[LayerGroup, ...]
+_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[_Groups, _Groups]]] = (
     weakref.WeakKeyDictionary()
 )
-"""The groups that the probe found, with latents and without."""
+"""The groups that the probe found, by those of the config."""
 _MAX_TOKENS: Final[weakref.WeakKeyDictionary[PreTrainedModel, int | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -322,10 +329,11 @@ def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tupl
     before = model.config.get_text_config()._attn_implementation
     try:
         probed = _PROBED.setdefault(model, {})
-        if wants_probe and latent not in probed:
-            probed[latent] = probe(model, latent=latent)
+        of_config = layer_groups(model.config, latent=latent)
+        if wants_probe and of_config not in probed:
+            probed[of_config] = probe(model, latent=latent)
         _MAX_TOKENS[model] = max_independent_tokens(model)
-        return probed.get(latent) or layer_groups(model.config, latent=latent)
+        return probed.get(of_config, of_config)
     finally:
         is_adapted = adapters.is_adapted(model)
         adapters.set_attention(model, attention.NAME if is_adapted else before)
