@@ -48,6 +48,7 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 _READ: Final = (*_PLAIN, list, tuple, dict)  # types of attributes that a name may depend on
 
 Part = tuple[str, str | torch.Tensor]
+_Settings = tuple[bool, list[str], list[str], dict[str, Any], int]
 
 
 def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None = None) -> str:
@@ -86,7 +87,7 @@ def weights_changed(model: PreTrainedModel) -> None:
         state.forget()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Known:
     """Names the contents of one tensor at one version."""
 
@@ -117,7 +118,8 @@ class _ModelState:
         self._texts: list[tuple[str, str]] = []
         self._num_changes = 0  # to the same parts, looks in a row
         self._known: dict[int, _Known] = {}  # by id of the tensor
-        self._merged: list[list[str]] = []
+        self._adapters: list[_Settings] = []
+        self._had_merged = False
 
     def __reduce__(self) -> tuple[type[_ModelState], tuple[()]]:
         return _ModelState, ()  # a copy of the model is another model
@@ -162,12 +164,15 @@ class _ModelState:
     def _see(self, model: PreTrainedModel) -> None:
         self._watch = None
         watch = _Watch(model)
-        if self._merged != watch.merged:
-            self._merged, self._known = watch.merged, {}  # PEFT merges through .data
         known = {}
         for tensor in watch.tensors:
             found = self._known.get(id(tensor))
             known[id(tensor)] = found if found and found.is_of(tensor) else _look_at(tensor)
+        # PEFT merges through .data, and may have done so with other weights of an adapter.
+        has_changed = known != self._known or watch.adapters != self._adapters
+        if has_changed and (watch.has_merged_adapters or self._had_merged):
+            known = {id(tensor): _look_at(tensor) for tensor in watch.tensors}
+        self._had_merged, self._adapters = watch.has_merged_adapters, watch.adapters
         self._known = known
         self._parts = _parts_of(model)
         self._watch = watch
@@ -225,13 +230,9 @@ class _Watch:
         self._others = [own for own, _ in others], [key for _, key in others]
         self._types = list(map(type, map(operator.getitem, *self._others)))
         self._adapted = [module for _, module in named if hasattr(module, "_disable_adapters")]
-        self._adapters_then = list(map(_adapter_settings, self._adapted))
+        self.adapters = list(map(_adapter_settings, self._adapted))
+        self.has_merged_adapters = any(merged for _, _, merged, _, _ in self.adapters)
         self._config_then = copy.deepcopy(model.config.__dict__)
-
-    @property
-    def merged(self) -> list[list[str]]:
-        """The adapters that are merged into each layer that can have some."""
-        return [settings[2] for settings in self._adapters_then]
 
     def has_active_adapters(self) -> bool:
         """Return whether any layer computes with an adapter."""
@@ -255,7 +256,7 @@ class _Watch:
                 and list(map(len, self._attributes)) == self._num_attributes
                 and list(map(operator.getitem, *self._read)) == self._values
                 and list(map(type, map(operator.getitem, *self._others))) == self._types
-                and list(map(_adapter_settings, self._adapted)) == self._adapters_then
+                and list(map(_adapter_settings, self._adapted)) == self.adapters
                 and model.config.__dict__ == self._config_then
             )
         except (KeyError, RuntimeError, TypeError, ValueError):  # gone, or not to be compared
@@ -394,7 +395,7 @@ def _text(value: Any) -> str:
     return repr(value) if _is_plain(value) else type(value).__name__
 
 
-def _adapter_settings(module: Any) -> tuple[bool, list[str], list[str], dict[str, Any], int]:
+def _adapter_settings(module: Any) -> _Settings:
     """Copy the settings that PEFT's layers keep in lists and dicts, to compare them by value."""
     active = module._active_adapter
     return (
