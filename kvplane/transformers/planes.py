@@ -118,7 +118,7 @@ class Planes:
             if settings.control_plane:
                 self._layout = _layout_in(pool, model, settings)
             self._namespace = self._wanted_namespace = self._changes = ""
-            self._shapes = layer_shapes(model.config)
+            self._shapes = layer_shapes(model.config, latent=False)
             self.follow(model)
             self._open_session()
             closing.callback(self._is_closed.set)
@@ -156,7 +156,7 @@ class Planes:
         self._wanted_namespace = namespace_of(model, is_shared=is_shared, folder=folder)
         if self._wanted_namespace != self._namespace:
             self._changes = last_changes(model)
-            if layer_shapes(model.config) != self._shapes:
+            if layer_shapes(model.config, latent=False) != self._shapes:
                 raise InvalidRequestError(
                     "has other layers or windows than its pool: call close_planes first",
                     field="model",

@@ -215,6 +215,10 @@ def test_a_change_between_calls_is_no_cause_to_warn(
     for _ in range(6):
         model.model.layers[0].self_attn.scaling *= 0.9
         assert ask(model, **POOL)[0] == 0
+    for _ in range(6):  # as of a model that is trained, and scored by single passes
+        with PlaneCache(model, **POOL) as cache:
+            cache.weights_changed()
+        assert prefill(model, **POOL) == 0
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
