@@ -2,7 +2,7 @@
 config and attributes of modules. Prefixes are found under that name alone.
 
 A name is found once and kept while nothing changes, which is checked before each forward pass, in
-some 100 microseconds for a model of 300 tensors. A parameter or buffer has changed when it was
+some 80 microseconds for a model of 300 tensors. A parameter or buffer has changed when it was
 replaced, or when its pointer or ``_version`` moved; a write through ``.data`` moves neither.
 """
 
@@ -14,7 +14,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -30,6 +30,8 @@ from kvplane.errors import InvalidRequestError
 _LOGGER: Final = logging.getLogger(__name__)
 _ATTRIBUTE: Final = "_kvplane_state"
 _MAX_KEPT: Final = 64
+_MAX_NAMED: Final = 3
+_WARN_AFTER: Final = 4  # looks in a row that found the same changes
 _SERIALS: Final = count(1)
 _VERSION: Final = operator.attrgetter("_version")
 # Values of a config that no key and no value depends on, beside those of private names. The types
@@ -43,8 +45,10 @@ _NOT_OF_KV: Final = frozenset(
 )
 _NOT_OF_MODULES: Final = frozenset({"name_or_path"})
 _PLAIN: Final = (bool, int, float, str, type(None))
+_READ: Final = (*_PLAIN, list, tuple, dict)  # types of attributes that a name may depend on
 
 Part = tuple[str, str | torch.Tensor]
+_Settings = tuple[bool, list[str], list[str], dict[str, Any], int]
 
 
 def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None = None) -> str:
@@ -71,6 +75,11 @@ def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None
         return kept
 
 
+def last_changes(model: PreTrainedModel) -> str:
+    """Some names of what had changed when the namespace of ``model`` changed last."""
+    return ", ".join(_state_of(model).changed[:_MAX_NAMED])
+
+
 def weights_changed(model: PreTrainedModel) -> None:
     """Take all of the model's weights as new: some were written where that cannot be noticed."""
     state = _state_of(model)
@@ -78,7 +87,7 @@ def weights_changed(model: PreTrainedModel) -> None:
         state.forget()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Known:
     """Names the contents of one tensor at one version."""
 
@@ -102,11 +111,15 @@ class _ModelState:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.namespaces: dict[tuple[str, Path | None], str] = {}
+        self.changed: list[str] = []
         self._watch: _Watch | None = None
         self._identity = ""
         self._parts: list[Part] = []
+        self._texts: list[tuple[str, str]] = []
+        self._num_changes = 0  # to the same parts, looks in a row
         self._known: dict[int, _Known] = {}  # by id of the tensor
-        self._merged: list[list[str]] = []
+        self._adapters: list[_Settings] = []
+        self._had_merged = False
 
     def __reduce__(self) -> tuple[type[_ModelState], tuple[()]]:
         return _ModelState, ()  # a copy of the model is another model
@@ -119,17 +132,20 @@ class _ModelState:
         """A name for what the model computes, as far as this process knows."""
         if self._watch is None or not self._watch.sees_no_change(model):
             self._see(model)
+        else:
+            self._num_changes = 0
         return self._identity
 
     def digest(self) -> str:
         """Return a name for what the model computes, by the contents of its tensors."""
-        return _name(self._parts, lambda tensor: self._digest_of(tensor))
+        return _name(_texts(self._parts, self._digest_of))
 
     def is_stored(self, folder: Path, model: PreTrainedModel) -> bool:
         """Whether the model is what transformers loads from ``folder``. It is loaded again to be
         compared, in the checkpoint's dtype, and dropped.
         """
-        if self._watch is None or self._watch.has_active_adapters():
+        is_of_engines = model.device.type == "cpu"  # they compute there
+        if self._watch is None or self._watch.has_active_adapters() or not is_of_engines:
             return False
         had_bar = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()
@@ -148,16 +164,38 @@ class _ModelState:
     def _see(self, model: PreTrainedModel) -> None:
         self._watch = None
         watch = _Watch(model)
-        if self._merged != watch.merged:
-            self._merged, self._known = watch.merged, {}  # PEFT merges through .data
         known = {}
         for tensor in watch.tensors:
             found = self._known.get(id(tensor))
             known[id(tensor)] = found if found and found.is_of(tensor) else _look_at(tensor)
+        # PEFT merges through .data, and may have done so with other weights of an adapter.
+        has_changed = known != self._known or watch.adapters != self._adapters
+        if has_changed and (watch.has_merged_adapters or self._had_merged):
+            known = {id(tensor): _look_at(tensor) for tensor in watch.tensors}
+        self._had_merged, self._adapters = watch.has_merged_adapters, watch.adapters
         self._known = known
         self._parts = _parts_of(model)
-        self._identity = _name(self._parts, lambda tensor: known[id(tensor)].token)
         self._watch = watch
+        before, self._texts = self._texts, _texts(self._parts, lambda t: known[id(t)].token)
+        self._identity = _name(self._texts)
+        if before and before != self._texts:
+            changes = set(before) ^ set(self._texts)
+            self._note_changes(sorted({name.lstrip(".") for name, _ in changes}))
+
+    def _note_changes(self, changed: list[str]) -> None:
+        parameters = (name for name, part in self._parts if isinstance(part, torch.nn.Parameter))
+        is_trained = any(name.lstrip(".") in changed for name in parameters)
+        is_again = changed == self.changed and not is_trained  # no forward pass trains
+        self._num_changes = self._num_changes + 1 if is_again else 1
+        self.changed = changed
+        if self._num_changes == _WARN_AFTER:
+            _LOGGER.warning(
+                "nothing that is cached is found again: before each of %d forward passes %s had "
+                "changed. If the model itself does that, give PlaneCache a namespace=, another one "
+                "for all other weights",
+                _WARN_AFTER,
+                ", ".join(changed[:_MAX_NAMED]),
+            )
 
     def _digest_of(self, tensor: torch.Tensor) -> str:
         known = self._known[id(tensor)]
@@ -186,15 +224,18 @@ class _Watch:
         self._versions = list(map(_VERSION, self.tensors))
         self._pointers = list(map(torch.Tensor.data_ptr, self.tensors))
         self._attributes = [module.__dict__ for _, module in named]
-        self._attributes_then = [dict(attributes) for attributes in self._attributes]
+        self._num_attributes = list(map(len, self._attributes))
+        public = [(own, key) for own in self._attributes for key in own if not key.startswith("_")]
+        read = [(own, key) for own, key in public if isinstance(own[key], _READ)]
+        others = [(own, key) for own, key in public if not isinstance(own[key], _READ)]
+        self._read = [own for own, _ in read], [key for _, key in read]
+        self._values = list(map(operator.getitem, *self._read))
+        self._others = [own for own, _ in others], [key for _, key in others]
+        self._types = list(map(type, map(operator.getitem, *self._others)))
         self._adapted = [module for _, module in named if hasattr(module, "_disable_adapters")]
-        self._adapters_then = list(map(_adapter_settings, self._adapted))
+        self.adapters = list(map(_adapter_settings, self._adapted))
+        self.has_merged_adapters = any(merged for _, _, merged, _, _ in self.adapters)
         self._config_then = copy.deepcopy(model.config.__dict__)
-
-    @property
-    def merged(self) -> list[list[str]]:
-        """The adapters that are merged into each layer that can have some."""
-        return [settings[2] for settings in self._adapters_then]
 
     def has_active_adapters(self) -> bool:
         """Return whether any layer computes with an adapter."""
@@ -215,11 +256,13 @@ class _Watch:
                 )
                 and list(map(_VERSION, self.tensors)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self.tensors)) == self._pointers
-                and self._attributes == self._attributes_then
-                and list(map(_adapter_settings, self._adapted)) == self._adapters_then
+                and list(map(len, self._attributes)) == self._num_attributes
+                and list(map(operator.getitem, *self._read)) == self._values
+                and list(map(type, map(operator.getitem, *self._others))) == self._types
+                and list(map(_adapter_settings, self._adapted)) == self.adapters
                 and model.config.__dict__ == self._config_then
             )
-        except (RuntimeError, TypeError, ValueError):  # an attribute that cannot be compared
+        except (KeyError, RuntimeError, TypeError, ValueError):  # gone, or not to be compared
             return False
 
 
@@ -254,16 +297,20 @@ def _look_at(tensor: torch.Tensor) -> _Known:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    digest = xxh3_128(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    kind = f"{tensor.dtype} {list(tensor.shape)} {tensor.device.type}"  # each kind rounds otherwise
+    digest = xxh3_128(kind.encode())
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest.update(data.numpy().tobytes())
     return digest.hexdigest()
 
 
-def _name(parts: list[Part], name_of: Any) -> str:
+def _texts(parts: list[Part], name_of: Callable[[torch.Tensor], str]) -> list[tuple[str, str]]:
+    return [(name, part if isinstance(part, str) else name_of(part)) for name, part in parts]
+
+
+def _name(texts: list[tuple[str, str]]) -> str:
     digest = xxh3_128()
-    for name, part in parts:
-        text = part if isinstance(part, str) else name_of(part)
+    for name, text in texts:
         digest.update(f"{len(name)} {name} {len(text)} {text}\n".encode())
     return digest.hexdigest()
 
@@ -272,8 +319,9 @@ def _is_equal(ours: Part, theirs: Part) -> bool:
     (name, part), (name_there, stored) = ours, theirs
     if isinstance(part, str) or isinstance(stored, str):
         return (name, part) == (name_there, stored)
-    stored = stored.to(part.device, part.dtype)
-    return name == name_there and part.shape == stored.shape and torch.equal(part, stored)
+    if part.device != stored.device or part.shape != stored.shape:
+        return False
+    return name == name_there and torch.equal(part, stored.to(part.dtype))
 
 
 def _parts_of(model: PreTrainedModel) -> list[Part]:
@@ -323,7 +371,8 @@ def _parts(module: torch.nn.Module, name: str) -> Iterator[Part]:
         for key, value in module.__dict__.items()
         if not key.startswith("_") and key not in _NOT_OF_MODULES and _is_plain(value)
     }
-    yield name, f"{type(module).__name__} {sorted(attributes.items())}"
+    yield name, type(module).__name__
+    yield from ((f"{name}.{key}", repr(value)) for key, value in sorted(attributes.items()))
     for key, part in chain(module._parameters.items(), module._buffers.items(), children.items()):
         yield from _part(f"{name}.{key}", part)
 
@@ -349,7 +398,7 @@ def _text(value: Any) -> str:
     return repr(value) if _is_plain(value) else type(value).__name__
 
 
-def _adapter_settings(module: Any) -> tuple[bool, list[str], list[str], dict[str, Any], int]:
+def _adapter_settings(module: Any) -> _Settings:
     """Copy the settings that PEFT's layers keep in lists and dicts, to compare them by value."""
     active = module._active_adapter
     return (

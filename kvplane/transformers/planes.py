@@ -31,13 +31,13 @@ from kvplane.errors import (
 )
 from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
-from kvplane.models.model_layers import layer_groups
+from kvplane.models.model_layers import layer_groups, layer_shapes
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers import attention
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
-from kvplane.transformers.model_state import namespace_of
+from kvplane.transformers.model_state import last_changes, namespace_of
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
@@ -117,7 +117,8 @@ class Planes:
             self._layout = pool
             if settings.control_plane:
                 self._layout = _layout_in(pool, model, settings)
-            self._namespace = self._wanted_namespace = ""
+            self._namespace = self._wanted_namespace = self._changes = ""
+            self._shapes = layer_shapes(model.config, latent=False)
             self.follow(model)
             self._open_session()
             closing.callback(self._is_closed.set)
@@ -153,6 +154,13 @@ class Planes:
         is_shared = bool(settings.control_plane)
         folder = _folder_of(model) if is_shared and not settings.model_id else None
         self._wanted_namespace = namespace_of(model, is_shared=is_shared, folder=folder)
+        if self._wanted_namespace != self._namespace:
+            self._changes = last_changes(model)
+            if layer_shapes(model.config, latent=False) != self._shapes:
+                raise InvalidRequestError(
+                    "has other layers or windows than its pool: call close_planes first",
+                    field="model",
+                )
 
     def describe_pool(self) -> pb.DescribePoolResponse:
         """What the control plane says of the pool."""
@@ -249,8 +257,9 @@ class Planes:
         has_changed = self._namespace != self._wanted_namespace
         if wanted is not None and has_changed:
             raise InvalidRequestError(
-                "holds what other weights, adapters or settings of the model computed: reset the "
-                "cache",
+                f"holds what other weights, adapters or settings of the model computed, before "
+                f"{self._changes} changed: reset the cache. If forward passes change it, give "
+                "namespace=, another one for all other weights",
                 field="cache",
             )
         if wanted is None and (self._is_lost or has_changed):
@@ -288,10 +297,11 @@ _OPEN: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[PlaneSettings, Plan
     weakref.WeakKeyDictionary()
 )
 _OPEN_LOCK: Final = threading.Lock()
-_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[LayerGroup, ...]]]] = (
+_Groups = tuple[LayerGroup, ...]
+_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[_Groups, _Groups]]] = (
     weakref.WeakKeyDictionary()
 )
-"""The groups that the probe found, with latents and without."""
+"""The groups that the probe found, by those of the config."""
 _MAX_TOKENS: Final[weakref.WeakKeyDictionary[PreTrainedModel, int | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -319,10 +329,11 @@ def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tupl
     before = model.config.get_text_config()._attn_implementation
     try:
         probed = _PROBED.setdefault(model, {})
-        if wants_probe and latent not in probed:
-            probed[latent] = probe(model, latent=latent)
+        of_config = layer_groups(model.config, latent=latent)
+        if wants_probe and of_config not in probed:
+            probed[of_config] = probe(model, latent=latent)
         _MAX_TOKENS[model] = max_independent_tokens(model)
-        return probed.get(latent) or layer_groups(model.config, latent=latent)
+        return probed.get(of_config, of_config)
     finally:
         is_adapted = adapters.is_adapted(model)
         adapters.set_attention(model, attention.NAME if is_adapted else before)

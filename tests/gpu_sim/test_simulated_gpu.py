@@ -15,6 +15,7 @@ NEED_TIME = "not run_ahead and not go_on_beside"
 PROGRAMS = {
     "what a GPU refuses": (*PYTEST, "tests/gpu_sim/on_gpu_refusals.py"),
     "a plane cache": (*PYTEST, "tests/gpu_sim/on_gpu_plane_cache.py"),
+    "what finds a prefix": (*PYTEST, "tests/gpu_sim/on_gpu_model_states.py"),
     "captured steps": (*PYTEST, "tests/kernels/on_gpu_steps.py"),
     "swaps": (*PYTEST, "tests/kernels/on_gpu_swaps.py"),
     "the data plane": (*PYTEST, "tests/kernels/on_gpu_data_plane.py", "-k", NEED_TIME),

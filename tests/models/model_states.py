@@ -1,7 +1,7 @@
 """Two states of a tiny model whose keys and values differ, for everything that they depend on.
 
 ``python -m tests.models.model_states CONTROL_PLANE ROW.STATE...`` answers a prompt in each state,
-in the pool "default".
+in the row's pool.
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
+from kvplane import Layout
+from kvplane.errors import LayoutMismatchError
+from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import PlaneCache, close_planes
+from tests.e2e.engine_planes import Process
 from tests.helpers.plane_cache_checks import answer, one_prompt, tiny_llama
 from tests.models.tiny_models import draw_weights, tiny_model
 
 MODEL_ID: Final = "states"
+REFUSED: Final = -1
 
 Change = Callable[[PreTrainedModel], None]
 
@@ -60,6 +67,10 @@ def cap(model: PreTrainedModel) -> None:
         layer.self_attn.attn_logit_softcapping = 0.7
 
 
+def narrow(model: PreTrainedModel) -> None:
+    model.config.sliding_window = 5
+
+
 def replace(model: PreTrainedModel) -> None:
     """Another module takes the place of a layer."""
     other = torch.nn.Linear(64, 64, bias=False)
@@ -79,17 +90,35 @@ LLAMA: Final[dict[str, Change]] = {
 OTHERS: Final[dict[str, tuple[str, Change]]] = {
     "soft cap": ("gemma2", cap),
     "dtype": ("llama", lambda model: model.to(torch.bfloat16)),
+    "window": ("mistral", narrow),
 }
+ELSEWHERE: Final[dict[str, Change]] = {"device": lambda model: model.to("cuda")}
+"""Of tests/gpu_sim. The layouts are equal here too."""
 
 
 def made(row: str) -> tuple[PreTrainedModel, Change]:
     """The model in state A, and what brings it into state B."""
-    if row in LLAMA:
-        return tiny_llama(), LLAMA[row]
+    if row not in OTHERS:
+        return tiny_llama(), (LLAMA | ELSEWHERE)[row]
     model_type, change = OTHERS[row]
     model = tiny_model(model_type)
     model.generation_config.eos_token_id = None
     return model, change
+
+
+def pool_of(row: str) -> str:
+    return OTHERS[row][0] if row in OTHERS else "llama"
+
+
+def data_plane(control: str, row: str, folder: Path) -> Process:
+    """A data plane on the CPU with the row's pool."""
+    groups = layer_groups(made(row)[0].config)
+    layout = Layout(MODEL_ID, 16, "float32", "float32", groups)
+    path = folder / f"{pool_of(row)}.json"
+    path.write_text(json.dumps(asdict(layout)))
+    flags = ["--layout", str(path), "--pool-id", pool_of(row), "--num-device-blocks", "256"]
+    flags += ["--control-plane", control, "--device", "cpu"]
+    return Process("data_plane", path.with_suffix(".log"), *flags).start()
 
 
 def off_by(got: Any, want: Any) -> float:
@@ -114,6 +143,10 @@ if __name__ == "__main__":
         model, change = made(row)
         if state == "B":
             change(model)
-        results.append(ask(model, control_plane=sys.argv[1], model_id=MODEL_ID))
+        settings = {"control_plane": sys.argv[1], "pool_id": pool_of(row), "model_id": MODEL_ID}
+        try:
+            results.append(ask(model, **settings))
+        except LayoutMismatchError:
+            results.append((REFUSED, 0.0))
         close_planes(model)
     sys.stdout.write(json.dumps(results))

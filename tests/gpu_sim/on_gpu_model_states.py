@@ -1,0 +1,63 @@
+"""A model on a GPU and the same one on a CPU round otherwise, and find nothing that the other left.
+
+test_simulated_gpu.py names this file to pytest, which does not collect it by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import plane_cache_checks as checks
+import torch
+from transformers import LlamaForCausalLM
+
+from kvplane.transformers import close_planes
+from kvplane.transformers.model_state import namespace_of
+from tests.e2e.engine_planes import ROOT, Process
+from tests.models import model_states as states
+
+FOUND = 32  # of 45 tokens, all whole blocks
+ASKED = ("device.A", "device.B")
+
+
+def test_a_model_that_moves_finds_nothing_that_it_left() -> None:
+    model, move = states.made("device")
+    results = [states.ask(model, num_device_blocks=64) for _ in range(2)]
+    move(model)
+    results += [states.ask(model, num_device_blocks=64) for _ in range(2)]
+    close_planes(model)
+    assert [found for found, _ in results] == [0, FOUND, 0, FOUND]
+    assert max(off for _, off in results) < checks.ATOL
+
+
+def test_two_processes_find_what_their_own_device_left(tmp_path: Path) -> None:
+    control = Process("control_plane", tmp_path / "control.log").start()
+    data = states.data_plane(control.address, "device", tmp_path)
+    found = []
+    try:
+        for _ in range(2):
+            program = [sys.executable, "-m", "tests.models.model_states", control.address, *ASKED]
+            printed = subprocess.run(
+                program, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=200
+            ).stdout
+            results = json.loads(printed.splitlines()[-1])
+            found.append([num for num, _ in results])
+            assert max(off for _, off in results) < checks.ATOL
+    finally:
+        data.stop()
+        control.stop()
+    assert found == [[0, 0], [FOUND, FOUND]]
+
+
+def test_a_checkpoint_on_a_gpu_is_not_in_the_namespace_of_engines(tmp_path: Path) -> None:
+    """They compute on the CPU."""
+    checks.tiny_llama().save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    names = [namespace_of(model, is_shared=True, folder=tmp_path)]
+    for device in ("cuda", "cpu"):
+        model.to(device)
+        names.append(namespace_of(model, is_shared=True, folder=tmp_path))
+    assert names[0] == names[2] == "" and names[1] != ""
