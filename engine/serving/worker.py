@@ -238,8 +238,10 @@ class EngineWorker:
         """
         _LOGGER.error("step failed reason=%s: %s", error.reason, error.message)
         failed, self._open = self._open, {}
+        with self._wakes:  # before anybody hears of it, and asks again
+            came, self._incoming = self._incoming, deque()
         for request_id, submission in failed.items():
             self._engine.abort(request_id)
             submission.deliver(error)
-        while self._incoming:
-            self._incoming.popleft().deliver(error)
+        for submission in came:
+            submission.deliver(error)

@@ -19,8 +19,8 @@ AS_USER = """
 chown -R new /home/new
 run() { setpriv --reuid=new --regid=new --init-groups "$@"; }
 ! run make run >/tmp/first 2>&1
-line=$(sed -n 's/.*on Debian: sudo //p' /tmp/first)
-test "$(wc -l </tmp/first)" -eq 1 -a -n "$line" || { cat /tmp/first; exit 1; }
+line=$(sed -n 's/^setup: .*on Debian: sudo //p' /tmp/first)
+test "$(grep -vc '^make: ' /tmp/first)" -eq 1 -a -n "$line" || { cat /tmp/first; exit 1; }
 (apt-get update && $line) >/tmp/apt 2>&1 || { cat /tmp/apt; exit 1; }
 run make run
 run make test
