@@ -24,6 +24,8 @@ need_to_test() {
   need npm command -v npm
   need chromium command -v chromium
   need docker-compose command -v docker-compose
+  need docker.io command -v dockerd
+  need debootstrap command -v debootstrap
   need faketime command -v faketime
   need prometheus command -v promtool
   need prometheus-alertmanager command -v prometheus-alertmanager

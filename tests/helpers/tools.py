@@ -12,6 +12,9 @@ REASON: Final = "needs: apt install"
 _PACKAGES: Final = {
     "alertmanager": "prometheus-alertmanager",
     "chromium": "chromium",
+    "debootstrap": "debootstrap",
+    "docker-compose": "docker-compose",
+    "dockerd": "docker.io",
     "etcd": "etcd-server",
     "etcdctl": "etcd-client",
     "go": "golang-go",
