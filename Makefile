@@ -64,7 +64,7 @@ bench: setup  ## Measure a step's latency over gRPC
 
 NEWCOMER := newcomer newcomer_metrics boards alerts clients
 test-tools:  ## Install, as root, what tests and make lint use of Debian; else print the line that does
-	@bash -c '. scripts/packages.sh && need_to_test && install_missing "make test-tools"'
+	@bash -c '. scripts/packages.sh && need_to_test && need_at_night && install_missing "make test-tools"'
 
 newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, page, command, clients of other languages
 	@$(BIN)/python -m pytest -n 0 -v $(NEWCOMER:%=tests/e2e/test_%.py) $(PYTEST_ARGS)

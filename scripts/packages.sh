@@ -17,7 +17,7 @@ need_to_build() { # $1: the interpreter; empty if none is new enough
 sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'
 }
 
-# For all of the tests, and for make lint.
+# For the tests of a push, and for make lint.
 need_to_test() {
   need golang-go command -v go
   need golang-google-grpc-dev test -d /usr/share/gocode/src/google.golang.org/grpc
@@ -29,6 +29,12 @@ need_to_test() {
   need prometheus-alertmanager command -v prometheus-alertmanager
   need etcd-server command -v etcd
   need etcd-client command -v etcdctl
+}
+
+# For the nightly tests, beside those.
+need_at_night() {
+  need docker.io command -v dockerd
+  need debootstrap command -v debootstrap
 }
 
 # Installs what is missing where this is root and has apt-get, unless KVPLANE_APT is off; else says

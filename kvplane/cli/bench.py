@@ -1,13 +1,16 @@
 """Traffic for both planes, as an engine makes it: prompts that share prefixes, decode steps, forks,
-swaps. Attention is computed of zeros, since only the traffic matters.
+swaps. Attention is computed of zeros, since only the traffic matters. When a plane restarts, the
+traffic goes on in a new session, with other sequences.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,7 +19,13 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.clients.control_client import ControlClient
 from kvplane.clients.data_client import DataClient
 from kvplane.clients.execution import Execution
-from kvplane.errors import KvplaneError
+from kvplane.errors import (
+    DeadlineExceededError,
+    KvplaneError,
+    NotFoundError,
+    StaleError,
+    UnavailableError,
+)
 from kvplane.layout import LATENT, LayerGroup, Layout
 from kvplane.results import StepResult
 from kvplane.session import Session
@@ -28,7 +37,11 @@ from kvplane.v1.types_pb2 import SignedPayload
 # A fork and a swap to the host tier and back come once in so many steps.
 _FORK_EVERY: Final = 16
 _SWAP_EVERY: Final = 24
+_REOPEN_DELAY_S: Final = 0.1
 _OPTIONS: Final = AttentionOptions(scale=1.0)
+# What comes of a plane that is away or has restarted: the session is lost.
+_LOST: Final = (StaleError, NotFoundError, UnavailableError, DeadlineExceededError)
+_LOGGER: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +65,8 @@ class Traffic:
 @dataclass
 class Measured:
     """What came of it: seconds that the steps took on the control plane's side of the wire and on
-    the data plane's, and counts.
+    the data plane's, and counts. A session is lost with the sequences that live in it and the step
+    that was under way, and ``num_reopened_sessions`` of those lost were followed by another.
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -61,6 +75,15 @@ class Measured:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_refused: int = 0
+    num_lost_sessions: int = 0
+    num_reopened_sessions: int = 0
+    num_lost_steps: int = 0
+    num_lost_sequences: int = 0
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether no session followed the last one that was lost."""
+        return self.num_reopened_sessions < self.num_lost_sessions
 
     def summary(self) -> dict[str, float]:
         """The figures that are printed."""
@@ -74,24 +97,48 @@ class Measured:
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": self.num_cached_tokens,
             "refused_items": self.num_refused,
+            "lost_sessions": self.num_lost_sessions,
+            "reopened_sessions": self.num_reopened_sessions,
+            "lost_steps": self.num_lost_steps,
+            "lost_sequences": self.num_lost_sequences,
         }
 
 
 async def bench(
     control: ControlClient, pool_id: str, traffic: Traffic, tls: TlsOptions | None = None
 ) -> Measured:
-    """Run ``traffic`` on a pool of one shard. Raises KvplaneError."""
-    layout = Layout.from_proto((await control.wait_ready(pool_id)).layout)
-    session = await control.open_session(pool_id, layout, "kvplane bench")
-    data = DataClient(session.shards[0].address, tls=tls)
-    async with session, data, await data.open(session.grant) as execution:
-        load = _Load(session, execution, traffic)
-        deadline_s = time.monotonic() + traffic.duration_s
-        while time.monotonic() < deadline_s and load.num_steps < traffic.max_steps:
-            await load.step()
-            await asyncio.sleep(traffic.pause_s)
-        await load.end()
+    """Run ``traffic`` on a pool of one shard. Once a step has run, planes may be away, for as long
+    as the traffic lasts. Raises KvplaneError.
+    """
+    session: Session | None = await _open(control, pool_id)
+    load = _Load(traffic)
+    deadline_s = time.monotonic() + traffic.duration_s
+    while session is not None:
+        try:
+            await load.run(session, tls, deadline_s)
+            break
+        except _LOST as error:
+            if not load.measured.execute_s:
+                raise  # not lost: it could never be used
+            _LOGGER.warning("session=%d lost: %s: %s", session.id, error.reason, error)
+            load.lose()
+        session = await _reopen(control, pool_id, deadline_s)
+        load.measured.num_reopened_sessions += session is not None
     return load.measured
+
+
+async def _open(control: ControlClient, pool_id: str, timeout_s: float | None = None) -> Session:
+    layout = Layout.from_proto((await control.wait_ready(pool_id, timeout_s)).layout)
+    return await control.open_session(pool_id, layout, "kvplane bench")
+
+
+async def _reopen(control: ControlClient, pool_id: str, deadline_s: float) -> Session | None:
+    """Another session, once the pool is ready; None at the deadline."""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        with suppress(*_LOST):
+            return await _open(control, pool_id, left_s)
+        await asyncio.sleep(_REOPEN_DELAY_S)
+    return None
 
 
 @dataclass
@@ -106,9 +153,12 @@ class _Sequence:
 class _Load:
     """The live sequences, and what the next step does to them."""
 
-    def __init__(self, session: Session, execution: Execution, traffic: Traffic) -> None:
+    _session: Session
+    _execution: Execution
+
+    def __init__(self, traffic: Traffic) -> None:
         self.measured = Measured()
-        self._session, self._execution, self._traffic = session, execution, traffic
+        self._traffic = traffic
         self._random = random.Random(traffic.seed)
         shared = random.Random(0)  # by all engines
         self._prefixes = [
@@ -117,9 +167,28 @@ class _Load:
         self._live: dict[int, _Sequence] = {}
         self._swapped = 0  # the sequence on the host tier
         self._last_id = 0
-        self.num_steps = 0
+        self.num_steps = 0  # begun
 
-    async def step(self) -> None:
+    async def run(self, session: Session, tls: TlsOptions | None, deadline_s: float) -> None:
+        """Step until the deadline, and free all sequences."""
+        data = DataClient(session.shards[0].address, tls=tls)
+        async with session, data, await data.open(session.grant) as execution:
+            self._session, self._execution = session, execution
+            while time.monotonic() < deadline_s and self.num_steps < self._traffic.max_steps:
+                await self._step()
+                await asyncio.sleep(self._traffic.pause_s)
+            if self._live:
+                await session.step([ops.free(sorted(self._live))])
+
+    def lose(self) -> None:
+        """The session is gone, with all that it held."""
+        self.measured.num_lost_sessions += 1
+        self.measured.num_lost_steps += 1
+        self.measured.num_lost_sequences += len(self._live)
+        self._live.clear()
+        self._swapped = 0
+
+    async def _step(self) -> None:
         """One step, and its plan."""
         self.num_steps += 1
         ended = [i for i, s in self._live.items() if s.num_outputs <= 0 and i != self._swapped]
@@ -150,11 +219,6 @@ class _Load:
         self._hear(result)
         if result.plan is not None:
             await self._execute(result.plan)
-
-    async def end(self) -> None:
-        """Free all sequences."""
-        if self._live:
-            await self._session.step([ops.free(sorted(self._live))])
 
     def _tokens(self, num: int) -> list[int]:
         return self._random.choices(range(256), k=num)

@@ -234,7 +234,11 @@ async def ping(context: Context, address: str | None) -> int:
 @click.option("--pause-s", default=0.0, type=click.FloatRange(min=0), help="Between steps.")
 @click.option("--seed", default=1, help="Of the random prompts.")
 async def bench(context: Context, pool: str, **options: Any) -> int:
-    """Traffic through both planes: shared prompts, decoding, forks and swaps. Prints latencies."""
+    """Traffic through both planes: shared prompts, decoding, forks and swaps. Prints latencies.
+
+    It goes on in a new session when a plane restarts, and prints what was lost; exit code 1 if that
+    plane did not come back.
+    """
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         measured = await run_bench(client, pool_id, Traffic(**options), context.tls)
@@ -244,7 +248,7 @@ async def bench(context: Context, pool: str, **options: Any) -> int:
     else:
         rows = [{"what": name.replace("_", " "), "value": value} for name, value in summary.items()]
         Console().print(table_of(rows))
-    return 0
+    return EXIT_FAILED if measured.has_ended_early else 0
 
 
 @_command

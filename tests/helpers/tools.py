@@ -13,6 +13,8 @@ _PACKAGES: Final = {
     "alertmanager": "prometheus-alertmanager",
     "chromium": "chromium",
     "debootstrap": "debootstrap",
+    "docker-compose": "docker-compose",
+    "dockerd": "docker.io",
     "etcd": "etcd-server",
     "etcdctl": "etcd-client",
     "go": "golang-go",

@@ -15,6 +15,7 @@ import yaml
 from control_plane.server.config import ControlPlaneConfig
 from data_plane.server.config import DataPlaneConfig
 from engine.config import GenerateConfig
+from engine.serving.config import ServeConfig
 from kvplane.cli.program import cli
 from kvplane.serving.settings import parse
 
@@ -60,12 +61,40 @@ def test_what_the_watchers_are_given_is_there() -> None:
     assert (ROOT / "deploy/grafana/boards" / Path(home).name).is_file()
 
 
-def test_clients_on_the_host_and_jobs_reach_the_data_plane_by_one_address() -> None:
+def test_jobs_and_clients_on_the_host_reach_the_data_plane_by_one_name() -> None:
     (advertised,) = [w for w in SERVICES["data-plane"]["command"] if "--advertise" in w]
-    assert advertised == "--advertise=127.0.0.1:50052"
+    assert advertised == "--advertise=data-plane:50052"
     assert "127.0.0.1:50052:50052" in SERVICES["data-plane"]["ports"]
+    head = (ROOT / "docker-compose.yml").read_text().partition("x-build-args")[0]
+    assert "\n#   127.0.0.1 data-plane\n" in head
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_container_loses_its_network_when_another_restarts(name: str) -> None:
+    assert "network_mode" not in SERVICES[name]
+
+
+def test_jobs_find_the_socket_of_shared_memory_where_the_data_plane_has_it() -> None:
+    (folder,) = [w for w in SERVICES["data-plane"]["command"] if "--local-folder" in w]
+    mounted = f"sockets:{folder.partition('=')[2]}"
+    assert mounted in SERVICES["data-plane"]["volumes"]
     for job in ("engine", "load"):
-        assert SERVICES[job]["network_mode"] == "service:data-plane"
+        assert f"{mounted}:ro" in SERVICES[job]["volumes"]
+    options = COMPOSE["volumes"]["sockets"]["driver_opts"]
+    assert options["type"] == options["device"] == "tmpfs"
+    for path in DOCKERFILES:
+        (uid,) = re.findall(r"useradd .*--uid (\d+)", path.read_text())
+        assert {f"uid={uid}", "mode=0700"} < {*options["o"].split(",")}
+
+
+def test_the_engine_serves_by_the_words_in_the_head_of_the_compose_file(tmp_path: Path) -> None:
+    head = (ROOT / "docker-compose.yml").read_text().replace(" \\\n#", "")
+    (words,) = re.findall(r"127.0.0.1:8000:8000 engine serve (.*)", head)
+    config = parse(
+        ServeConfig, "engine serve", words.replace("/models/recall", str(tmp_path)).split(), {}
+    )
+    assert config.bind == "0.0.0.0:8000"
+    assert config.control_plane == "control-plane:50051"
 
 
 def test_every_variable_of_the_compose_file_has_a_value_in_the_env_file() -> None:

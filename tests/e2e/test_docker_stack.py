@@ -1,0 +1,180 @@
+"""The images are built, and what docker-compose.yml runs outlives a restart of either plane."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker_daemon import ROOT, DockerDaemon, download_wheels, needs_daemon, served
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5400)]
+IMAGES = ("control-plane", "data-plane", "engine")
+PLANES = ("data-plane", "control-plane")
+PATIENCE_S = 180.0
+AWAY_S = 60.0
+"""For how long a plane's restart may keep an engine from answering."""
+ASK = """
+import json, sys, time, urllib.request
+
+body = {"model": "recall", "prompt": "abc=xyz;def=uvw;ghi=rst;.?def=", "temperature": 0}
+request = urllib.request.Request(
+    "http://127.0.0.1:8000/v1/completions",
+    json.dumps({**body, "max_tokens": 3}).encode(),
+    {"Content-Type": "application/json"},
+)
+while True:
+    answer = {"asked_s": time.time()}
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer["text"] = json.load(response)["choices"][0]["text"]
+    except (OSError, ValueError) as error:
+        answer["error"] = repr(error)
+    print(json.dumps(answer), flush=True)
+    time.sleep(0.2)
+"""
+METRICS = """
+import urllib.request
+
+print(urllib.request.urlopen("http://127.0.0.1:9102/metrics").read().decode())
+"""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DockerDaemon]:
+    """With the project's images, as docker-compose builds them."""
+    needs_daemon()
+    folder = Path(tempfile.mkdtemp(prefix="kvplane-", dir="/var/tmp"))
+    try:
+        daemon = DockerDaemon(folder)
+        (folder / "wheels").mkdir()
+        download_wheels(folder / "wheels", IMAGES)
+        on_host = {name: {"build": {"network": "host"}} for name in IMAGES}
+        (folder / "on_host.yml").write_text(json.dumps({"services": on_host}))
+        with served(folder / "wheels") as page, daemon.builds():
+            daemon.import_python(page)
+            files = [folder / "on_host.yml"]
+            daemon.compose("build", *IMAGES, files=files, timeout_s=3600)
+        yield daemon
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def stack(daemon: DockerDaemon) -> Iterator[DockerDaemon]:
+    """Both planes, in containers."""
+    with daemon.runs():
+        daemon.compose("up", "--detach", *PLANES)
+        try:
+            for plane in PLANES:
+                wait_healthy(daemon, plane)
+            yield daemon
+        finally:
+            sys.stdout.write(daemon.compose("logs", "--no-color", "--tail=50"))
+            daemon.compose("down", "--volumes")
+
+
+def wait_healthy(stack: DockerDaemon, service: str, num_restarts: int = 0) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        found = stack.container(service)
+        is_new = found["RestartCount"] >= num_restarts
+        if is_new and found["State"].get("Health", {}).get("Status") == "healthy":
+            return
+        assert time.monotonic() < deadline_s, found["State"]
+        time.sleep(0.5)
+
+
+@contextmanager
+def asked(stack: DockerDaemon, log: Path) -> Iterator[None]:
+    """Ask the engine for a known answer, five times a second, and write to ``log`` what came."""
+    command = ["nsenter", f"--target={stack.main_pid}", "--net", sys.executable, "-c", ASK]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(log: Path) -> list[dict[str, Any]]:
+    *whole, _ = log.read_text().split("\n")
+    return [json.loads(line) for line in whole]
+
+
+def wait_answered(log: Path, bound_s: float) -> None:
+    """Until a question that is asked from now on is answered; what failed meanwhile may fail."""
+    begin_s = time.time()
+    while True:
+        asked_since = [each for each in answers(log) if each["asked_s"] >= begin_s]
+        if any("text" in each for each in asked_since):
+            return
+        assert time.time() < begin_s + bound_s, asked_since
+        time.sleep(0.2)
+
+
+def wait_shared(stack: DockerDaemon, num_clients: int) -> None:
+    """Until so many clients share memory with the data plane."""
+    deadline_s = time.monotonic() + AWAY_S
+    while True:
+        page = stack.compose("exec", "-T", "data-plane", "python", "-c", METRICS)
+        (value,) = re.findall(r"^kvplane_local_regions(?:{.*})? (\S+)$", page, re.MULTILINE)
+        if float(value) == num_clients:
+            return
+        assert time.monotonic() < deadline_s, f"{value} of {num_clients}"
+        time.sleep(0.5)
+
+
+def words_of_the_head() -> list[str]:
+    """What runs an engine that serves, by the compose file's own words."""
+    head = (ROOT / "docker-compose.yml").read_text().replace(" \\\n#", "")
+    (words,) = re.findall(r"docker-compose run --rm (--publish \S+ engine serve .*)", head)
+    return str(words).split()
+
+
+def test_an_engine_and_load_in_containers_outlive_a_kill_of_each_plane(
+    stack: DockerDaemon, tmp_path: Path
+) -> None:
+    log = tmp_path / "answers"
+    engine = stack.compose("run", "--detach", *words_of_the_head()).split()[-1]
+    with asked(stack, log):
+        wait_answered(log, PATIENCE_S)
+        bench = ["--json", "bench", "--duration-s", "120", "--num-sequences", "8"]
+        load = stack.compose(
+            "run", "--detach", "load", "--control-plane", "control-plane:50051", *bench
+        ).split()[-1]
+        wait_shared(stack, 2)
+        for plane in PLANES:
+            stack.kill_9(plane)
+            wait_answered(log, AWAY_S)
+            wait_healthy(stack, plane, num_restarts=1)
+            wait_answered(log, AWAY_S)
+            wait_shared(stack, 2)
+        assert stack.docker("wait", load).strip() == "0", stack.logs(load)
+    assert {each["text"] for each in answers(log) if "text" in each} == {"uvw"}
+    (summary,) = re.findall(r"^{.*}$", stack.logs(load), re.MULTILINE)
+    lost = json.loads(summary)
+    assert lost["lost_sessions"] == lost["reopened_sessions"] == 2
+    assert lost["steps"] > lost["lost_steps"]
+    assert "no shared memory" not in stack.logs(engine)
+
+
+def test_a_client_on_the_host_goes_by_the_line_in_etc_hosts(
+    stack: DockerDaemon, tmp_path: Path
+) -> None:
+    bench = ["-m", "kvplane", "--timeout-s", "5", "--json", "bench", "--duration-s", "2"]
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.0.1 data-plane\n")
+    with_hosts = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
+    done = json.loads(stack.enter(*with_hosts, str(hosts), sys.executable, *bench))
+    assert done["steps"] > 0 and done["lost_sessions"] == 0
