@@ -1,0 +1,54 @@
+"""Hand-written lines of each part of the repository: ``python -m scripts.count``.
+
+The product is everything that a user installs or builds: protos, both planes, native code, the
+client's package, the engine and the demonstration. Tests, benchmarks, documents, examples and
+scripts are counted apart; what is generated or data is not counted.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PRODUCT: Final = ("protos", "control_plane", "data_plane", "csrc", "kvplane", "engine", "demo")
+APART: Final = ("integrations", "examples", "scripts", "deploy", "benchmarks", "tests", "docs")
+_CODE: Final = {".py", ".pyi", ".proto", ".sh", ".js", ".css", ".html", ".go"}
+_NATIVE: Final = {".h", ".cpp", ".cu", ".cuh"}
+_TEXT: Final = {".md", ".yml", ".yaml"}
+
+
+def part_of(path: Path) -> str | None:
+    """The part that counts a file's lines; None for what is generated, data or settings."""
+    if "_pb2" in path.name or path.suffix not in _CODE | _NATIVE | _TEXT:
+        return None
+    if len(path.parts) == 1:
+        return "docs" if path.suffix == ".md" else None
+    return path.parts[0] if path.parts[0] in PRODUCT + APART else None
+
+
+def count(root: Path) -> Counter[str]:
+    """Lines by part, of the files that git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
+    lines: Counter[str] = Counter()
+    for name in listed.stdout.decode().split("\0"):
+        part = part_of(Path(name)) if name else None
+        if part is not None and (root / name).is_file():
+            lines[part] += (root / name).read_bytes().count(b"\n")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    lines = count(ROOT)
+    for part in PRODUCT:
+        print(f"{part:14} {lines[part]:8,}")
+    print(f"{'product':14} {sum(lines[part] for part in PRODUCT):8,}\n")
+    for part in APART:
+        print(f"{part:14} {lines[part]:8,}")
+
+
+if __name__ == "__main__":
+    main()
