@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-fleet test-nixl fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api manifests metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api manifests metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -27,7 +27,7 @@ run: setup  ## Start both planes, serve the shipped model through them, and chec
 	@$(BIN)/python -m demo
 
 test: setup  ## Run the push tier of the tests
-	@$(PYTEST) -m "not nightly and not fleet and not nixl" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not nightly and not fleet" $(PYTEST_ARGS)
 
 test-nightly: setup  ## Run the nightly tier: the long tests that make test leaves out
 	@$(PYTEST) -m nightly $(PYTEST_ARGS)
@@ -40,13 +40,6 @@ fleet: setup build/ray  ## Answer on simulated machines while a leader, a shard 
 
 test-fleet: setup build/ray  ## Run the tests of fleets on Ray, on a cluster of simulated nodes
 	@$(FLEET) -m pytest -n 0 -m fleet $(PYTEST_ARGS) tests/fleet
-
-test-nixl: setup build/nixl  ## Run the tests of pushes by NIXL, over UCX's TCP and shared memory
-	@PYTHONPATH=build/nixl $(BIN)/python -m pytest -n 0 -m nixl $(PYTEST_ARGS) tests/nixl tests/mutants/test_nixl_mutants.py
-
-build/nixl: requirements/nixl.txt
-	@$(BIN)/python -m pip install --quiet --no-deps --target $@ --requirement $<
-	@touch $@
 
 build/ray: requirements/ray.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $< --constraint requirements/lock.txt

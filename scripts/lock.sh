@@ -10,14 +10,14 @@ trap 'rm -rf "$scratch"' EXIT
 "${1:-python3}" -m venv "$scratch/venv"
 python="$scratch/venv/bin/python"
 
-# Every dependency of every extra but Ray's and NIXL's, except for what is built from this tree.
+# Every dependency of every extra but Ray's, except for what is built from this tree.
 "$python" - >"$scratch/wanted.txt" <<'PYTHON'
 import tomllib
 from pathlib import Path
 
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-locked = [of for name, of in extras.items() if name not in ("ray", "nixl")]
+locked = [of for name, of in extras.items() if name != "ray"]
 wanted = set(project["dependencies"]).union(*locked)
 print("\n".join(sorted(w for w in wanted if not w.startswith("kvplane"))))
 PYTHON

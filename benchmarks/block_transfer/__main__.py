@@ -6,13 +6,8 @@ The same bytes go by turns, over loopback, between two processes:
 
     raw TCP        sendall and recv_into, nothing else
     plain gRPC     a synchronous stream of messages as large as a push's chunks, which are dropped
-    plain NIXL     written slot by slot into another process's staging memory, and not looked at
     pushed         SendBlocks, from the call to its answer: read from a pool, checksums, written
-    by NIXL        the same, with the bytes by NIXL
     by a client    ReadBlocks here and WriteBlocks there, by a third process
-
-Those with NIXL are left out where it is not installed. Between processes of one machine it goes
-through shared memory; UCX_TLS=tcp in the environment has it use TCP.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,24 +26,18 @@ import grpc
 
 from benchmarks.block_transfer.sinks import (
     by_grpc,
-    by_nixl,
     by_tcp,
     grpc_sink,
-    nixl_peer,
     sink,
     tcp_sink,
 )
 from benchmarks.common.block_rates import Rates, report_rates
 from benchmarks.common.planes import BLOCK_BYTES, LAYOUT, planes
-from data_plane.server.push.nixl.agent import library
 from kvplane import ControlClient, DataClient, Session, Tensor, ops
 from kvplane.wire.protocol import CHANNEL_OPTIONS
 
 POOLS: Final = ("prefill", "decode")
-PUSHES: Final = (
-    *("--push-bind", "127.0.0.1:0", "--push-to", "127.0.0.1"),
-    *("--push-transfer", "auto"),
-)
+PUSHES: Final = ("--push-bind", "127.0.0.1:0", "--push-to", "127.0.0.1")
 SEQUENCE: Final = 1
 # What a client reads and writes at a time.
 CLIENT_BYTES: Final = 4 * 1024 * 1024
@@ -76,11 +64,10 @@ class Mover:
         self._here.add_receipt(answer.receipt)
         await self._here.submit_receipts()
 
-    async def pushed(self, *, by_nixl: bool = False) -> float:
+    async def pushed(self) -> float:
         """Seconds."""
         plan = await self._admit()
         ticket = (await self._target.receive_blocks(self._there.grant, plan, SEQUENCE)).ticket
-        ticket.takes_nixl = by_nixl
         begin_s = time.perf_counter()
         sent = await self._source.send_blocks(self._here.grant, SEQUENCE, ticket)
         took_s = time.perf_counter() - begin_s
@@ -145,12 +132,6 @@ async def measure(address: str, num_blocks: int, num_rounds: int) -> Rates:
             "pushed": mover.pushed,
             "by a client": mover.by_client,
         }
-        if library() is not None:
-            peer = stack.enter_context(nixl_peer())
-            ways |= {
-                "plain NIXL": lambda: asyncio.to_thread(timed, by_nixl, peer, data),
-                "by NIXL": partial(mover.pushed, by_nixl=True),
-            }
         rates: Rates = {name: [] for name in ways}
         for number in range(num_rounds + 1):
             for name, move in ways.items():

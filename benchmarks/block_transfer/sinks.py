@@ -13,8 +13,6 @@ from typing import Any
 import grpc
 
 from data_plane.server.push.chunks import CHUNK_BYTES
-from data_plane.server.push.nixl.outgoing import Outgoing
-from data_plane.server.push.nixl.staging import Staging
 from kvplane.v1 import push_pb2, push_pb2_grpc
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
@@ -76,29 +74,3 @@ def by_grpc(channel: grpc.Channel, data: bytes) -> None:
         for at in range(0, len(data), CHUNK_BYTES)
     )
     push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks(chunks)
-
-
-def nixl_sink(pipe: Connection) -> None:
-    """Let a peer write staging memory, until the pipe has something."""
-    staging = Staging(1, CHUNK_BYTES, only_loopback=True)
-    with staging.incoming() as incoming:
-        pipe.send(incoming.message.SerializeToString())
-        pipe.recv()
-    staging.close()
-
-
-@contextmanager
-def nixl_peer() -> Iterator[Outgoing]:
-    """Staging memory here from which that of another process is written."""
-    here = Staging(1, CHUNK_BYTES, only_loopback=True)
-    here.wait_until_ready()
-    with sink(nixl_sink) as told, here.outgoing(push_pb2.Staging.FromString(told)) as outgoing:
-        yield outgoing
-    here.close()
-
-
-def by_nixl(peer: Outgoing, data: bytes) -> None:
-    """Slot by slot; each is written again while nobody looks."""
-    view = memoryview(data)
-    for number, at in enumerate(range(0, len(data), CHUNK_BYTES)):
-        peer.write(number % peer.num_slots, view[at : at + CHUNK_BYTES])

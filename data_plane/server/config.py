@@ -12,7 +12,6 @@ from kvplane.serving.config import (
     ServingConfig,
     bind_setting,
     check_address,
-    is_loopback,
     max_message_setting,
     metrics_port_setting,
 )
@@ -218,13 +217,6 @@ class DataPlaneConfig(ServingConfig):
         minimum=1,
         maximum=256,
     )
-    push_transfer: str = setting(
-        "grpc",
-        help="How blocks travel: grpc; nixl, or not at all; auto for NIXL where both data planes"
-        " have it and gRPC elsewhere. NIXL needs kvplane[nixl] and a network that nobody else"
-        " reaches: what it moves is neither encrypted nor does it ask who reads or writes.",
-        choices=("grpc", "nixl", "auto"),
-    )
     file_tier_dir: Path | None = setting(
         None,
         help="Folder of files in which blocks of prefixes that were used twice are kept, also for"
@@ -274,7 +266,6 @@ class DataPlaneConfig(ServingConfig):
                 )
         if self.push_advertise:
             check_address(self.push_advertise, "push_advertise")
-        self._check_transfer()
         if (self.model is None) == (self.layout is None):
             raise InvalidRequestError("give either --model or --layout", field="model")
         if not 1 <= len(self.pool_id) <= 128:
@@ -285,15 +276,6 @@ class DataPlaneConfig(ServingConfig):
             raise InvalidRequestError("must be given too", field="file_tier_dir")
         if self.block_size_tokens not in BLOCK_SIZES:
             raise InvalidRequestError(f"must be one of {BLOCK_SIZES}", field="block_size_tokens")
-
-    def _check_transfer(self) -> None:
-        address = self.push_bind or self.bind
-        if self.push_transfer != "grpc" and not self.insecure and not is_loopback(address):
-            raise InvalidRequestError(
-                f"{address} can be reached from other machines, and NIXL's ports then too, where"
-                " nobody is asked who they are: give grpc, or --insecure on a network of its own",
-                field="push_transfer",
-            )
 
     @property
     def push_tls(self) -> TlsOptions | None:

@@ -72,11 +72,6 @@ _PUSHED_BYTES: Final = _counter(
     "Bytes of blocks sent to other data planes or received from them, by direction.",
     "direction",
 )
-_NIXL_BYTES: Final = _counter(
-    "pushed_nixl_bytes",
-    "Bytes of those that NIXL moved; the others went in messages of gRPC.",
-    "direction",
-)
 _PUSHES: Final = _counter(
     "pushes",
     'Pushes that have ended, by direction and outcome: "OK", "CANCELLED" or an error\'s reason.',
@@ -199,7 +194,6 @@ class DataPlaneMetrics(PlaneMetrics):
             samples.add(_PUSH_TICKETS, self._push.num_tickets)
             for direction in ("sent", "received"):
                 samples.add(_PUSHED_BYTES, self._push.counts.num_bytes[direction], direction)
-                samples.add(_NIXL_BYTES, self._push.counts.num_nixl_bytes[direction], direction)
             for labels, count in [*self._push.counts.num_pushes.items()]:
                 samples.add(_PUSHES, count, *labels)
         if self._files is not None:

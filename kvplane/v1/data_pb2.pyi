@@ -336,18 +336,16 @@ class ReceiveBlocksResponse(_message.Message):
     def __init__(self, ticket: _Optional[_Union[PushTicket, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class PushTicket(_message.Message):
-    __slots__ = ("address", "secret", "first_block", "num_blocks", "takes_nixl")
+    __slots__ = ("address", "secret", "first_block", "num_blocks")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    TAKES_NIXL_FIELD_NUMBER: _ClassVar[int]
     address: str
     secret: bytes
     first_block: int
     num_blocks: int
-    takes_nixl: bool
-    def __init__(self, address: _Optional[str] = ..., secret: _Optional[bytes] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., takes_nixl: bool = ...) -> None: ...
+    def __init__(self, address: _Optional[str] = ..., secret: _Optional[bytes] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class SendBlocksRequest(_message.Message):
     __slots__ = ("grant", "sequence_id", "ticket")

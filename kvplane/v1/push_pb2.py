@@ -26,7 +26,7 @@ from kvplane.v1 import data_pb2 as kvplane_dot_v1_dot_data__pb2
 from kvplane.v1 import types_pb2 as kvplane_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvplane/v1/push.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/data.proto\x1a\x16kvplane/v1/types.proto\"m\n\x11PushBlocksRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.kvplane.v1.OpenPushH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.BlockChunkH\x00\x42\t\n\x07message\"e\n\x08OpenPush\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\'\n\x06source\x18\x02 \x01(\x0b\x32\x17.kvplane.v1.BlockSource\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvplane.v1.Shard\"\xa9\x01\n\nBlockChunk\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\x05\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x03\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x11\n\x04slot\x18\x08 \x01(\x05H\x00\x88\x01\x01\x42\x07\n\x05_slot\"S\n\x12PushBlocksResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\x12*\n\x07receipt\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\"s\n\x17PushStagedBlocksRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.kvplane.v1.OpenPushH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.BlockChunkH\x00\x42\t\n\x07message\"\x92\x01\n\x18PushStagedBlocksResponse\x12&\n\x07staging\x18\x01 \x01(\x0b\x32\x13.kvplane.v1.StagingH\x00\x12\x13\n\tnum_taken\x18\x02 \x01(\x03H\x00\x12.\n\x04\x64one\x18\x03 \x01(\x0b\x32\x1e.kvplane.v1.PushBlocksResponseH\x00\x42\t\n\x07message\"S\n\x07Staging\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\x03\x12\x11\n\tnum_slots\x18\x04 \x01(\x05\x32\xd6\x01\n\x10\x42lockPushService\x12V\n\nPushBlocks\x12\x1d.kvplane.v1.PushBlocksRequest\x1a\x1e.kvplane.v1.PushBlocksResponse\"\x07\xba\xd7\x18\x03\n\x01\x04(\x01\x12j\n\x10PushStagedBlocks\x12#.kvplane.v1.PushStagedBlocksRequest\x1a$.kvplane.v1.PushStagedBlocksResponse\"\x07\xba\xd7\x18\x03\n\x01\x04(\x01\x30\x01\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvplane/v1/push.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/data.proto\x1a\x16kvplane/v1/types.proto\"m\n\x11PushBlocksRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.kvplane.v1.OpenPushH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.BlockChunkH\x00\x42\t\n\x07message\"e\n\x08OpenPush\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\'\n\x06source\x18\x02 \x01(\x0b\x32\x17.kvplane.v1.BlockSource\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvplane.v1.Shard\"\x93\x01\n\nBlockChunk\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\x05\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x03\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06J\x04\x08\x08\x10\t\"S\n\x12PushBlocksResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\x12*\n\x07receipt\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload2j\n\x10\x42lockPushService\x12V\n\nPushBlocks\x12\x1d.kvplane.v1.PushBlocksRequest\x1a\x1e.kvplane.v1.PushBlocksResponse\"\x07\xba\xd7\x18\x03\n\x01\x04(\x01\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,22 +36,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\024kvplane/v1;kvplanev1'
   _globals['_BLOCKPUSHSERVICE'].methods_by_name['PushBlocks']._loaded_options = None
   _globals['_BLOCKPUSHSERVICE'].methods_by_name['PushBlocks']._serialized_options = b'\272\327\030\003\n\001\004'
-  _globals['_BLOCKPUSHSERVICE'].methods_by_name['PushStagedBlocks']._loaded_options = None
-  _globals['_BLOCKPUSHSERVICE'].methods_by_name['PushStagedBlocks']._serialized_options = b'\272\327\030\003\n\001\004'
   _globals['_PUSHBLOCKSREQUEST']._serialized_start=84
   _globals['_PUSHBLOCKSREQUEST']._serialized_end=193
   _globals['_OPENPUSH']._serialized_start=195
   _globals['_OPENPUSH']._serialized_end=296
   _globals['_BLOCKCHUNK']._serialized_start=299
-  _globals['_BLOCKCHUNK']._serialized_end=468
-  _globals['_PUSHBLOCKSRESPONSE']._serialized_start=470
-  _globals['_PUSHBLOCKSRESPONSE']._serialized_end=553
-  _globals['_PUSHSTAGEDBLOCKSREQUEST']._serialized_start=555
-  _globals['_PUSHSTAGEDBLOCKSREQUEST']._serialized_end=670
-  _globals['_PUSHSTAGEDBLOCKSRESPONSE']._serialized_start=673
-  _globals['_PUSHSTAGEDBLOCKSRESPONSE']._serialized_end=819
-  _globals['_STAGING']._serialized_start=821
-  _globals['_STAGING']._serialized_end=904
-  _globals['_BLOCKPUSHSERVICE']._serialized_start=907
-  _globals['_BLOCKPUSHSERVICE']._serialized_end=1121
+  _globals['_BLOCKCHUNK']._serialized_end=446
+  _globals['_PUSHBLOCKSRESPONSE']._serialized_start=448
+  _globals['_PUSHBLOCKSRESPONSE']._serialized_end=531
+  _globals['_BLOCKPUSHSERVICE']._serialized_start=533
+  _globals['_BLOCKPUSHSERVICE']._serialized_end=639
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ class OpenPush(_message.Message):
     def __init__(self, secret: _Optional[bytes] = ..., source: _Optional[_Union[_data_pb2.BlockSource, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ...) -> None: ...
 
 class BlockChunk(_message.Message):
-    __slots__ = ("group", "first_layer", "num_layers", "first_block", "num_blocks", "data", "checksum", "slot")
+    __slots__ = ("group", "first_layer", "num_layers", "first_block", "num_blocks", "data", "checksum")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -34,7 +34,6 @@ class BlockChunk(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
     group: int
     first_layer: int
     num_layers: int
@@ -42,8 +41,7 @@ class BlockChunk(_message.Message):
     num_blocks: int
     data: bytes
     checksum: int
-    slot: int
-    def __init__(self, group: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ..., slot: _Optional[int] = ...) -> None: ...
+    def __init__(self, group: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PushBlocksResponse(_message.Message):
     __slots__ = ("num_bytes", "receipt")
@@ -52,33 +50,3 @@ class PushBlocksResponse(_message.Message):
     num_bytes: int
     receipt: _types_pb2.SignedPayload
     def __init__(self, num_bytes: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
-
-class PushStagedBlocksRequest(_message.Message):
-    __slots__ = ("open", "chunk")
-    OPEN_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    open: OpenPush
-    chunk: BlockChunk
-    def __init__(self, open: _Optional[_Union[OpenPush, _Mapping]] = ..., chunk: _Optional[_Union[BlockChunk, _Mapping]] = ...) -> None: ...
-
-class PushStagedBlocksResponse(_message.Message):
-    __slots__ = ("staging", "num_taken", "done")
-    STAGING_FIELD_NUMBER: _ClassVar[int]
-    NUM_TAKEN_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    staging: Staging
-    num_taken: int
-    done: PushBlocksResponse
-    def __init__(self, staging: _Optional[_Union[Staging, _Mapping]] = ..., num_taken: _Optional[int] = ..., done: _Optional[_Union[PushBlocksResponse, _Mapping]] = ...) -> None: ...
-
-class Staging(_message.Message):
-    __slots__ = ("metadata", "address", "slot_bytes", "num_slots")
-    METADATA_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
-    metadata: bytes
-    address: int
-    slot_bytes: int
-    num_slots: int
-    def __init__(self, metadata: _Optional[bytes] = ..., address: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...

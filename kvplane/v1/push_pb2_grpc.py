@@ -41,11 +41,6 @@ class BlockPushServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_push__pb2.PushBlocksRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_push__pb2.PushBlocksResponse.FromString,
                 _registered_method=True)
-        self.PushStagedBlocks = channel.stream_stream(
-                '/kvplane.v1.BlockPushService/PushStagedBlocks',
-                request_serializer=kvplane_dot_v1_dot_push__pb2.PushStagedBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_push__pb2.PushStagedBlocksResponse.FromString,
-                _registered_method=True)
 
 
 class BlockPushServiceServicer(object):
@@ -66,17 +61,6 @@ class BlockPushServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PushStagedBlocks(self, request_iterator, context):
-        """As PushBlocks, for a ticket with takes_nixl, and bytes may come by NIXL: the first answer says where to. A chunk then has no data,
-        but names the slot in which its bytes are, and is sent when they are there. A slot may be written again after the answer to its
-        chunk; at most num_slots chunks wait for one.
-
-        Errors: as PushBlocks.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_BlockPushServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,11 +68,6 @@ def add_BlockPushServiceServicer_to_server(servicer, server):
                     servicer.PushBlocks,
                     request_deserializer=kvplane_dot_v1_dot_push__pb2.PushBlocksRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_push__pb2.PushBlocksResponse.SerializeToString,
-            ),
-            'PushStagedBlocks': grpc.stream_stream_rpc_method_handler(
-                    servicer.PushStagedBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_push__pb2.PushStagedBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_push__pb2.PushStagedBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -120,33 +99,6 @@ class BlockPushService(object):
             '/kvplane.v1.BlockPushService/PushBlocks',
             kvplane_dot_v1_dot_push__pb2.PushBlocksRequest.SerializeToString,
             kvplane_dot_v1_dot_push__pb2.PushBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PushStagedBlocks(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvplane.v1.BlockPushService/PushStagedBlocks',
-            kvplane_dot_v1_dot_push__pb2.PushStagedBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_push__pb2.PushStagedBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

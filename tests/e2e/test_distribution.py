@@ -88,7 +88,6 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "serving",
         "dev",
         "otel",
-        "nixl",
         "ray",
         "router",
         "transformers",

@@ -34,7 +34,6 @@ NOT_SEEN_HERE = {
     "kvplane_missing_receipts": "needs a pool of several shards, one of which is silent",
     "kvplane_push_tickets": PUSHES,
     "kvplane_pushed_bytes_total": PUSHES,
-    "kvplane_pushed_nixl_bytes_total": PUSHES,
     "kvplane_pushes_total": PUSHES,
 }
 TRAFFIC = Traffic(duration_s=15, num_sequences=24, num_prefixes=12)

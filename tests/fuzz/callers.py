@@ -242,8 +242,7 @@ class Client:
             "SendBlocks": lambda: [
                 dpb.SendBlocksRequest(grant=grant, sequence_id=1, ticket=self.ticket)
             ],
-            "PushBlocks": lambda: self._push(ppb.PushBlocksRequest),
-            "PushStagedBlocks": lambda: self._push(ppb.PushStagedBlocksRequest),
+            "PushBlocks": self._push,
             "FindFileBlocks": lambda: [dpb.FindFileBlocksRequest(grant=grant, token_ids=PROMPT)],
             "LoadFileBlocks": lambda: [
                 dpb.LoadFileBlocksRequest(
@@ -276,7 +275,7 @@ class Client:
             *(dpb.ExecuteRequest(layer=layer) for layer in layers),
         ][: rng.randrange(1, 5)]
 
-    def _push(self, request: Any) -> list[Message]:
+    def _push(self) -> list[Message]:
         """By the latest ticket: all that it permits."""
         ticket = self.ticket
         source = dpb.BlockSource(
@@ -287,8 +286,8 @@ class Client:
         place = BlockRange(1, ticket.first_block, ticket.num_blocks, 0, 0, 2)
         data = bytes(ticket.num_blocks * WHOLE.block_bytes(self.author.layout, 0))
         return [
-            request(open=opening),
-            request(chunk=chunks.chunk_of(place, data)),
+            ppb.PushBlocksRequest(open=opening),
+            ppb.PushBlocksRequest(chunk=chunks.chunk_of(place, data)),
         ]
 
     def _computing(self, num_tokens: int) -> tpb.SignedPayload:

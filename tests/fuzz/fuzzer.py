@@ -24,8 +24,7 @@ CALLS_A_SESSION = 40
 PROBE_INPUTS = 100
 PATIENCE_S = 60.0
 FORBIDDEN = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
-STREAMS = ("Step", "Register", "Watch", "Execute", "PushBlocks", "PushStagedBlocks")
-_PUSHES = (ppb.PushBlocksRequest, ppb.PushStagedBlocksRequest)
+STREAMS = ("Step", "Register", "Watch", "Execute", "PushBlocks")
 _MAX_FOUND = 20
 _WATCH_S = 0.1
 # What grpc.aio makes of a message that is written to a stream which the server has ended.
@@ -74,7 +73,7 @@ class Lane:
         """
         mutator = self._mutator
         if mutator.random.random() < 0.6:
-            if isinstance(message, _PUSHES) and message.HasField("chunk"):
+            if isinstance(message, ppb.PushBlocksRequest) and message.HasField("chunk"):
                 mutator.change(message.chunk)
                 message.chunk.checksum = chunks._checksum(message.chunk, message.chunk.data)
                 return message.SerializeToString()

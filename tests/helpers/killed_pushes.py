@@ -125,10 +125,10 @@ async def receiver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **
 async def sender_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
     may_go_on, original = threading.Event(), chunks.check
 
-    def check(chunk: BlockChunk, data: bytes) -> None:
+    def check(chunk: BlockChunk) -> None:
         if chunk.first_block:
             assert may_go_on.wait(PATIENCE_S)
-        original(chunk, data)
+        original(chunk)
 
     monkeypatch.setattr(chunks, "check", check)
     layout = write_layout(tmp_path, LAYOUT)

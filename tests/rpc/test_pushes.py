@@ -20,16 +20,12 @@ from two_pools import (
     THERE,
     Side,
     TwoPools,
-    data_plane,
     push,
-    settings_of,
     side,
     two_pools,
-    write_layout,
 )
 
 from data_plane.executor import Executor
-from data_plane.server.config import DataPlaneConfig
 from data_plane.server.push import chunks, receiver
 from kvplane import ControlClient, DataClient, PrefixMover, ShardedDataClient, Tensor, ops
 from kvplane.errors import (
@@ -42,15 +38,11 @@ from kvplane.errors import (
     QuotaExceededError,
     SessionExpiredError,
 )
-from kvplane.transport.connection import typed_errors
 from kvplane.v1 import push_pb2_grpc
 from kvplane.v1 import types_pb2 as pb
-from kvplane.v1.data_pb2 import PushTicket
 from kvplane.v1.push_pb2 import (
     BlockChunk,
     PushBlocksRequest,
-    PushStagedBlocksRequest,
-    Staging,
 )
 
 Requests = list[PushBlocksRequest]
@@ -206,67 +198,6 @@ async def test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow
     await there.session.submit_receipts()
     assert await there.num_cached() == 24
     assert await full_blocks(there) == await full_blocks(pools.here)
-
-
-def staged(ticket: PushTicket, requests: Requests) -> list[PushStagedBlocksRequest]:
-    requests[0].open.secret = ticket.secret
-    return [PushStagedBlocksRequest.FromString(each.SerializeToString()) for each in requests]
-
-
-async def test_a_staged_push_to_who_has_no_nixl_brings_its_data_itself(pools: TwoPools) -> None:
-    there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
-    ticket = await there.receive(plan)
-    assert not ticket.takes_nixl
-    requests = staged(ticket, await pools.chunks())
-    async with grpc.aio.insecure_channel(ticket.address) as channel:
-        call: Any = push_pb2_grpc.BlockPushServiceStub(channel).PushStagedBlocks(iter(requests))
-        answers = [answer async for answer in call]
-    assert answers[0].staging == Staging()
-    assert [answer.num_taken for answer in answers[1:-1]] == list(range(1, NUM_BLOCKS + 1))
-    there.session.add_receipt(answers[-1].done.receipt)
-    await there.session.submit_receipts()
-    assert await full_blocks(there) == await full_blocks(pools.here)
-
-
-async def test_a_slot_of_who_has_none_is_no_data(pools: TwoPools) -> None:
-    there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
-    ticket = await there.receive(plan)
-    opening, first, *_ = staged(ticket, await pools.chunks())
-    first.chunk.ClearField("data")
-    first.chunk.slot = 0
-    async with grpc.aio.insecure_channel(ticket.address) as channel:
-        call: Any = push_pb2_grpc.BlockPushServiceStub(channel).PushStagedBlocks(
-            iter([opening, first])
-        )
-        with pytest.raises(ChecksumMismatchError), typed_errors():
-            [answer async for answer in call]
-    assert await there.num_cached() == 0
-
-
-async def test_nixl_is_only_asked_for_where_it_is_and_nobody_else_can_reach_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data_plane.server.push.endpoint.library", lambda: None)
-    layout = write_layout(tmp_path)
-    settings = settings_of("pool", "127.0.0.1:1", layout, num_local_regions=0)
-    with pytest.raises(InvalidRequestError, match="not installed"):
-        async with data_plane(**settings, push_transfer="nixl"):
-            pass
-    async with data_plane(**settings, push_transfer="auto") as plane:
-        assert plane.push is not None
-        assert not plane.push.takes_nixl
-    for transfer in ("nixl", "auto"):
-        with pytest.raises(InvalidRequestError, match="can be reached") as refusal:
-            DataPlaneConfig(
-                layout=layout,
-                push_bind="10.0.0.1:50053",
-                push_transfer=transfer,
-                tls_certificate=tmp_path / "certificate",
-                tls_key=tmp_path / "key",
-            )
-        assert refusal.value.field == "push_transfer"
 
 
 async def test_a_ticket_serves_once(pools: TwoPools) -> None:

@@ -49,28 +49,23 @@ def max_chunk_bytes(layout: Layout, shard: Shard) -> int:
     return max(CHUNK_BYTES, *of_layers)
 
 
-def chunk_of(
-    blocks: BlockRange, data: bytes | memoryview, slot: int | None = None
-) -> pb.BlockChunk:
-    """A chunk as it is sent. ``slot``: where the receiver has the data, if not in the chunk."""
+def chunk_of(blocks: BlockRange, data: bytes | memoryview) -> pb.BlockChunk:
+    """A chunk as it is sent."""
     chunk = pb.BlockChunk(
         group=blocks.group,
         first_layer=blocks.first_layer,
         num_layers=blocks.num_layers,
         first_block=blocks.first_block,
         num_blocks=blocks.num_blocks,
-        data=bytes(data) if slot is None else b"",
-        slot=slot,
+        data=bytes(data),
     )
-    chunk.checksum = _checksum(chunk, data)
+    chunk.checksum = _checksum(chunk, chunk.data)
     return chunk
 
 
-def check(chunk: pb.BlockChunk, data: bytes | bytearray) -> None:
-    """Raise ChecksumMismatchError unless the chunk, whose data is ``data``, is what its sender
-    made.
-    """
-    if _checksum(chunk, data) != chunk.checksum:
+def check(chunk: pb.BlockChunk) -> None:
+    """Raise ChecksumMismatchError unless the chunk is what its sender made."""
+    if _checksum(chunk, chunk.data) != chunk.checksum:
         raise ChecksumMismatchError(
             f"blocks {chunk.first_block} to {chunk.first_block + chunk.num_blocks - 1} changed on "
             "the way: send them again, by another ticket",
@@ -78,7 +73,7 @@ def check(chunk: pb.BlockChunk, data: bytes | bytearray) -> None:
         )
 
 
-def _checksum(chunk: pb.BlockChunk, data: bytes | bytearray | memoryview) -> int:
+def _checksum(chunk: pb.BlockChunk, data: bytes) -> int:
     place = (
         *(chunk.group, chunk.first_layer, chunk.num_layers),
         *(chunk.first_block, chunk.num_blocks),

@@ -12,8 +12,6 @@ class PushCounts:
     def __init__(self) -> None:
         self.num_bytes: Counter[str] = Counter()
         """By direction; of pushes that failed too."""
-        self.num_nixl_bytes: Counter[str] = Counter()
-        """By direction; those of them that went by NIXL."""
         self.num_pushes: Counter[tuple[str, str]] = Counter()
         """By direction and outcome: "OK", or the reason of the error."""
         self._lock = threading.Lock()
@@ -22,11 +20,6 @@ class PushCounts:
         """Count the bytes of blocks."""
         with self._lock:
             self.num_bytes[direction] += num_bytes
-
-    def moved_by_nixl(self, direction: str, num_bytes: int) -> None:
-        """Say that bytes that are counted by ``moved`` went by NIXL."""
-        with self._lock:
-            self.num_nixl_bytes[direction] += num_bytes
 
     def ended(self, direction: str, outcome: str) -> None:
         """Count a push."""

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Final
-
 from data_plane.executor import Executor
 from data_plane.server.config import DataPlaneConfig
-from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.grpc_transport import GrpcTransport, PushChannels
-from data_plane.server.push.nixl.agent import library
-from data_plane.server.push.nixl.staging import Staging
-from data_plane.server.push.nixl.transport import NixlTransport
 from data_plane.server.push.receiver import BlockReceiver
-from data_plane.server.push.sender import BlockSender, Transport
-from data_plane.server.push.slots import NUM_RESERVED
+from data_plane.server.push.sender import BlockSender
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.access import AccessList
-from kvplane.serving.config import is_loopback
 from kvplane.serving.limits.byte_quota import ByteQuota
-
-_LOGGER: Final = logging.getLogger(__name__)
 
 
 class PushEndpoint:
@@ -42,14 +31,13 @@ class PushEndpoint:
         Raises OSError and, for TLS files, InvalidRequestError.
         """
         self.counts = PushCounts()
-        self._staging = _staging(config, executor)
         self._receiver: BlockReceiver | None = None
         self._sender: BlockSender | None = None
         if config.push_to:
             self._sender = BlockSender(
                 executor,
                 worker,
-                self._transport(config),
+                GrpcTransport(PushChannels(config.push_tls)),
                 self.counts,
                 quota=quota,
                 hosts=config.push_to.split(","),
@@ -66,7 +54,6 @@ class PushEndpoint:
                 advertise=config.push_advertise,
                 tls=config.tls,
                 max_pushes=config.max_pushes,
-                staging=self._staging,
             )
 
     @property
@@ -88,19 +75,12 @@ class PushEndpoint:
         return self._sender
 
     @property
-    def takes_nixl(self) -> bool:
-        """Whether blocks may come and go by NIXL."""
-        return self._staging is not None
-
-    @property
     def num_tickets(self) -> int:
         """Tickets that were given and not used."""
         return 0 if self._receiver is None else len(self._receiver.tickets)
 
     def start(self) -> None:
         """Take pushes."""
-        if self._staging is not None:
-            self._staging.start()
         if self._receiver is not None:
             self._receiver.start()
 
@@ -108,31 +88,3 @@ class PushEndpoint:
         """Take no more pushes; those under way have ``grace_s`` to end."""
         if self._receiver is not None:
             self._receiver.stop(grace_s)
-        if self._staging is not None:
-            self._staging.close()
-
-    def _transport(self, config: DataPlaneConfig) -> Transport:
-        channels = PushChannels(config.push_tls)
-        if self._staging is None:
-            return GrpcTransport(channels)
-        only = config.push_transfer == "nixl"
-        return NixlTransport(self._staging, channels, self.counts, only=only)
-
-
-def _staging(config: DataPlaneConfig, executor: Executor) -> Staging | None:
-    """For NIXL; None where blocks go by gRPC."""
-    if config.push_transfer == "grpc":
-        return None
-    if library() is None:
-        if config.push_transfer == "auto":
-            _LOGGER.info("NIXL is not installed: blocks are pushed by gRPC")
-            return None
-        raise InvalidRequestError(
-            "NIXL is not installed: pip install 'kvplane[nixl]', or give auto",
-            field="push_transfer",
-        )
-    return Staging(
-        config.max_pushes + NUM_RESERVED,
-        chunks.max_chunk_bytes(executor.layout, executor.shard),
-        only_loopback=is_loopback(config.push_bind or config.bind),
-    )

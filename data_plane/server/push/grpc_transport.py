@@ -8,13 +8,15 @@ from typing import Any
 import grpc
 
 from data_plane.server.push import chunks
-from data_plane.server.push.sender import Chunks, Push
+from data_plane.table_blocks import BlockRange
 from kvplane.errors import KvplaneError, PlaneUnavailableError
 from kvplane.transport.renewed import Renewed
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.protocol import CHANNEL_OPTIONS
+
+Chunks = Iterator[tuple[BlockRange, memoryview]]
 
 
 class PushChannels:
@@ -34,22 +36,24 @@ class PushChannels:
 
 
 class GrpcTransport:
-    """Pushes by gRPC alone."""
+    """Begins pushes."""
 
     def __init__(self, channels: PushChannels) -> None:
         self._channels = channels
 
-    async def prepare(self, ticket: data_pb2.PushTicket) -> None:
-        pass
-
     def push(self, ticket: data_pb2.PushTicket, opening: push_pb2.OpenPush, blocks: Chunks) -> Push:
+        """Send ``blocks`` to who gave the ticket, as far as it takes them. They are taken from
+        another thread, and must not raise. Raises KvplaneError.
+        """
         channel = self._channels.open(ticket.address)
         requests = _requests(opening, blocks)
         call = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks.future(requests)
-        return _GrpcPush(call, channel)
+        return Push(call, channel)
 
 
-class _GrpcPush:
+class Push:
+    """A push under way."""
+
     def __init__(self, call: Any, channel: grpc.Channel) -> None:
         self._call = call
         self.cancel = call.cancel
@@ -57,16 +61,17 @@ class _GrpcPush:
         self.close = channel.close
 
     def result(self) -> push_pb2.PushBlocksResponse:
+        """The answer of a push that has ended. Raises KvplaneError."""
         try:
             answer: push_pb2.PushBlocksResponse = self._call.result(timeout=0)
         except grpc.RpcError as error:
-            raise of_receiver(from_rpc_error(self._call)) from error
+            raise _of_receiver(from_rpc_error(self._call)) from error
         except (grpc.FutureCancelledError, grpc.FutureTimeoutError) as error:
             raise PlaneUnavailableError("the push was cancelled") from error
         return answer
 
 
-def of_receiver(error: KvplaneError) -> KvplaneError:
+def _of_receiver(error: KvplaneError) -> KvplaneError:
     """The receiver's error, as the sender's."""
     return type(error)(
         f"the receiving data plane refused: {error.message}",

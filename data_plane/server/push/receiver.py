@@ -14,10 +14,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final, NoReturn, TypeVar
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn
 
 import grpc
 import torch
@@ -32,7 +32,6 @@ from data_plane.places import check_group, place_of
 from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
-from data_plane.server.push.nixl.staging import Incoming, Staging
 from data_plane.server.push.slots import NUM_RESERVED, PushSlots
 from data_plane.server.push.tickets import Ticket, Tickets
 from data_plane.server.worker_thread import WorkerThread
@@ -67,7 +66,6 @@ _HANDSHAKE_MS: Final = 5_000
 _OVERHEAD_BYTES: Final = 4096
 # Each takes two threads while it lasts. More than the pushes that ``max_pushes`` may ask for.
 _MOST_CALLS: Final = 512
-_Request = TypeVar("_Request", push_pb2.PushBlocksRequest, push_pb2.PushStagedBlocksRequest)
 
 
 class BlockReceiver:
@@ -85,14 +83,13 @@ class BlockReceiver:
         advertise: str = "",
         tls: ServerTls | None = None,
         max_pushes: int = 4,
-        staging: Staging | None = None,
     ) -> None:
         """Bind the address. ``advertise``: what tickets say; empty for the one bound.
-        ``max_pushes``: of one caller. ``staging``: for NIXL; None where bytes come by gRPC alone.
+        ``max_pushes``: of one caller.
+
         Raises OSError when the address cannot be bound or a TLS file cannot be read.
         """
         self.tickets = Tickets()
-        self._staging = staging
         self._executor = executor
         self._worker = worker
         self._gate = Gate(access, [_SERVICE])
@@ -136,12 +133,7 @@ class BlockReceiver:
         push: Any = grpc.stream_unary_rpc_method_handler(
             self._push, response_serializer=push_pb2.PushBlocksResponse.SerializeToString
         )
-        staged: Any = grpc.stream_stream_rpc_method_handler(
-            self._push_staged,
-            response_serializer=push_pb2.PushStagedBlocksResponse.SerializeToString,
-        )
-        handlers = {"PushBlocks": push, "PushStagedBlocks": staged}
-        handler = grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+        handler = grpc.method_handlers_generic_handler(_SERVICE.full_name, {"PushBlocks": push})
         self._server.add_generic_rpc_handlers((handler,))
 
     def start(self) -> None:
@@ -171,39 +163,18 @@ class BlockReceiver:
             secret=secret,
             first_block=blocks.start,
             num_blocks=len(blocks),
-            takes_nixl=self._staging is not None,
         )
 
     def _push(self, received: Iterator[bytes], context: Any) -> push_pb2.PushBlocksResponse:
         try:
             self._gate.admit(f"{_PREFIX}PushBlocks", context)
             with _Silence(context) as silence:
-                requests = _decoded(silence.each(received), push_pb2.PushBlocksRequest)
+                requests = _decoded(silence.each(received))
                 answer = self._receive(requests, silence)
         except Exception as error:
             self._refuse(error, context)
         self._counts.ended("received", "OK")
         return answer
-
-    def _push_staged(
-        self, received: Iterator[bytes], context: Any
-    ) -> Iterator[push_pb2.PushStagedBlocksResponse]:
-        is_counted = False
-        try:
-            self._gate.admit(f"{_PREFIX}PushStagedBlocks", context)
-            with _Silence(context) as silence:
-                requests = _decoded(silence.each(received), push_pb2.PushStagedBlocksRequest)
-                answer = yield from self._receive_staged(requests, silence)
-                self._counts.ended("received", "OK")
-                is_counted = True
-                with silence.waiting():
-                    yield push_pb2.PushStagedBlocksResponse(done=answer)
-        except GeneratorExit:
-            if not is_counted:
-                self._counts.ended("received", "CANCELLED")
-            raise
-        except Exception as error:
-            self._refuse(error, context)
 
     def _receive(
         self, requests: Iterator[push_pb2.PushBlocksRequest], silence: _Silence
@@ -211,38 +182,8 @@ class BlockReceiver:
         first = next(requests, push_pb2.PushBlocksRequest())
         with self._open(first, silence) as ticket, self._writes(ticket) as writes:
             for request in requests:
-                writes.add(request.chunk, request.chunk.data)
+                writes.add(request.chunk)
             return writes.finish()
-
-    def _receive_staged(
-        self, requests: Iterator[push_pb2.PushStagedBlocksRequest], silence: _Silence
-    ) -> Generator[push_pb2.PushStagedBlocksResponse, None, push_pb2.PushBlocksResponse]:
-        first = next(requests, push_pb2.PushStagedBlocksRequest())
-        with ExitStack() as stack:
-            ticket = stack.enter_context(self._open(first, silence))
-            incoming = self._incoming(stack)
-            writes = stack.enter_context(self._writes(ticket))
-            message = push_pb2.Staging() if incoming is None else incoming.message
-            with silence.waiting():
-                yield push_pb2.PushStagedBlocksResponse(staging=message)
-            for number, request in enumerate(requests, 1):
-                chunk = request.chunk
-                data: bytes | bytearray = chunk.data
-                if incoming is not None and chunk.HasField("slot"):
-                    data = incoming.read(chunk.slot, self._size_of(chunk))
-                    self._counts.moved_by_nixl("received", len(data))
-                writes.add(chunk, data)
-                with silence.waiting():
-                    yield push_pb2.PushStagedBlocksResponse(num_taken=number)
-            return writes.finish()
-
-    def _incoming(self, stack: ExitStack) -> Incoming | None:
-        if self._staging is not None:
-            try:
-                return stack.enter_context(self._staging.incoming())
-            except KvplaneError as error:
-                _LOGGER.warning("blocks are taken by gRPC, not by NIXL error=%s", error.message)
-        return None
 
     @contextmanager
     def _writes(self, ticket: Ticket) -> Iterator[_Writes]:
@@ -253,11 +194,7 @@ class BlockReceiver:
             writes.wait()
 
     @contextmanager
-    def _open(
-        self,
-        request: push_pb2.PushBlocksRequest | push_pb2.PushStagedBlocksRequest,
-        silence: _Silence,
-    ) -> Iterator[Ticket]:
+    def _open(self, request: push_pb2.PushBlocksRequest, silence: _Silence) -> Iterator[Ticket]:
         """The ticket that the first request shows, during its push. Without a slot for the push it
         can be used again.
         """
@@ -284,22 +221,12 @@ class BlockReceiver:
                 field="open.shard",
             )
 
-    def _size_of(self, chunk: push_pb2.BlockChunk) -> int:
-        """Bytes of so many blocks and layers."""
-        return self._pool_of(chunk).element_size() * math.prod(self._shape_of(chunk))
-
-    def _shape_of(self, chunk: push_pb2.BlockChunk) -> tuple[int, ...]:
-        return (chunk.num_layers, chunk.num_blocks, *self._pool_of(chunk).shape[2:])
-
-    def _pool_of(self, chunk: push_pb2.BlockChunk) -> torch.Tensor:
+    def _checked(self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int) -> torch.Tensor:
+        """A chunk's blocks [num_layers, num_blocks, ...], here on the host."""
         check_group(chunk.group, self._executor.layout, "chunk.group")
-        return self._executor.pools.tier(place_of(chunk.group, tpb.TIER_DEVICE))
-
-    def _checked(
-        self, chunk: push_pb2.BlockChunk, data: bytes | bytearray, ticket: Ticket, num_left: int
-    ) -> torch.Tensor:
-        """A chunk's blocks [num_layers, num_blocks, ...], here on the host, of ``data``."""
-        wanted = self._size_of(chunk)
+        pool = self._executor.pools.tier(place_of(chunk.group, tpb.TIER_DEVICE))
+        shape = (chunk.num_layers, chunk.num_blocks, *pool.shape[2:])
+        wanted = pool.element_size() * math.prod(shape)
         blocks = ticket.blocks
         first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
         if not (blocks.start <= first < last <= blocks.stop) or num_left < 0:
@@ -307,15 +234,14 @@ class BlockReceiver:
                 f"the ticket is for entries {blocks.start} to {blocks.stop - 1}, each once",
                 field="chunk.first_block",
             )
-        chunks.check(chunk, data)
-        if chunk.num_layers < 1 or len(data) != wanted:
+        chunks.check(chunk)
+        if chunk.num_layers < 1 or len(chunk.data) != wanted:
             raise InvalidRequestError(
-                f"must have {wanted} bytes for so many blocks and layers, has {len(data)}",
+                f"must have {wanted} bytes for so many blocks and layers, has {len(chunk.data)}",
                 field="chunk.data",
             )
         dtype = TORCH_DTYPES[self._executor.layout.kv_dtype]
-        owned = data if isinstance(data, bytearray) else bytearray(data)
-        return torch.frombuffer(owned, dtype=dtype).reshape(self._shape_of(chunk))
+        return torch.frombuffer(bytearray(chunk.data), dtype=dtype).reshape(shape)
 
     def _write(
         self, chunk: push_pb2.BlockChunk, blocks: torch.Tensor, ticket: Ticket
@@ -355,12 +281,12 @@ class BlockReceiver:
         raise AssertionError("unreachable: aborting raises")
 
 
-def _decoded(received: Iterator[bytes], kind: type[_Request]) -> Iterator[_Request]:
+def _decoded(received: Iterator[bytes]) -> Iterator[push_pb2.PushBlocksRequest]:
     for data in received:
         try:
-            request = kind.FromString(data)
+            request = push_pb2.PushBlocksRequest.FromString(data)
         except DecodeError as error:
-            raise InvalidRequestError(f"the bytes are no {kind.__name__}") from error
+            raise InvalidRequestError("the bytes are no PushBlocksRequest") from error
         yield request
 
 
@@ -373,16 +299,14 @@ class _Writes:
         self._num_left = ticket.num_bytes
         self._last: Future[tpb.SignedPayload | None] | None = None
 
-    def add(self, chunk: push_pb2.BlockChunk, data: bytes | bytearray) -> None:
-        """Begin to write a chunk whose data is ``data``. Raises what is wrong with it, or with the
-        write before.
-        """
+    def add(self, chunk: push_pb2.BlockChunk) -> None:
+        """Begin to write a chunk. Raises what is wrong with it, or with the write before."""
         receiver = self._receiver
-        self._num_left -= len(data)
-        blocks = receiver._checked(chunk, data, self._ticket, self._num_left)
+        self._num_left -= len(chunk.data)
+        blocks = receiver._checked(chunk, self._ticket, self._num_left)
         if self._last is not None:
             self._last.result()
-        receiver._counts.moved("received", len(data))
+        receiver._counts.moved("received", len(chunk.data))
         self._last = receiver._write(chunk, blocks, self._ticket)
 
     def finish(self) -> push_pb2.PushBlocksResponse:

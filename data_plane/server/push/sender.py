@@ -1,6 +1,6 @@
 """Sends blocks to other data planes.
 
-    SendBlocks (event loop) ──► chunks, read one by one on the worker thread ──► Transport
+    SendBlocks (event loop) ──► chunks, read one by one on the worker thread ──► receiver
 
 The blocks of a chunk are read as a command of the session, in its turn: what the table has then,
 and only what is written. The next chunk is read while one is on its way.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +22,7 @@ from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
+from data_plane.server.push.grpc_transport import Chunks, GrpcTransport
 from data_plane.server.push.slots import PushSlots
 from data_plane.server.worker_thread import WorkerThread
 from data_plane.table_blocks import BlockRange
@@ -40,37 +41,6 @@ STALL_S: Final = 30.0
 """How long a receiver may take nothing."""
 
 
-class Push(Protocol):
-    """A push under way."""
-
-    def cancel(self) -> Any:
-        """Give it up."""
-
-    def add_done_callback(self, done: Callable[[Any], object]) -> None:
-        """Call ``done`` on any thread once the push has ended."""
-
-    def result(self) -> push_pb2.PushBlocksResponse:
-        """The answer of a push that has ended. Raises KvplaneError."""
-
-    def close(self) -> None:
-        """Free what it takes, once it has ended or was cancelled. May wait for its threads."""
-
-
-Chunks = Iterator[tuple[BlockRange, memoryview]]
-
-
-class Transport(Protocol):
-    """How blocks reach a receiver."""
-
-    async def prepare(self, ticket: data_pb2.PushTicket) -> None:
-        """Wait a moment for what takes time to start, before the receiver waits too."""
-
-    def push(self, ticket: data_pb2.PushTicket, opening: push_pb2.OpenPush, blocks: Chunks) -> Push:
-        """Send ``blocks`` to who gave the ticket, as far as it takes them. They are taken from
-        another thread, and must not raise. Raises KvplaneError.
-        """
-
-
 class BlockSender:
     """Sends for one executor."""
 
@@ -78,7 +48,7 @@ class BlockSender:
         self,
         executor: Executor,
         worker: WorkerThread,
-        transport: Transport,
+        transport: GrpcTransport,
         counts: PushCounts,
         *,
         quota: ByteQuota,
@@ -141,7 +111,6 @@ class BlockSender:
         )
         # What cannot be read at all is refused before the ticket is used.
         await asyncio.wrap_future(reading.begin())
-        await self._transport.prepare(ticket)
         opening = push_pb2.OpenPush(
             secret=ticket.secret, source=executor.block_source(), shard=executor.shard.to_proto()
         )

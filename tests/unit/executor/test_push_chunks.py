@@ -49,16 +49,16 @@ def test_each_block_of_each_layer_is_sent_once_and_no_gap_is_left(
 def test_a_checksum_covers_the_data_and_each_number_of_the_place() -> None:
     place = next(chunks.cut(LAYOUT, SHARDS[0], 7, range(3, 12)))
     chunk = chunks.chunk_of(place, b"some bytes")
-    chunks.check(chunk, chunk.data)
+    chunks.check(chunk)
     for name in ("group", "first_layer", "num_layers", "first_block", "num_blocks"):
         other = chunks.chunk_of(replace_field(place, name), b"some bytes")
         assert other.checksum != chunk.checksum, name
         setattr(other, name, getattr(chunk, name))
         with pytest.raises(ChecksumMismatchError):
-            chunks.check(other, other.data)
+            chunks.check(other)
     chunk.data = b"some Bytes"
     with pytest.raises(ChecksumMismatchError):
-        chunks.check(chunk, chunk.data)
+        chunks.check(chunk)
 
 
 def replace_field(place: chunks.BlockRange, name: str) -> chunks.BlockRange:
