@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from data_plane import table_blocks
 from data_plane.executor import Executor
 from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.server.push import chunks, receiver, sender
-from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender
 from data_plane.server.push.slots import PushSlots
@@ -34,7 +31,6 @@ from kvplane.v1.push_pb2 import OpenPush, PushBlocksResponse
 PUSHES = load("rpc/test_pushes.py")
 SLOW = load("attacks/test_slow_pushes.py")
 ACCESS = load("rpc/test_push_access.py")
-UNREAD = load("rpc/test_unread_push_answers.py")
 TICKETS = load("unit/executor/test_tickets.py")
 
 
@@ -104,8 +100,8 @@ def entries_past_the_ticket_are_taken(patch: pytest.MonkeyPatch) -> None:
     """A push may write any entry of its sequence's table, as often as it likes."""
     original = BlockReceiver._checked
 
-    def checked(self: BlockReceiver, chunk: Any, data: Any, ticket: Ticket, num_left: int) -> Any:
-        return original(self, chunk, data, replace(ticket, blocks=range(-9, 99)), 0)
+    def checked(self: BlockReceiver, chunk: Any, ticket: Ticket, num_left: int) -> Any:
+        return original(self, chunk, replace(ticket, blocks=range(-9, 99)), 0)
 
     patch.setattr(BlockReceiver, "_checked", checked)
 
@@ -135,23 +131,6 @@ def silent_senders_stay(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(receiver._Silence, "_watch", lambda self: None)
     patch.setattr(PUSHES, "PATIENCE_S", 3.0)
-
-
-def last_answers_are_not_watched(patch: pytest.MonkeyPatch) -> None:
-    """Who never reads that a push is done keeps a thread."""
-    has_ended = threading.Event()
-    watched, ended = receiver._Silence.waiting, PushCounts.ended
-
-    def count(self: PushCounts, direction: str, outcome: str) -> None:
-        ended(self, direction, outcome)
-        has_ended.set()
-
-    def waiting(self: receiver._Silence) -> Any:
-        return nullcontext() if has_ended.is_set() else watched(self)
-
-    patch.setattr(PushCounts, "ended", count)
-    patch.setattr(receiver._Silence, "waiting", waiting)
-    patch.setattr(UNREAD, "PATIENCE_S", 6.0)
 
 
 def one_caller_has_all_pushes(patch: pytest.MonkeyPatch) -> None:
@@ -265,9 +244,6 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     blocks_go_anywhere: in_pools("test_blocks_go_only_where_they_may"),
     late_pushes_are_written: in_pools("test_a_push_after_an_abort_is_refused"),
     silent_senders_stay: in_pools("test_a_silent_sender_is_cut_off"),
-    last_answers_are_not_watched: lambda folder, patch: asyncio.run(
-        UNREAD.test_who_never_reads_the_last_answer_is_cut_off(folder, patch)
-    ),
     one_caller_has_all_pushes: FULL,
     pushes_without_a_slot_use_their_tickets: FULL,
     deaf_receivers_are_waited_for: in_pools(
