@@ -107,6 +107,7 @@ def test_the_first_request_after_a_data_plane_died_fails_within_the_time_for_rec
                 answer(llm)
             assert time.monotonic() - began_s < RECOVERY_S + SLOW_S
             pair.data.start()
+            wait_for(pair)
             assert answer(llm) == calm  # by a session that its first step opens
 
 
