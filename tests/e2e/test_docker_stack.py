@@ -49,7 +49,7 @@ print(urllib.request.urlopen("http://127.0.0.1:9102/metrics").read().decode())
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def daemon() -> Iterator[DockerDaemon]:
     """With the project's images, as docker-compose builds them."""
     needs_daemon()
@@ -142,9 +142,17 @@ def words_of_the_head() -> list[str]:
     return str(words).split()
 
 
-def test_an_engine_and_load_in_containers_outlive_a_kill_of_each_plane(
-    stack: DockerDaemon, tmp_path: Path
-) -> None:
+def check_a_client_on_the_host(stack: DockerDaemon, tmp_path: Path) -> None:
+    """It finds the data plane by the line for /etc/hosts."""
+    bench = ["-m", "kvplane", "--timeout-s", "5", "--json", "bench", "--duration-s", "2"]
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.0.1 data-plane\n")
+    with_hosts = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
+    done = json.loads(stack.enter(*with_hosts, str(hosts), sys.executable, *bench))
+    assert done["steps"] > 0 and done["lost_sessions"] == 0
+
+
+def check_that_an_engine_and_load_outlive_kills(stack: DockerDaemon, tmp_path: Path) -> None:
     log = tmp_path / "answers"
     engine = stack.compose("run", "--detach", *words_of_the_head()).split()[-1]
     with asked(stack, log):
@@ -169,12 +177,8 @@ def test_an_engine_and_load_in_containers_outlive_a_kill_of_each_plane(
     assert "no shared memory" not in stack.logs(engine)
 
 
-def test_a_client_on_the_host_goes_by_the_line_in_etc_hosts(
+def test_the_images_are_built_and_their_containers_outlive_a_kill_of_each_plane(
     stack: DockerDaemon, tmp_path: Path
 ) -> None:
-    bench = ["-m", "kvplane", "--timeout-s", "5", "--json", "bench", "--duration-s", "2"]
-    hosts = tmp_path / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n127.0.0.1 data-plane\n")
-    with_hosts = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
-    done = json.loads(stack.enter(*with_hosts, str(hosts), sys.executable, *bench))
-    assert done["steps"] > 0 and done["lost_sessions"] == 0
+    check_a_client_on_the_host(stack, tmp_path)
+    check_that_an_engine_and_load_outlive_kills(stack, tmp_path)

@@ -160,13 +160,14 @@ class DockerDaemon:
         pip = f"[global]\nno-index = true\nfind-links = {find_links}\n"
         (tree / "etc/pip.conf").write_text(pip)
         shutil.rmtree(tree / "var/cache/apt/archives", ignore_errors=True)
-        made = subprocess.Popen(["tar", "--create", f"--directory={tree}", "."], stdout=-1)
-        subprocess.run(
-            ["docker", "import", "-", PYTHON_IMAGE],
-            env=self.environment, stdin=made.stdout, stdout=subprocess.DEVNULL,
-            check=True, timeout=600,
-        )  # fmt: skip
-        assert made.wait(10) == 0
+        packed = ["tar", "--create", f"--directory={tree}", "."]
+        with subprocess.Popen(packed, stdout=subprocess.PIPE) as made:
+            subprocess.run(
+                ["docker", "import", "-", PYTHON_IMAGE],
+                env=self.environment, stdin=made.stdout, stdout=subprocess.DEVNULL,
+                check=True, timeout=600,
+            )  # fmt: skip
+        assert made.returncode == 0
         shutil.rmtree(tree)
 
 
