@@ -23,8 +23,9 @@ help:  ## List the targets
 setup:  ## Make .venv: pinned packages, native kernels, this project
 	@scripts/setup.sh
 
-run: setup  ## Start both planes, serve the shipped model through them, and check every answer
-	@$(BIN)/python -m demo
+run:  ## Start both planes, serve the shipped model through them, and check every answer
+	@began=$$(date +%s) && scripts/setup.sh && $(BIN)/python -m demo && \
+	  echo "make run: $$(($$(date +%s) - began)) s, of which $$(cat .venv/.kvplane-network) s waited for the network"
 
 test: setup  ## Run the push tier of the tests
 	@$(PYTEST) -m "not nightly and not fleet" $(PYTEST_ARGS)

@@ -2,6 +2,7 @@
 # installs all of it at once, or prints the one line that does.
 
 missing=()
+network_s=0 # seconds in which nothing was done but to fetch packages
 
 need() { # $1: the package, rest: a command that succeeds if it is installed
   "${@:2}" >/dev/null 2>&1 || missing+=("$1")
@@ -55,8 +56,10 @@ install_missing() { # $1: who says it
     chmod +x "$policy"
   fi
   local code=0
-  { apt-get update -qq && apt-get install -qq -y --no-install-recommends "${missing[@]}"; } \
-    >/dev/null || code=$?
+  local install=(apt-get install -qq -y --no-install-recommends "${missing[@]}") began=$SECONDS
+  { apt-get update -qq && "${install[@]}" --download-only; } >/dev/null || code=$?
+  network_s=$((network_s + SECONDS - began))
+  [ "$code" -ne 0 ] || "${install[@]}" >/dev/null || code=$?
   [ -z "$is_ours" ] || rm -f "$policy"
   [ "$code" -eq 0 ] || echo "$1: apt-get failed: install these by hand: ${missing[*]}" >&2
   missing=()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -94,7 +95,44 @@ def test_as_root_it_says_what_it_installs_and_installs_all_at_once(tree: Path) -
         "setup: no Python 3.11 or newer was found",
     ]
     told = (tree / "told").read_text().splitlines()
-    assert told == ["update -qq", f"install -qq -y --no-install-recommends {everything}"]
+    install = f"install -qq -y --no-install-recommends {everything}"
+    assert told == ["update -qq", f"{install} --download-only", install]
+
+
+def test_make_run_ends_with_how_long_it_took(tree: Path) -> None:
+    """With a set-up and a demonstration that take a second each."""
+    shutil.copy(ROOT / "Makefile", tree)
+    python = tree / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nsleep 1; echo "$@"\n')
+    script = tree / "scripts" / "setup.sh"
+    script.write_text("#!/bin/sh\nsleep 1; echo 17 >.venv/.kvplane-network; echo set up\n")
+    for path in (python, script):
+        path.chmod(0o755)
+    done = subprocess.run(["make", "run"], cwd=tree, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, second, last = done.stdout.splitlines()
+    assert (first, second) == ("set up", "-m demo")
+    took = re.fullmatch(r"make run: (\d+) s, of which 17 s waited for the network", last)
+    assert took is not None and int(took[1]) >= 2
+    python.write_text("#!/bin/sh\nexit 3\n")
+    done = subprocess.run(["make", "run"], cwd=tree, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stdout == "set up\n"
+
+
+def test_the_network_is_what_nothing_else_is_done_beside(tree: Path) -> None:
+    """Build tools take a second, then packages two, one of them while kernels compile."""
+    (tree / ".venv" / "bin").mkdir(parents=True)
+    (tree / ".venv" / "bin" / "python").touch(0o755)
+    fakes = """
+check_tools() { network_s=$((network_s + 40)); }
+unless_done() { case $1 in build-tools | kernels) sleep 1.1;; packages) sleep 2.2;; esac; }
+SECONDS=0
+main
+"""
+    assert call(tree, fakes) == []
+    assert 42 <= int((tree / ".venv" / ".kvplane-network").read_text()) <= 43
 
 
 def call(tree: Path, functions: str, **environ: str) -> list[str]:
