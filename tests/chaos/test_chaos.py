@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_byte_model(tmp_path_factory.mktemp("byte-model"))
 
 
-@pytest.mark.early
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_minute_of_chaos_ends_clean(tmp_path: Path) -> None:
     """As the command runs it, which finds its modules without pytest."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engine_planes import ROOT
 
 from benchmarks.engine.table import tables
@@ -54,11 +55,13 @@ def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Pa
     assert sum("decode, batch 2" in line for line in lines) == 2
 
 
+@pytest.mark.nightly
 def test_each_number_of_threads_is_measured_in_its_turn(tmp_path: Path) -> None:
     figures, _ = measured(tmp_path, "--threads", "1,2", "--sides", "generate")
     assert [row["threads"] for row in figures["rows"]] == [1, 1, 2, 2]
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_cut_off_keeps_its_rows_and_another_adds_to_them(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     cut_off = run(out, "--models", "tiny,unknown", "--threads", "1", "--sides", "generate")

@@ -111,6 +111,7 @@ def test_the_first_request_after_a_data_plane_died_fails_within_the_time_for_rec
             assert answer(llm) == calm  # by a session that its first step opens
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_told_to_give_up_waits_no_longer(model: Path, tmp_path: Path) -> None:
     with Pair(model, tmp_path) as pair:
         wait_for(pair)
@@ -164,6 +165,7 @@ def completion(port: int) -> int:
     return status
 
 
+@pytest.mark.nightly
 def test_an_engine_whose_planes_were_away_too_long_answers_once_they_are_back(
     model: Path, tmp_path: Path
 ) -> None:

@@ -14,18 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-# These take seconds, and several times as long under sanitizers. Of the walks those stay that have
-# a quota, or a floor and a window, or several groups; the others are walked at night.
-LONG = (
-    "shortened or allocate_again or TestWatching or memory_grows"
-    " or (walk and not (in_a_walk or 16+5w0 or 14+5w3 or 12+5w6-0-4))"
-)
-
-
-def run(*command: str) -> None:
-    """The script with this command passes."""
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_the_tests_of_the_blocks_pass_under_sanitizers() -> None:
     done = subprocess.run(
-        ["scripts/sanitize_blocks.sh", *command],
+        ["scripts/sanitize_blocks.sh"],
         cwd=ROOT,
         env=os.environ | {"KVPLANE_PYTHON": sys.executable},
         capture_output=True,
@@ -34,17 +27,3 @@ def run(*command: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
     assert " passed" in done.stdout
-
-
-@pytest.mark.early
-@pytest.mark.timeout(900)
-def test_the_shorter_tests_of_the_blocks_pass_under_sanitizers() -> None:
-    options = ("-q", "-p", "no:cacheprovider", "-m", "not nightly", "-k", f"not ({LONG})")
-    programs = "--ignore=tests/unit/blocks/test_native_programs.py"  # with sanitizers of their own
-    run(sys.executable, "-m", "pytest", *options, programs, "tests/unit/blocks")
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_the_tests_of_the_blocks_pass_under_sanitizers() -> None:
-    run()

@@ -19,14 +19,14 @@ PROGRAMS = {
     "captured steps": (*PYTEST, "tests/kernels/on_gpu_steps.py"),
     "swaps": (*PYTEST, "tests/kernels/on_gpu_swaps.py"),
     "the data plane": (*PYTEST, "tests/kernels/on_gpu_data_plane.py", "-k", NEED_TIME),
+}
+NIGHTLY = {
     "the time of a step": (
         *("benchmarks.gpu.step", "--batch", "2", "--context", "40", "--layers", "2"),
     ),
     "every kernel": ("benchmarks.gpu.smoke", "--tiny", "check", "race"),
     "a model": ("benchmarks.gpu.try_model",),
     "captured steps of a model": ("benchmarks.gpu.model_steps", "--tiny", "--batches", "1,3"),
-}
-NIGHTLY = {
     "a graph": (*PYTEST, "tests/kernels/on_gpu.py"),
     "shared plans": (*PYTEST, "tests/kernels/test_cuda_plans.py"),
     "splits": (*PYTEST, "tests/kernels/test_cuda_splits.py"),

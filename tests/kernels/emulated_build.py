@@ -58,7 +58,6 @@ def build(
     *,
     flags: Sequence[str] = (),
     watched: Sequence[str] = (),
-    plain: Sequence[Path] = (),
     link_flags: Sequence[str] = (),
     suffix: str = "",
     folders: Sequence[Path] = (),
@@ -67,8 +66,6 @@ def build(
 
     csrc: the folder of the sources' headers. folders: more of them. flags: in addition to FLAGS.
     watched: flags for all but the emulator's own files, which ThreadSanitizer must not see.
-    plain: of ``sources``, those that are compiled with FLAGS alone. What several files have is
-    linked as the first of them has it.
     """
     KEPT.mkdir(parents=True, exist_ok=True)
     folders = [*folders, csrc, csrc / "emulator", csrc / "include"]
@@ -77,7 +74,7 @@ def build(
 
     def compiled(source: Path) -> Path:
         own = () if source.parent.name == "emulator" and csrc in source.parents else watched
-        options = FLAGS if source in plain else (*FLAGS, *flags, *own)
+        options = (*FLAGS, *flags, *own)
         digest = hashlib.sha256(repr((COMPILER, options, sys.version_info[:2])).encode())
         for path in included(source, folders):
             digest.update(path.name.encode() + path.read_bytes())

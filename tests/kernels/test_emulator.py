@@ -62,6 +62,7 @@ def test_a_faulty_kernel_fails(case: str) -> None:
         assert FAULTY[case] in result.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", SOUND)
 def test_no_race_is_seen_in_a_sound_kernel(case: str) -> None:
     path = program(WATCH_RACES, ("-fsanitize=thread",))
@@ -69,6 +70,7 @@ def test_no_race_is_seen_in_a_sound_kernel(case: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ("missing_barrier", "write_after_read", "shuffle_as_barrier"))
 def test_a_race_is_seen_whatever_the_answer(case: str) -> None:
     path = program(WATCH_RACES, ("-fsanitize=thread",))

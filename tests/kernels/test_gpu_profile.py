@@ -74,6 +74,7 @@ def after(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", profile.SHAPES)
 def test_the_second_launch_of_the_kernel_that_attends_is_profiled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

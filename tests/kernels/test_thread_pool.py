@@ -56,7 +56,11 @@ def test_a_child_of_fork_computes_the_same() -> None:
     assert result.stdout.strip() == "0", result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("flags", ((), ("-fsanitize=thread",)), ids=("plain", "tsan"))
+@pytest.mark.parametrize(
+    "flags",
+    ((), pytest.param(("-fsanitize=thread",), marks=pytest.mark.nightly)),
+    ids=("plain", "tsan"),
+)
 def test_many_callers_on_few_cpus_wait_for_their_own_items(flags: tuple[str, ...]) -> None:
     csrc = ROOT / "csrc"
     sources = (Path(__file__).parent / "thread_pool_callers.cpp", csrc / "cpu" / "thread_pool.cpp")

@@ -1,8 +1,4 @@
-"""Faults planted in the CUDA kernels are found by the emulator, and sound kernels pass.
-
-One fault for each way of finding them is tried on each push, with the sanitizers in the file that
-has the fault alone. The other faults, and all kernels under the sanitizers, are tried nightly.
-"""
+"""Faults planted in the CUDA kernels are found by the emulator, and sound kernels pass."""
 
 from __future__ import annotations
 
@@ -21,8 +17,6 @@ from emulated_build import build, kernel_sources  # noqa: E402
 from emulator_mutants import ASAN, MUTANTS, PLAIN, TSAN, UBSAN  # noqa: E402
 
 SEEDS = range(4)
-# Each in a file that no other includes: quick to compile.
-BASIC = ("write_after_read", "a_chunk_too_many", "shuffle_as_barrier")
 SANITIZER_FOUND_IT = {ASAN: (1, 99), UBSAN: (1,), TSAN: (66,)}
 FOUND = {PLAIN: "", ASAN: "AddressSanitizer", UBSAN: "misaligned", TSAN: "data race"}
 ENVIRONMENT = {
@@ -39,17 +33,12 @@ BUILDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def program(kind: str, csrc: Path, only: str = "") -> Path:
-    """attention_check.cpp with the kernels of ``csrc``; with the sanitizers in all of them, or in
-    the file ``only``.
-    """
+def program(kind: str, csrc: Path) -> Path:
+    """attention_check.cpp with the kernels of ``csrc``."""
     flags, watched = BUILDS[kind]
-    kernels = kernel_sources(csrc)
-    first = [csrc / "cuda" / only] if only else []
-    plain = [path for path in kernels if only and path not in first and path.suffix == ".cu"]
-    others = [path for path in kernels if path not in first]
-    sources = (*first, *others, HERE / "attention_check.cpp")
-    return build(csrc, sources, flags=flags, watched=watched, plain=plain)
+    return build(
+        csrc, (*kernel_sources(csrc), HERE / "attention_check.cpp"), flags=flags, watched=watched
+    )
 
 
 def check(path: Path, seed: int) -> subprocess.CompletedProcess[str]:
@@ -71,9 +60,9 @@ def plant(name: str, folder: Path) -> Path:
     return csrc
 
 
-def assert_found(name: str, folder: Path, only: str = "") -> None:
+def assert_found(name: str, folder: Path) -> None:
     kind = MUTANTS[name].found_by
-    path = program(kind, plant(name, folder), only)
+    path = program(kind, plant(name, folder))
     results = [check(path, seed) for seed in SEEDS]
     said = "\n".join(result.stdout + result.stderr for result in results)
     wanted = SANITIZER_FOUND_IT.get(kind, (1,))
@@ -90,7 +79,6 @@ def test_sound_kernels_pass() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", (ASAN, TSAN))
 def test_the_sanitizers_have_nothing_to_say_of_sound_kernels(kind: str) -> None:
     path = program(kind, ROOT / "csrc")
@@ -99,14 +87,7 @@ def test_the_sanitizers_have_nothing_to_say_of_sound_kernels(kind: str) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", BASIC)
-def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
-    assert_found(name, tmp_path, only=MUTANTS[name].file)
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in BASIC])
-def test_every_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     assert_found(name, tmp_path)

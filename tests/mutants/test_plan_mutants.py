@@ -54,13 +54,10 @@ MUTANTS = {
         MEMORY,
     ),
 }
-ON_PUSH = ("each_step_has_a_workspace",)  # nothing is compiled for it
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [n if n in ON_PUSH else pytest.param(n, marks=pytest.mark.nightly) for n in MUTANTS]
-)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_in_planning_is_found(name: str, tmp_path: Path) -> None:
     fault, tests = MUTANTS[name]
     assert_found(tmp_path, fault, tests)

@@ -46,14 +46,9 @@ MUTANTS = {
     ),
 }
 
-BASIC = "nothing_shared"  # planted on each push, the others nightly: each is a build
-
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "name",
-    [n if n == BASIC else pytest.param(n, marks=pytest.mark.nightly) for n in MUTANTS],
-)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     file, old, new = MUTANTS[name]
     status, printed = run(tmp_path, {file: (old, new)})

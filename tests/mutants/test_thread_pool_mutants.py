@@ -38,14 +38,9 @@ MUTANTS = {
     ),
 }
 
-BASIC = "a_caller_that_does_not_wait"  # planted on each push, the others nightly: each is a build
-
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "name",
-    [n if n == BASIC else pytest.param(n, marks=pytest.mark.nightly) for n in MUTANTS],
-)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     old, new = MUTANTS[name]
     text = POOL.read_text()

@@ -89,6 +89,18 @@ def namespaces_shared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "root_of", lambda print_, tenant, namespace: root_of(print_, tenant, ""))
 
 
+def leases_never_end(patch: pytest.MonkeyPatch) -> None:
+    """A session whose lease ran out goes on."""
+
+    def tick(self: core.ControlPlane) -> float:
+        for session in self._sessions.values():
+            session.expires_at_s = self._clock() + self._config.lease_s
+        return original(self)
+
+    original = core.ControlPlane.tick
+    patch.setattr(core.ControlPlane, "tick", tick)
+
+
 def headroom_in_an_empty_pool(patch: pytest.MonkeyPatch) -> None:
     """Admissions leave blocks free though nobody else has any."""
 
@@ -102,6 +114,7 @@ QUICK = (
     duplicates_run_again,
     positions_ignored,
     headroom_in_an_empty_pool,
+    leases_never_end,
 )
 SLOW = (
     refused_numbers_stay_free,

@@ -22,6 +22,7 @@ LARGEST = 2**64 - 1
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_ends_well(name: str, tmp_path: Path) -> None:
     program = built(name, tmp_path)
@@ -29,6 +30,7 @@ def test_a_program_ends_well(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.nightly
 def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
     program = built(WRITER, tmp_path)
     written = subprocess.run([program], capture_output=True, check=True)
@@ -52,16 +54,16 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
         assert encoded == expected.SerializeToString(deterministic=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("program", "file", "right", "wrong", "wanted"),
     [
-        pytest.param(
+        (
             "test_id_map",
             "containers/id_map.h",
             "((next - home) & mask) <",
             "((next - home) & mask) >",
             "not so:",
-            marks=pytest.mark.nightly,
         ),
         (
             "test_id_map",
@@ -77,29 +79,26 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
             "2 * num_values * sizeof(T)",
             "AddressSanitizer",
         ),
-        pytest.param(
+        (
             "test_eviction",
             "eviction/lru.cpp",
             "while (!tree_.can_evict(links_[end].newer))",
             "while (false)",
             "has_idle_below",
-            marks=pytest.mark.nightly,
         ),
-        pytest.param(
+        (
             "test_eviction",
             "eviction/idle_tree.h",
             "nodes_[block].counts == 1;",
             "nodes_[block].idle();",
             "has_idle_below",
-            marks=pytest.mark.nightly,
         ),
-        pytest.param(
+        (
             "test_eviction",
             "eviction/reuse/age_groups.cpp",
             "links_[end].next = moved.next;",
             "links_[end].next = to;",
             "Assertion",
-            marks=pytest.mark.nightly,
         ),
     ],
     ids=[
