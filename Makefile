@@ -70,7 +70,7 @@ lint: setup node_modules  ## Check style, types, C++ format, protos and shell sc
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy
-	find csrc -not -path '*/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
+	find csrc tests -not -path '*/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format --dry-run -Werror {} +
 	npx --no-install buf lint
 	for script in $(SHELL_SOURCES); do bash -n "$$script" || exit 1; done
@@ -78,7 +78,7 @@ lint: setup node_modules  ## Check style, types, C++ format, protos and shell sc
 fix: setup  ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
 	$(BIN)/ruff format $(PYTHON_SOURCES)
-	find csrc -not -path '*/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
+	find csrc tests -not -path '*/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format -i {} +
 
 protos:  ## Generate the stubs in kvplane/v1 again

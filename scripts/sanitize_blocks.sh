@@ -4,7 +4,7 @@
 #     scripts/sanitize_blocks.sh [COMMAND...]
 #
 #   KVPLANE_PYTHON=.venv/bin/python   the interpreter that has what builds the module
-#   KVPLANE_COVERAGE=ON               tell a fuzzer which code ran
+#   KVPLANE_COVERAGE=FILE             a source that tells a fuzzer which code ran
 #   BUILD=build/blocks-asan           the folder to build in; kept, so only changes are compiled
 #   SOURCES=csrc/blocks               what to build
 #   CXX=g++                           the compiler, GCC
@@ -31,7 +31,7 @@ PATH="$(dirname "$PYTHON"):$PATH" "$PYTHON" -m pip --disable-pip-version-check i
   --config-settings=cmake.build-type=RelWithDebInfo \
   --config-settings=cmake.define.KVPLANE_WERROR=ON \
   --config-settings=cmake.define.KVPLANE_SANITIZE=address,undefined \
-  --config-settings=cmake.define.KVPLANE_COVERAGE="${KVPLANE_COVERAGE:-OFF}" \
+  --config-settings=cmake.define.KVPLANE_COVERAGE="${KVPLANE_COVERAGE:-}" \
   "$(realpath "${SOURCES:-csrc/blocks}")"
 
 # Python's own allocator hides from AddressSanitizer what lies beside a bytes object. Leaks are not

@@ -138,8 +138,7 @@ kernels_digest() {
   } | digest
 }
 
-# The tests of csrc/blocks are no part of the module.
-blocks_digest() { sources_digest csrc/blocks -not -path 'csrc/blocks/tests/*' | digest; }
+blocks_digest() { sources_digest csrc/blocks | digest; }
 
 main() {
   local started=$SECONDS fetching= alone

@@ -24,7 +24,7 @@ from query_calls import QUERY_CALLS
 from rebuild_calls import rebuilt
 from watch_calls import WATCH_CALLS, check_followers
 
-NUM_COUNTERS = 1 << 16  # kNumCounters of csrc/blocks/tests/coverage.cpp
+NUM_COUNTERS = 1 << 16  # kNumCounters of coverage.cpp
 BLOCK_TOKENS = (4, 4, 1)
 CALLS = STEP_CALLS + PREFIX_CALLS + QUERY_CALLS + WATCH_CALLS
 UNSETTLED = (end, end_some, fence)

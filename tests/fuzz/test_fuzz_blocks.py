@@ -129,7 +129,7 @@ def fuzz(
         (corpus / f"seed {i}").write_bytes(seed)
     environment = {
         "KVPLANE_PYTHON": sys.executable,
-        "KVPLANE_COVERAGE": "ON",
+        "KVPLANE_COVERAGE": str(Path(__file__).with_name("coverage.cpp")),
         "SOURCES": str(sources),
         "BUILD": str(build),
         "PYTHONPATH": str(atheris),

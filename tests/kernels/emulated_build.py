@@ -24,6 +24,7 @@ from types import ModuleType
 import pybind11
 
 ROOT = Path(__file__).parents[2]
+EMULATOR = ROOT / "tests" / "emulator"
 KEPT = ROOT / "build" / "emulated"
 MODULE = "kvplane_emulated"  # as csrc/cuda_bindings.cpp calls it
 COMPILER = os.environ.get("CXX", "g++")
@@ -47,9 +48,8 @@ def emulated_module() -> ModuleType:
 
 def kernel_sources(csrc: Path) -> tuple[Path, ...]:
     """The kernels, the emulator's scheduler and its stacks."""
-    emulator = csrc / "emulator"
     kernels = sorted((csrc / "cuda").rglob("*.cu"))
-    return (*kernels, emulator / "emulator.cpp", emulator / "fiber.cpp")
+    return (*kernels, EMULATOR / "emulator.cpp", EMULATOR / "fiber.cpp")
 
 
 def build(
@@ -68,12 +68,12 @@ def build(
     watched: flags for all but the emulator's own files, which ThreadSanitizer must not see.
     """
     KEPT.mkdir(parents=True, exist_ok=True)
-    folders = [*folders, csrc, csrc / "emulator", csrc / "include"]
+    folders = [*folders, csrc, EMULATOR, csrc / "include"]
     includes = [f"-I{path}" for path in folders]
     includes += [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
 
     def compiled(source: Path) -> Path:
-        own = () if source.parent.name == "emulator" and csrc in source.parents else watched
+        own = () if source.parent == EMULATOR else watched
         options = (*FLAGS, *flags, *own)
         digest = hashlib.sha256(repr((COMPILER, options, sys.version_info[:2])).encode())
         for path in included(source, folders):

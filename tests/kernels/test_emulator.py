@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from emulated_build import ROOT, build
+from emulated_build import EMULATOR, ROOT, build
 
 SEEDS = range(4)
 WATCH_RACES = ("-DKVPLANE_WATCH_RACES",)
@@ -33,11 +33,9 @@ FAULTY = {
 
 
 def program(flags: tuple[str, ...] = (), watched: tuple[str, ...] = ()) -> Path:
-    csrc = ROOT / "csrc"
-    emulator = csrc / "emulator"
     cases = Path(__file__).parent / "emulator_cases.cpp"
-    sources = (cases, emulator / "emulator.cpp", emulator / "fiber.cpp")
-    return build(csrc, sources, flags=flags, watched=watched)
+    sources = (cases, EMULATOR / "emulator.cpp", EMULATOR / "fiber.cpp")
+    return build(ROOT / "csrc", sources, flags=flags, watched=watched)
 
 
 def run_case(path: Path, case: str, seed: int) -> subprocess.CompletedProcess[str]:

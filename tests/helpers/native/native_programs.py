@@ -1,4 +1,4 @@
-"""Builds the C++ test programs of csrc/blocks with sanitizers."""
+"""Builds the C++ programs of tests/cpp, which test csrc/blocks, with sanitizers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "csrc" / "blocks"
+PROGRAMS = ROOT / "tests" / "cpp"
 
 
 def cmake(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,14 +25,14 @@ def cmake(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def built(name: str, folder: Path, sources: Path = SOURCES) -> Path:
-    """The test program ``name`` of csrc/blocks, or of a copy of it, with the policies that it
-    tests; the other programs are of headers alone.
+    """The program ``name``, with the headers in ``sources`` and the policies that it tests; the
+    other programs test headers alone.
     """
     program = folder / name
     flags = ("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-D_GLIBCXX_ASSERTIONS")
     sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     used = sorted((sources / "eviction").rglob("*.cpp")) if name == "test_eviction" else []
-    used.append(sources / "tests" / f"{name}.cpp")
+    used.append(PROGRAMS / f"{name}.cpp")
     command = [os.environ.get("CXX", "g++"), *flags, *sanitizers, "-I", sources]
     subprocess.run([*command, *used, "-o", program], check=True)
     return program

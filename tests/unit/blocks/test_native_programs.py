@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
-from native_programs import SOURCES, built, cmake
+from native_programs import PROGRAMS, SOURCES, built, cmake
 
 WRITER = "test_proto_writer"
-NAMES = sorted({path.stem for path in (SOURCES / "tests").glob("test_*.cpp")} - {WRITER})
+NAMES = sorted({path.stem for path in PROGRAMS.glob("test_*.cpp")} - {WRITER})
 LARGEST = 2**64 - 1
 # Compilers share the machine with other tests.
 pytestmark = pytest.mark.timeout(600)

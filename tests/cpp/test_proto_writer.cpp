@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "steps/proto_writer.h"
-#include "tests/check.h"
 
 namespace kvplane::blocks {
 namespace {

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "eviction/factory.h"
-#include "tests/check.h"
 
 namespace kvplane::blocks {
 namespace {

@@ -6,8 +6,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "check.h"
 #include "containers/id_map.h"
-#include "tests/check.h"
 
 namespace kvplane::blocks {
 namespace {
