@@ -1,27 +1,27 @@
-"""Builds the wheel, where the engine is ``kvplane.engine``. All else is in pyproject.toml."""
+"""Which packages there are. All else is in pyproject.toml.
+
+The folders ``engine`` and ``integrations`` are installed inside ``kvplane``: at the top their names
+could be anybody's.
+"""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+from setuptools import find_namespace_packages, setup
 
-from setuptools import setup
-from setuptools.command.build_py import build_py
-
-
-class BuildPackages(build_py):
-    """Puts ``engine`` into ``kvplane``: at the top its name could be anybody's.
-
-    An editable install has the folders as they are.
-    """
-
-    def run(self) -> None:
-        """Collect the packages, then move that one."""
-        super().run()
-        if not self.editable_mode:
-            built = Path(self.build_lib)
-            shutil.rmtree(built / "kvplane" / "engine", ignore_errors=True)
-            shutil.move(built / "engine", built / "kvplane" / "engine")
+AT_THE_TOP = ("kvplane", "control_plane", "data_plane")
+INSIDE_KVPLANE = ("engine", "integrations")
 
 
-setup(cmdclass={"build_py": BuildPackages})
+def packages_in(folder: str) -> list[str]:
+    """The package in ``folder``, and those below it."""
+    found = find_namespace_packages(include=[folder, f"{folder}.*"])
+    return [name for name in found if "__pycache__" not in name]
+
+
+setup(
+    packages=[
+        *(name for folder in AT_THE_TOP for name in packages_in(folder)),
+        *(f"kvplane.{name}" for folder in INSIDE_KVPLANE for name in packages_in(folder)),
+    ],
+    package_dir={f"kvplane.{folder}": folder for folder in INSIDE_KVPLANE},
+)

@@ -51,13 +51,32 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         ],
     ),
     (
-        rules.the_engine_imports_itself_by_relative_names,
+        rules.what_is_installed_in_kvplane_imports_itself_by_relative_names,
         {
             "engine/a.py": "from .b import c\nfrom engine.b import d\n",
             "engine/running/b.py": "def f():\n    import engine\n    from engines import g\n",
             "demo/c.py": "import engine\n",
         },
         ["engine/a.py:2: from engine.b import d", "engine/running/b.py:2: import engine"],
+    ),
+    (
+        rules.integrations_stand_on_public_interfaces,
+        {
+            "integrations/etcd/a.py": "from control_plane.server.election import Elector\n"
+            "from control_plane.server.config import ControlPlaneConfig\nimport data_plane\n",
+            "integrations/router/b.py": "from kvplane.errors import _x\nfrom .c import _y\n",
+            "integrations/router/c.py": "import kvplane\nfrom kvplane.clients import d\n",
+            "control_plane/d.py": "import integrations.etcd\n",
+            "kvplane/e.py": "from kvplane.integrations import etcd\n",
+        },
+        [
+            "kvplane/e.py:1: imports kvplane.integrations.etcd",
+            "control_plane/d.py:1: imports integrations.etcd",
+            "integrations/etcd/a.py:2: imports control_plane.server.config.ControlPlaneConfig",
+            "integrations/etcd/a.py:3: imports data_plane",
+            "integrations/router/b.py:1: imports kvplane.errors._x",
+            "integrations/router/b.py:2: imports integrations.router.c._y",
+        ],
     ),
     (
         rules.only_the_server_of_a_plane_knows_grpc,

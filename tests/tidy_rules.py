@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PLANES = ("control_plane", "data_plane")
-PACKAGES = ("kvplane", *PLANES, "engine", "demo")
+PACKAGES = ("kvplane", *PLANES, "engine", "integrations", "demo")
 FOLDERS = (
     *PACKAGES,
     *("benchmarks", "csrc", "deploy", "examples", "models", "protos", "scripts", "tests", ".ci"),
@@ -33,8 +33,11 @@ FORBIDDEN_IMPORTS = {
     "control_plane": {"data_plane", "engine", "demo", "torch", "transformers", "numpy"},
     "data_plane": {"control_plane", "engine", "demo", "transformers"},
     "engine": {"control_plane", "demo"},
+    "integrations": {"demo"},
     "demo": set(PLANES),
 }
+# What of the planes an integration may import nevertheless: it is public.
+PUBLIC = ("control_plane.server.election",)
 # The one folder of a plane that may know gRPC.
 GRPC_FOLDER = "server"
 METRICS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
@@ -114,18 +117,39 @@ def imports_go_one_way(root: Path) -> list[str]:
     ]
 
 
+def integrations_stand_on_public_interfaces(root: Path) -> list[str]:
+    """They import no private name and, of the planes and the engine, only what is public; nothing
+    imports them.
+    """
+    return [
+        says(root, path, line, f"imports {name}")
+        for path, tree in modules(root, *PACKAGES)
+        for line, name in imports(tree)
+        if not _is_public(path.relative_to(root).parts[0] == "integrations", name)
+    ]
+
+
+def _is_public(to_integrations: bool, name: str) -> bool:
+    if not to_integrations:
+        return not name.startswith(("integrations", "kvplane.integrations"))
+    if name.startswith(("control_plane", "data_plane", "engine")):
+        return name.rpartition(".")[0] in PUBLIC
+    is_ours = name.startswith(("kvplane", "integrations"))
+    return not (is_ours and any(part.startswith("_") for part in name.split(".")))
+
+
 def _forbidden_imports(path: Path) -> set[str]:
     folders = [folder for folder in FORBIDDEN_IMPORTS if path.is_relative_to(folder)]
     return FORBIDDEN_IMPORTS[folders[-1]]
 
 
-def the_engine_imports_itself_by_relative_names(root: Path) -> list[str]:
+def what_is_installed_in_kvplane_imports_itself_by_relative_names(root: Path) -> list[str]:
     """In the wheel it has another name than in the tree."""
-    absolute = re.compile(r"\s*(?:from|import) engine\b")
+    absolute = re.compile(r"\s*(?:from|import) (?:engine|(?:kvplane\.)?integrations)\b")
     return [
         says(root, path, number, line.strip())
         for path in code_files(root, ".py")
-        if path.relative_to(root).parts[0] == "engine"
+        if path.relative_to(root).parts[0] in ("engine", "integrations")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if absolute.match(line)
     ]

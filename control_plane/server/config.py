@@ -16,7 +16,6 @@ from kvplane.serving.config import (
     metrics_port_setting,
 )
 from kvplane.serving.settings import setting
-from kvplane.transport.tls import TlsOptions
 
 PROGRAM: Final = "control_plane"
 _CORE = CoreConfig()
@@ -198,7 +197,8 @@ class ControlPlaneConfig(ServingConfig):
     election: str = setting(
         "",
         help="Where several control planes elect the one that serves: file:/PATH on one machine,"
-        " etcd://HOST:PORT,HOST:PORT/NAME, or kubernetes://NAMESPACE/NAME. Empty: this one serves.",
+        " kubernetes://NAMESPACE/NAME, or with kvplane[etcd] etcd://HOST:PORT,…/NAME. Empty:"
+        " this one serves.",
     )
     election_ttl_s: int = setting(
         5,
@@ -212,13 +212,6 @@ class ControlPlaneConfig(ServingConfig):
         help="Address of this process for those that stand by, host:port; empty means the one"
         " bound.",
     )
-    etcd_ca: Path | None = setting(
-        None, help="PEM file of the authority that signs etcd's certificates; none: in the clear."
-    )
-    etcd_certificate: Path | None = setting(
-        None, help="PEM file of the certificate that names this process to etcd."
-    )
-    etcd_key: Path | None = setting(None, help="PEM file of that certificate's key.")
     incarnation: int = setting(
         0,
         help="Number of this run, above those of earlier runs; 0 takes the clock's nanoseconds.",
@@ -235,13 +228,6 @@ class ControlPlaneConfig(ServingConfig):
         if self.plane_bind:
             check_address(self.plane_bind, "plane_bind")
             self._check_safe(self.plane_bind, "plane_bind")
-
-    @property
-    def election_tls(self) -> TlsOptions | None:
-        """How to reach etcd; None for plain text."""
-        if self.etcd_ca is None:
-            return None
-        return TlsOptions(self.etcd_ca, self.etcd_certificate, self.etcd_key)
 
     @property
     def core(self) -> CoreConfig:

@@ -102,7 +102,6 @@ class ControlPlaneServer(PlaneServer):
                 config.election,
                 config.advertise or self.address,
                 ttl_s=config.election_ttl_s,
-                tls=config.election_tls,
             )
             self._gate.stands_by = self._registrar.stands_by = True
             self._gate.open_while_standing_by = frozenset({f"/{SERVICE}/Register"})

@@ -25,7 +25,8 @@ from demo.processes import Planes
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Compilers and pip share the machine with other tests.
 pytestmark = pytest.mark.timeout(600)
-PACKAGES = ("kvplane", "control_plane", "data_plane", "engine")
+PACKAGES = ("kvplane", "control_plane", "data_plane", "engine", "integrations")
+INSIDE_KVPLANE = ("engine/", "integrations/")
 TOPS = {"kvplane", "control_plane", "data_plane"}
 PROJECT = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
@@ -67,7 +68,7 @@ def test_the_wheel_holds_every_module_and_its_types(wheel: Path) -> None:
 def in_wheel(path: Path) -> str:
     """Where a file of the tree is in the wheel."""
     name = str(path.relative_to(ROOT))
-    return f"kvplane/{name}" if name.startswith("engine/") else name
+    return f"kvplane/{name}" if name.startswith(INSIDE_KVPLANE) else name
 
 
 def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Path) -> None:
@@ -85,6 +86,7 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "control-plane",
         "data-plane",
         "engine",
+        "etcd",
         "serving",
         "dev",
         "otel",
@@ -141,7 +143,8 @@ def test_a_source_distribution_holds_what_everything_is_built_from(
     ):
         assert wanted in names
     of_wheel = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    assert {name.replace("kvplane/engine/", "engine/") for name in of_wheel} <= names
+    of_tree = {n.removeprefix("kvplane/") if in_wheel(ROOT / n[8:]) == n else n for n in of_wheel}
+    assert of_tree <= names
 
 
 # What needs more than the base says so on one line.

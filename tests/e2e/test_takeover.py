@@ -24,7 +24,7 @@ from kvplane.transport.health import check
 PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 TTL_S = 2
-ELECTIONS = ["file", "etcd"]
+ELECTIONS = ["file", pytest.param("etcd", marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,7 @@ async def test_engines_follow_the_next_leader_and_answer_the_same(
         assert await fleet.leader() is fleet.other(leader)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("election", ["etcd"], indirect=True)
 async def test_a_leader_that_was_stopped_for_too_long_has_no_plan_accepted(
     model, tmp_path, election
@@ -160,6 +161,7 @@ async def fleet_leader(fleet: Fleet) -> Process | None:
     return None
 
 
+@pytest.mark.nightly
 async def test_the_death_of_etcds_own_leader_changes_nothing(model, tmp_path) -> None:
     with (
         EtcdCluster(tmp_path, 3) as etcd,

@@ -12,9 +12,9 @@ from etcd_cluster import EtcdCluster
 from patched_faults import Run, assert_noticed, load
 
 from control_plane.server.election import file_elector
-from control_plane.server.election.etcd_elector import EtcdElector
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.server import ControlPlaneServer
+from kvplane.integrations.etcd.elector import EtcdElector
 
 TESTS = load("rpc/test_elections.py")
 

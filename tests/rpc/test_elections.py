@@ -22,18 +22,19 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.election import elector as module
 from control_plane.server.election.choice import elector_of
 from control_plane.server.election.elector import Elector, has_died, next_incarnation
-from control_plane.server.election.etcd_elector import EtcdElector
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
+from kvplane.integrations.etcd.elector import EtcdElector
 from kvplane.transport.health import check
 
 TTL_S = 2
 PATIENCE_S = 30
 # A lock has no lease: the kernel releases it when its holder ends, and never before.
-leased = pytest.mark.parametrize("kind", ["etcd", "kubernetes"])
+ETCD = pytest.param("etcd", marks=pytest.mark.nightly)
+leased = pytest.mark.parametrize("kind", [ETCD, "kubernetes"])
 Make = Callable[..., Elector]
 
 
@@ -43,7 +44,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         yield etcd
 
 
-@pytest.fixture(params=["file", "etcd", "kubernetes"])
+@pytest.fixture(params=["file", ETCD, "kubernetes"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -168,6 +169,7 @@ async def test_a_leader_that_has_died_is_followed_before_its_lease_ends(make) ->
     await follower.end()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["etcd"])
 async def test_a_candidate_leads_whose_transaction_was_not_answered(make, monkeypatch) -> None:
     """It lives, so it can see that whoever leads has not died."""

@@ -15,20 +15,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import grpc.aio
 
-from control_plane.etcd.v3 import etcd_pb2 as pb
-from control_plane.server.election.elector import RETRY_DELAY_S, Elector, has_died, next_incarnation
+from control_plane.server.election import RETRY_DELAY_S, Elector, has_died, next_incarnation
+from kvplane.errors import InvalidRequestError
 from kvplane.transport.tls import TlsOptions, open_channel
+
+from . import etcd_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _KEEP_ALIVES_PER_TTL: Final = 4
 _CALL_S: Final = 1.0  # then another member is asked; one of them may hang
 _CHANGED: Final = 2  # Compare.target
+
+
+def elector_of(election: str, address: str, *, ttl_s: int) -> Elector:
+    """``election``: "etcd://HOST:PORT,HOST:PORT/NAME". TLS is as KVPLANE_ETCD_CA, _CERTIFICATE and
+    _KEY say. Raises InvalidRequestError of the field "election".
+    """
+    parts = urlsplit(election)
+    name = parts.path.strip("/")
+    if not parts.netloc or not name:
+        raise InvalidRequestError("must be etcd://HOST:PORT,HOST:PORT/NAME", field="election")
+    ca, certificate, key = (
+        Path(path) if (path := os.environ.get(f"KVPLANE_ETCD_{each}")) else None
+        for each in ("CA", "CERTIFICATE", "KEY")
+    )
+    tls = None if ca is None else TlsOptions(ca, certificate, key)
+    return EtcdElector(parts.netloc, name, address, ttl_s=ttl_s, tls=tls)
 
 
 class EtcdElector(Elector):

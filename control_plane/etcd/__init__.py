@@ -1,1 +1,0 @@
-"""etcd's API, as far as the elector uses it."""
