@@ -1,4 +1,4 @@
-"""Builds the wheel, where the engine is ``kvplane.engine``. All else is in pyproject.toml."""
+"""Builds the wheel, where the engine is ``kvplane.engine``. pyproject.toml has all the rest."""
 
 from __future__ import annotations
 
