@@ -6,8 +6,8 @@
 Two control planes and a data plane are processes of their own, etcd is three members, all on
 loopback. A client with both addresses asks who leads, again and again. Timed from the signal:
 until the next leader answers it (takeover), and until sessions can be opened on the pool (ready).
-Who took over waits for the other to stand by before it is ended itself: one that is still starting
-follows nobody. etcd writes each change to two members' disks before it answers, so a takeover lasts
+The next leader is ended only once the other stands by: a process that is still starting follows
+nobody. etcd writes each change to two members' disks before it answers, so a takeover lasts
 as long as that: ``--etcd-folder /dev/shm`` leaves disks out of it. With several folders each is
 measured. "kill" is SIGKILL; "stop" is SIGSTOP, after which nothing tells of the end but the
 lease's.

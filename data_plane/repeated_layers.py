@@ -1,10 +1,10 @@
 """Layers that an engine in this process calls step after step, with tensors like those of the step
-before: one native call each, and little Python beside it, since between two layers a model's
-weights have driven that out of the processor's caches.
+before: one native call each, and little Python beside it. Python code is slow between two layers,
+because the model's weights evict it from the processor's caches.
 
 What the first call's checks found holds for tensors of the same shapes and strides. What a plan or
 a pass changes is looked up when it begins, and what others may have changed since at each layer.
-Where anything is not as expected, the call goes the way of any other.
+A call with anything unexpected is passed to ``Executor.layer``.
 """
 
 from __future__ import annotations

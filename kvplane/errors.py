@@ -33,7 +33,7 @@
     │   ├── RevisionTooOldError     FAILED_PRECONDITION   start again from a snapshot
     │   ├── BlockNotWritableError   FAILED_PRECONDITION   a write to a published or shared block
     │   ├── BlockNotWrittenError    FAILED_PRECONDITION   a read of what the session did not write
-    │   └── BlockInUseError         FAILED_PRECONDITION   a block table has what was to be forgotten
+    │   └── BlockInUseError         FAILED_PRECONDITION   a block to be forgotten is in use
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
     ├── UnavailableError

@@ -1,8 +1,8 @@
 """The control plane as a process of its own, reached over gRPC on loopback.
 
 A Step is timed from the request message to the parsed answer, serialising included. The data plane
-is played: it registers on a real stream, reads what it is sent, and its receipts are signed by the
-engines.
+is simulated: it registers on a real stream and reads what it is sent, and the engines sign its
+receipts.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 ``core/CASE``: packed request bytes in, parsed, planned, and the signed plan encoded into the
 answer's bytes; all of that is timed. ``grpc/CASE``: a Step on a stream, from the request message to
 the parsed answer, with the server in another process. Receipts are signed and verified. Every step
-has content of its own, so nothing is memoised. The data plane is played. The clients are what our
-engines are: on uvloop, and without gRPC's EventEngine unless GRPC_EXPERIMENTS says otherwise.
+has content of its own, so nothing is memoised. The data plane is simulated. The clients run as our
+engines do: on uvloop, and without gRPC's EventEngine unless GRPC_EXPERIMENTS says otherwise.
 
 On a machine that others share, ``--rounds`` measures all cases so often, by turns. Of each row the
 round with the best median is given, and the median of all rounds' medians beside it.

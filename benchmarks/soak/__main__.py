@@ -4,7 +4,7 @@
 
 A control plane as a process, and engines that each want one sequence after another: a prompt that
 nobody else has, then a token every step, until it is finished and freed. In normal load all fit the
-pool; in overload most wait in line. The data plane is played, so a step takes ``engine.STEP_S``,
+pool; in overload most wait in line. The data plane is simulated, so a step takes ``engine.STEP_S``,
 and what is measured is what the control plane does. Goodput counts the tokens of finished
 sequences.
 """

@@ -1,9 +1,8 @@
 // The threads of parallel_for: helpers, each with a slot of its own in which a caller offers it a
 // job.
 //
-//   caller:  claims, offers --- takes items ----------- withdraws the offer, or waits for the
-//   helper helper:  spins, sleeps ---- accepts --- takes items ---------- finishes --- spins,
-//   sleeps
+//   caller:  claims, offers --- takes items ----- withdraws the offer, or waits for the helper
+//   helper:  spins, sleeps ---- accepts --- takes items ---- finishes --- spins, sleeps
 //
 // One word of a slot holds all that they tell each other: the number of the latest claim, and a
 // state. The number keeps a caller that was held up from being mistaken for a later one; and as who

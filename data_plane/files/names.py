@@ -1,6 +1,6 @@
 """Names of files. A name says all that its block's contents follow from: the layout, the tenant,
-the namespace, and every token up to the block's last. SHA-256 (FIPS 180-4), because who finds two
-prompts of one name could read one's keys and values as the other's.
+the namespace, and every token up to the block's last. SHA-256 (FIPS 180-4), because a tenant that
+finds two prompts of one name could read one's keys and values as the other's.
 
     scope ──► root = H(layout, tenant, namespace) ──► H(root, tokens) ──► H(that, tokens) ──► ...
 """

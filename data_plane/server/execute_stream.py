@@ -30,7 +30,7 @@ _MAX_KNOWN_BYTES: Final = 4096
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """A LayerInput that was read, and its answer: that is all but a receipt, and but an output that
+    """A parsed LayerInput and its prepared response, without the receipt and without an output that
     has no range in the region.
     """
 
@@ -40,9 +40,9 @@ class Layer:
     value: torch.Tensor | None
     options: AttentionOptions
     output: torch.Tensor | None
-    """The output's range."""
+    """The output's range in the region; None where the response carries the output."""
     out: torch.Tensor | None
-    """The same, where kernels write the output there: the range is on their device."""
+    """That range, if it is on the kernels' device: they write the output there."""
     is_in_place: bool
     """Whether kernels read or write a region, which the client uses again once it is answered."""
     answer: pb.LayerOutput

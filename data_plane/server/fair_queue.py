@@ -1,8 +1,8 @@
-"""Whose command runs next on a thread that all share: of those who wait, that caller's who has used
-the least time, and of a caller's sessions the one that has.
+"""Chooses whose command runs next on a thread that all callers share: of the callers that wait, the
+one that has used the least time, and of its sessions the one that has used the least.
 
-A caller that comes after a pause begins at the time that those who wait have used: a pause earns no
-credit. What a command will take is not known before it has run, so it counts afterwards.
+A caller that comes after a pause begins at the time that the waiting callers have used: a pause
+earns no credit. A command's time is not known before it has run, so it counts afterwards.
 """
 
 from __future__ import annotations

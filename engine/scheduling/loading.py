@@ -1,7 +1,7 @@
 """A scheduler for pools whose data planes keep blocks in files: before a sequence is admitted, what
 files have of it is loaded, while others go on.
 
-arrive ──► loading ──► waiting ──► as ever
+arrive ──► loading ──► waiting ──► scheduled
 reset  ──►    ▲                            a load that fails is no more than a miss
 """
 

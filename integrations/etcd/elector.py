@@ -3,10 +3,10 @@
     kvplane/NAME/leader        what the leader stands behind: its address, under its lease
     kvplane/NAME/incarnation   the last leader's, never removed
 
-Who leads is who wrote the first key while it was not there, in a transaction that also raises the
-second. The lease ends TTL seconds after the leader last kept it alive, and that clock counts from
-when a keep-alive that was answered was *sent*. Who stands by keeps a lease of its own, and holds a
-TCP connection to the leader: when that ends and another is refused, the process is gone, and one
+The leader wrote the first key while it was not there, in a transaction that also raised the second.
+The lease ends TTL seconds after the leader last kept it alive, and that clock counts from when a
+keep-alive that was answered was *sent*. A standby keeps a lease of its own, and holds a TCP
+connection to the leader: when that ends and another is refused, the process is gone, and one
 transaction puts the next leader in its place, if nobody else has. A leader reads its key whenever
 it keeps its lease alive, so one that was replaced by mistake ends; it costs a change of leaders.
 """

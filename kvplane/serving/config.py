@@ -67,8 +67,8 @@ class ServingConfig:
     )
     max_caller_received_bytes: int = setting(
         1 << 28,
-        help="The same of one tenant, or of one connection where tenants are not known; and as many"
-        " bytes of large answers that it has not read.",
+        help="Requests that were received and are not answered, of one tenant, or of one connection"
+        " where tenants are not known; and as many bytes of large answers that it has not read.",
         unit="bytes",
         minimum=4096,
     )

@@ -1,5 +1,5 @@
-"""The requests of a call, from their bytes to their messages: who sends them, and whether there is
-room for them, is looked at first.
+"""Decodes the requests of a call, after checking who sends them and whether there is room for
+them.
 """
 
 from __future__ import annotations

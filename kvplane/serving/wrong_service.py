@@ -1,4 +1,4 @@
-"""Tells a caller that has mixed up the planes' addresses so."""
+"""Explains UNIMPLEMENTED to a caller that has mixed up the planes' addresses."""
 
 from __future__ import annotations
 

@@ -99,6 +99,12 @@ def test_as_root_it_says_what_it_installs_and_installs_all_at_once(tree: Path) -
     assert told == ["update -qq", f"{install} --download-only", install]
 
 
+def make_run(tree: Path) -> subprocess.CompletedProcess[str]:
+    """Whatever make has started these tests."""
+    command = ["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL", "make", "run"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=60)
+
+
 def test_make_run_ends_with_how_long_it_took(tree: Path) -> None:
     """With a set-up and a demonstration that take a second each."""
     shutil.copy(ROOT / "Makefile", tree)
@@ -109,14 +115,14 @@ def test_make_run_ends_with_how_long_it_took(tree: Path) -> None:
     script.write_text("#!/bin/sh\nsleep 1; echo 17 >.venv/.kvplane-network; echo set up\n")
     for path in (python, script):
         path.chmod(0o755)
-    done = subprocess.run(["make", "run"], cwd=tree, capture_output=True, text=True, timeout=60)
+    done = make_run(tree)
     assert done.returncode == 0, done.stderr
     first, second, last = done.stdout.splitlines()
     assert (first, second) == ("set up", "-m demo")
     took = re.fullmatch(r"make run: (\d+) s, of which 17 s waited for the network", last)
     assert took is not None and int(took[1]) >= 2
     python.write_text("#!/bin/sh\nexit 3\n")
-    done = subprocess.run(["make", "run"], cwd=tree, capture_output=True, text=True, timeout=60)
+    done = make_run(tree)
     assert done.returncode != 0
     assert done.stdout == "set up\n"
 

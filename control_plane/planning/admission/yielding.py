@@ -31,7 +31,7 @@ class Waiting:
         self.num_needed = num_needed
         self.since_s = since_s
         self.ticket = ticket  # the order of the line; the head has the lowest
-        self.is_let_in = False  # all that waited should have let others pass, and it was the first
+        self.is_let_in = False  # chosen although everyone in the line owed a pass
 
 
 def decide(

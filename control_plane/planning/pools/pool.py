@@ -40,7 +40,7 @@ _RETRY_DELAY_S: Final = 0.5
 _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
 _PIECE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
-_PIECE_BLOCKS: Final = 65_536  # of an ended session, released at once: so too
+_PIECE_BLOCKS: Final = 65_536  # of an ended session, released at once: a few milliseconds
 # PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
 _COUNTERS: Final = (
     "num_lookup_tokens",

@@ -20,7 +20,7 @@ Pieces = Generator[None, None, T]
 PIECE_TOKENS: Final = 65_536
 """Tokens that are taken in at a time: a millisecond or two."""
 PIECE_BLOCKS: Final = 16_384
-"""Blocks that are published, or swapped, at a time: so too."""
+"""Blocks that are published, or swapped, at a time: a millisecond or two."""
 ALL_BLOCKS: Final = 1 << 60
 PIECE_ENTRIES: Final = 65_536
 """Entries of whole tables that are written to a plan at a time: half a millisecond. A turn of the

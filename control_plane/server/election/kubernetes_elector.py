@@ -1,9 +1,9 @@
 """An election among pods, by a Lease of Kubernetes' coordination API.
 
-A Lease is a record that is replaced only by who names the version that it replaces, so of several
-who try one succeeds. Clocks are not compared: a Lease has expired when it has not changed for as
-long as it says, as this process has seen. Who stands by also holds a TCP connection to the leader,
-as with etcd, and takes the Lease over when the leader has died.
+A Lease is replaced only by a request that names the version it replaces, so of several attempts one
+succeeds. Clocks are not compared: a Lease has expired when this process has not seen it change for
+as long as it says. A standby also holds a TCP connection to the leader, as with etcd, and takes the
+Lease over when the leader has died.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 // Where to look for pieces of tokens that sequences with one prefix can share: by the entry of the
-// index at which a piece ends. Only hints, which hold no piece: one may have been given up or
-// written anew since, or another entry's hint be in its place, so who finds a piece compares it.
+// index at which a piece ends. A hint holds no piece and may be stale: the piece may have been
+// freed or written anew, or another entry's hint be in its place. So compare its tokens before
+// sharing it.
 #pragma once
 
 #include <cstdint>

@@ -57,7 +57,7 @@ class PieceStore {
 };
 
 // An array of items in pieces. Indices of pieces that hold block references are managed by the
-// caller (see tables.h), which counts references when pieces are copied or dropped.
+// caller (see steps/tables.cpp), which counts references when pieces are copied or dropped.
 template <typename Store>
 struct PiecedArray {
   using Item = typename Store::Item;

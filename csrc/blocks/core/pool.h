@@ -121,7 +121,7 @@ class Pool final : private Listener {
   size_t num_token_pieces() const { return token_store_.num_used(); }
   const Sequence* find(Slot slot, int64_t sequence_id) const;
   std::vector<const Sequence*> sequences_of(Slot slot) const;  // ids ascending
-  std::vector<uint32_t> indices_of(Slot slot) const;           // so too
+  std::vector<uint32_t> indices_of(Slot slot) const;           // in the same order
   std::vector<Block> table_of(const Sequence& sequence) const;
   int64_t common_prefix(Slot slot, Span<int64_t> ids) const;
   // Leading full blocks that are cached: their entries.

@@ -24,8 +24,9 @@ using Table = PiecedArray<TableStore>;
 //     0 ............ num_written ............ num_scheduled ............ table.size * block size
 //     | receipted    | some plan in flight    | blocks allocated ahead
 //     |              | writes these           |
-//     tokens known: [0, tokens.size), anywhere up to the end of the table or beyond what is
-//     scheduled
+//
+// The tokens [0, tokens.size) are known: to anywhere up to the end of the table, or beyond what is
+// scheduled.
 //
 // Invariant: num_cached, num_written <= num_scheduled <= table.size * block size; pending ends rise
 // with their plans.
@@ -157,9 +158,9 @@ struct Session {
   // Of one that ended: the sequences that are still to be released, once its plans have ended.
   std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;
-  Receipting receipting;  // not begun but between two pieces of a receipt
-  Aborting aborting;      // so too, of an abort
-  Swapping swapping;      // and of a swap
+  Receipting receipting;  // begun only between two pieces of a receipt
+  Aborting aborting;      // the same for an abort
+  Swapping swapping;      // and for a swap
   std::deque<Release> releases;
   int64_t done = 0;  // highest plan receipted
   int64_t last_plan = 0;

@@ -66,8 +66,8 @@ void BlockStore::allocate(Slot slot, int64_t num, std::vector<Block>& out) {
   }
 }
 
-// Blocks, up to `most` of them, that are in no state any more, and neither published nor spares.
-// Returns how many, at least one.
+// Takes up to `most` blocks out of their states, so that they are neither published nor spares; the
+// caller sets their new state. Returns how many, at least one.
 int64_t BlockStore::take(Slot slot, Block* blocks, int64_t most) {
   Own& own = own_[slot];
   Block b;

@@ -2,17 +2,16 @@
 //
 // Every block is in exactly one state:
 //
-//     FREE --allocate--> HELD --its last reference is released--> PINNED   while a transfer reads
-//     it
-//      ^                  ^                                         | the transfer has run
-//      |                  | share (a prefix hit)                    v
-//      |                  +------------------------------------ RETIRED   while an unfinished plan
-//      |                  |                                         |     may touch it
-//      |                  |                                         | those plans have finished
-//      +-- not published <------------------------------------------+
+//     FREE --allocate--> HELD --its last reference is released--> PINNED    a transfer reads it
+//      ^                  ^                                         |
+//      |                  | share (a prefix hit)                    v  the transfer has run
+//      |                  +------------------------------------- RETIRED    an unfinished plan may
+//      |                  |                                         |       touch it
+//      |                  |                                         |
+//      +-- not published <------------------------------------------+  those plans have finished
 //      |                  |                                         v
-//      |                  +------------------------------------ CACHED    published: evicted when
-//      free |                                                            |     blocks run short
+//      |                  +------------------------------------- CACHED     published: evicted when
+//      |                                                            |       free blocks run short
 //      +------------------------ allocate <-------------------------+
 //
 // Of the cached blocks of an owner with a floor, as many as that says are its reserve, which no

@@ -2,8 +2,9 @@
 engine's decode steps do: native code compares each packet with the one that comes next, runs what
 was bound for it, and answers.
 
-All else is the caller's: other packets, a plan's last layer, whose answer has the receipt, and what
-is refused. Before layers are looked for, everything is checked that others may have changed.
+Everything else is returned to the caller: other packets, a plan's last layer, whose answer has the
+receipt, and refusals. Before layers are looked for, everything that others may have changed is
+checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tickets: who holds one may write the slots of one span of a plan, once.
+"""Tickets: the holder of one may write the slots of one span of a plan, once.
 
 What a ticket permits is checked again with each write: the plan must still be its session's latest,
 and the blocks must have the generations that the plan gave them.

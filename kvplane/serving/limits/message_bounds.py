@@ -36,7 +36,7 @@ MAX_COUNTS: Final[Mapping[str, int]] = {
 }
 MAX_STRING_BYTES: Final = 4096
 # A message here has ten fields at most. Those that do not repeat, or are not known here, may be as
-# many in a request as follows from its elements; more were only sent to be read.
+# many in a request as follows from its elements; more can only be an attempt to waste time.
 _MAX_FIELDS: Final = 1024
 _MAX_FIELDS_PER_ELEMENT: Final = 16
 # What is shorter has too few fields to be worth a look.
