@@ -17,13 +17,12 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.cpu import cpu_name
+from examples.load import Load
 from kvplane import ControlClient
-from kvplane.cli.bench import Traffic, bench
 from scripts import boards
 from scripts.monitored_stack import ROOT, MonitoredStack
 
@@ -37,7 +36,6 @@ UNITS = {
     "percentunit": ("%", 0.01),
     "ops": ("per second", 1.0),
 }
-TRAFFIC = Traffic(num_sequences=16, num_prefixes=12, pause_s=0.01)
 POOL = ["--num-device-blocks", "96", "--num-host-blocks", "32"]
 
 Series = tuple[str, list[float], list[float]]
@@ -49,11 +47,11 @@ async def record(folder: Path, duration_s: float) -> list[tuple[dict[str, Any], 
     with MonitoredStack(folder, [], arguments, with_alertmanager=False) as stack:
         begin_s = time.time()
         async with ControlClient(stack.control) as control:
-            loads = [
-                bench(control, "default", replace(TRAFFIC, duration_s=part * duration_s, seed=seed))
-                for seed, part in ((1, 1.0), (2, 0.6))  # two engines, of which one ends earlier
+            engines = [
+                Load(duration_s=s, num_sequences=16, num_prefixes=12, pause_s=0.01, seed=seed)
+                for seed, s in ((1, duration_s), (2, 0.6 * duration_s))
             ]
-            await asyncio.gather(*loads)
+            await asyncio.gather(*(engine.run(control, "default") for engine in engines))
         panels = json.loads(boards.files()["overview.json"])["panels"]
         return [(panel, series_of(stack, panel, begin_s, time.time())) for panel in panels]
 

@@ -13,13 +13,12 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
+from examples.load import Load
 from kvplane import ControlClient
-from kvplane.cli.bench import Traffic, bench
 from scripts.browser import Browser
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "page.png"
-TRAFFIC = Traffic(num_sequences=12, num_prefixes=6, pause_s=0.02, duration_s=12)
 LOOK_AFTER_S = 6
 
 
@@ -46,7 +45,8 @@ async def main() -> None:
     )
     await asyncio.wait_for(data.registered.wait(), 60)
     async with ControlClient(control.address) as client:
-        load = asyncio.create_task(bench(client, "default", TRAFFIC))
+        engine = Load(num_sequences=12, num_prefixes=6, pause_s=0.02, duration_s=12)
+        load = asyncio.create_task(engine.run(client, "default"))
         await asyncio.sleep(LOOK_AFTER_S)
         await asyncio.to_thread(look, control.page_address)
         await load

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Runs the protoc that requirements/protos.txt pins, in a virtual environment of its own: it needs
 # an older protobuf than everything else here.
-#     scripts/protos.sh            regenerates the stubs in kvplane/v1, integrations/etcd and
-#                                  kvplane/router/ext_proc/v3
+#     scripts/protos.sh            regenerates the stubs in kvplane/v1 and integrations/etcd
 #     scripts/protos.sh ARG ...    runs protoc with these arguments instead
 #   PYTHON=python3.12   the interpreter to use (default: that of .venv, otherwise python3)
 set -euo pipefail
@@ -27,6 +26,5 @@ protoc=("$venv/bin/python" -m grpc_tools.protoc)
 [ $# -eq 0 ] || exec "${protoc[@]}" "$@"
 generate=("${protoc[@]}" "-I$root/protos" --python_out="$root" --pyi_out="$root")
 "${protoc[@]}" "-I$root" --python_out="$root" --pyi_out="$root" "$root/integrations/etcd/etcd.proto"
-"${generate[@]}" "$root"/protos/kvplane/router/ext_proc/v3/ext_proc.proto
 exec "${generate[@]}" --grpc_python_out="$root" \
   "$root"/protos/kvplane/v1/{types,control,data,push}.proto

@@ -1,15 +1,12 @@
-"""Pools as the command shows them, and their keys: status, pools, rotate-key, top."""
+"""Pools as the command shows them, and their keys: status, pools, rotate-key."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import nullcontext
-from typing import Any, Final
+from typing import Final
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text
+from rich.console import Console
 
 from kvplane.cli.values import Context, only_pool, print_json, share, table_of
 from kvplane.clients.control_client import ControlClient
@@ -142,57 +139,6 @@ async def rotate_key(context: Context, pool: str, wait_s: float) -> int:
     shards = ", ".join(map(str, answer.unconfirmed_shards))
     context.show([{"pool": pool_id, "done": answer.done, "waits_for_shards": shards}])
     return 0 if answer.done else 1
-
-
-async def top(context: Context, interval_s: float, count: int) -> int:
-    """Pools, live: what they hold, and what they do in a second. ``count`` 0: until interrupted.
-    Updates replace each other on a terminal, and follow each other elsewhere.
-    """
-    console = Console()
-    replaces = console.is_terminal and not console.is_dumb_terminal and not context.as_json
-    async with context.client() as client:
-        earlier, at_s = await describe(client), time.monotonic()
-        shown = 0
-        with Live(console=console, auto_refresh=False) if replaces else nullcontext() as live:
-            while True:
-                await asyncio.sleep(interval_s)
-                now, now_s = await describe(client), time.monotonic()
-                rows = [
-                    _rates(pool_id, pool, earlier.get(pool_id, pool), now_s - at_s)
-                    for pool_id, pool in now.items()
-                ]
-                if context.as_json:
-                    print_json(rows)
-                else:
-                    title = Text(f"{context.address}  {time.strftime('%H:%M:%S')}")
-                    update = Group(title, table_of(rows))
-                    if live is None:
-                        console.print(update)
-                    else:
-                        live.update(update, refresh=True)
-                earlier, at_s, shown = now, now_s, shown + 1
-                if shown == count:
-                    return 0
-
-
-def _rates(
-    pool_id: str, pool: pb.DescribePoolResponse, earlier: pb.DescribePoolResponse, seconds: float
-) -> dict[str, Any]:
-    def rate(name: str) -> float:
-        return float(getattr(pool.counters, name) - getattr(earlier.counters, name)) / seconds
-
-    return {
-        "pool": pool_id,
-        "used": share(*_used(pool)),
-        "sessions": pool.num_sessions,
-        "sequences": pool.num_sequences,
-        "lookups/s": rate("num_lookup_tokens"),
-        "hits": share(rate("num_hit_tokens"), rate("num_lookup_tokens")),
-        "published/s": rate("num_publications"),
-        "evicted/s": rate("num_evictions"),
-        "swapped/s": rate("num_swapped_out_blocks") + rate("num_swapped_in_blocks"),
-        "cut/s": rate("num_cut_sequences"),
-    }
 
 
 def _used(pool: pb.DescribePoolResponse) -> tuple[int, int]:

@@ -16,14 +16,11 @@ from typing import Any, Final
 
 import click
 from click.shell_completion import get_completion_class
-from rich.console import Console
 
 from kvplane import __version__, ops
 from kvplane.cli import pools as of_pools
 from kvplane.cli import prefixes
-from kvplane.cli.bench import Traffic
-from kvplane.cli.bench import bench as run_bench
-from kvplane.cli.values import Context, only_pool, print_json, read_tokens, table_of
+from kvplane.cli.values import Context, read_tokens
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.transport.health import check
 from kvplane.transport.tls import TlsOptions
@@ -126,14 +123,6 @@ async def rotate_key(context: Context, pool: str, wait_s: float) -> int:
 
 
 @_command
-@click.option("--interval-s", default=1.0, type=_POSITIVE, help="Time between updates.")
-@click.option("--count", default=0, type=click.IntRange(min=0), help="Updates; 0: no end.")
-async def top(context: Context, interval_s: float, count: int) -> int:
-    """What pools hold and do, live, until Ctrl-C."""
-    return await of_pools.top(context, interval_s, count)
-
-
-@_command
 @_with_tokens
 @_with_pool
 @_with_namespace
@@ -221,34 +210,6 @@ async def ping(context: Context, address: str | None) -> int:
     took_ms = 1000 * (asyncio.get_running_loop().time() - begin_s)
     context.show([{"address": target, "state": state, "took_ms": round(took_ms, 1)}])
     return 0 if state == "SERVING" else EXIT_FAILED
-
-
-@_command
-@_with_pool
-@click.option("--duration-s", default=10.0, type=_POSITIVE, help="For how long.")
-@click.option("--num-sequences", default=8, type=click.IntRange(1, 4096), help="Live at a time.")
-@click.option("--num-prefixes", default=8, type=click.IntRange(1, 65536), help="Shared ones.")
-@click.option("--prefix-tokens", default=64, type=click.IntRange(1, 65536), help="Of each.")
-@click.option("--prompt-tokens", default=96, type=click.IntRange(1, 65536), help="In all.")
-@click.option("--output-tokens", default=32, type=click.IntRange(1, 65536), help="Decode steps.")
-@click.option("--pause-s", default=0.0, type=click.FloatRange(min=0), help="Between steps.")
-@click.option("--seed", default=1, help="Of the random prompts.")
-async def bench(context: Context, pool: str, **options: Any) -> int:
-    """Traffic through both planes: shared prompts, decoding, forks and swaps. Prints latencies.
-
-    It goes on in a new session when a plane restarts, and prints what was lost; exit code 1 if that
-    plane did not come back.
-    """
-    async with context.client() as client:
-        pool_id = only_pool(await client.list_pools(), pool)
-        measured = await run_bench(client, pool_id, Traffic(**options), context.tls)
-    summary = {name: round(value, 3) for name, value in measured.summary().items()}
-    if context.as_json:
-        print_json(summary)
-    else:
-        rows = [{"what": name.replace("_", " "), "value": value} for name, value in summary.items()]
-        Console().print(table_of(rows))
-    return EXIT_FAILED if measured.has_ended_early else 0
 
 
 @_command

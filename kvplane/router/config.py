@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from kvplane.errors import InvalidRequestError
 from kvplane.router.picker import HIT_BIAS, TOKENS_PER_S
-from kvplane.serving.certificates import ServerTls
 from kvplane.serving.config import check_address, is_loopback
 from kvplane.serving.limits.open_requests import share_of_one
 from kvplane.serving.observability.logs import FORMATS, LEVELS
@@ -27,16 +26,7 @@ class RouterConfig:
             *("check_interval_s", "tokens_per_s", "hit_bias"),
         ),
         "The server": (
-            *(
-                "bind",
-                "port_file",
-                "picker_bind",
-                "picker_port_file",
-                "picker_client_ca",
-                "api_keys_file",
-                "tls_certificate",
-                "tls_key",
-            ),
+            *("bind", "port_file", "api_keys_file", "tls_certificate", "tls_key"),
             *("insecure", "max_requests", "max_body_bytes", "max_received_bytes"),
         ),
         "The control plane": (
@@ -58,19 +48,6 @@ class RouterConfig:
         "127.0.0.1:8080", help="Address to serve HTTP on, host:port; port 0 picks a free one."
     )
     port_file: Path | None = setting(None, help="File to write the HTTP port to, once it serves.")
-    picker_bind: str = setting(
-        "",
-        help="Address to serve gateways on, as an endpoint picker over gRPC, host:port; port 0"
-        " picks a free one, and empty means not at all.",
-    )
-    picker_port_file: Path | None = setting(
-        None, help="File to write the port of --picker-bind to, once it serves."
-    )
-    picker_client_ca: Path | None = setting(
-        None,
-        help="PEM file of the authority that signs gateways' certificates; none: everybody who"
-        " reaches --picker-bind may ask.",
-    )
     api_keys_file: Path | None = setting(
         None,
         help="File of the keys that clients may have, one on each line; none: no key is asked.",
@@ -154,11 +131,13 @@ class RouterConfig:
             check_address(address.removeprefix("dns:///"), "control_plane")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
-        self._check_bind(self.bind, "bind")
-        if self.picker_bind:
-            self._check_bind(self.picker_bind, "picker_bind")
-        if self.picker_client_ca is not None and self.tls_certificate is None:
-            raise InvalidRequestError("needs --tls-certificate too", field="picker_client_ca")
+        check_address(self.bind, "bind")
+        if self.tls_certificate is None and not self.insecure and not is_loopback(self.bind):
+            raise InvalidRequestError(
+                f"{self.bind} can be reached from other machines: give --tls-certificate and "
+                "--tls-key, or --insecure",
+                field="bind",
+            )
         if self.api_keys_file is not None and not self.api_keys():
             raise InvalidRequestError("has no keys", field="api_keys_file")
         if share_of_one(self.max_received_bytes, len(self.api_keys())) < self.max_body_bytes:
@@ -168,15 +147,6 @@ class RouterConfig:
         if self.engine_key_file is not None and len(self.engine_key().split()) != 1:
             raise InvalidRequestError("must have one key", field="engine_key_file")
         self.pools()
-
-    def _check_bind(self, address: str, field: str) -> None:
-        check_address(address, field)
-        if self.tls_certificate is None and not self.insecure and not is_loopback(address):
-            raise InvalidRequestError(
-                f"{address} can be reached from other machines: give --tls-certificate and "
-                "--tls-key, or --insecure",
-                field=field,
-            )
 
     def pools(self) -> dict[str, str]:
         """The pool of each engine, by the engine's URL. Raises InvalidRequestError."""
@@ -204,13 +174,6 @@ class RouterConfig:
         if self.engine_key_file is None:
             return ""
         return _read(self.engine_key_file, "engine_key_file").strip()
-
-    @property
-    def picker_tls(self) -> ServerTls | None:
-        """How to serve gateways; None for plain text."""
-        if self.tls_certificate is None or self.tls_key is None:
-            return None
-        return ServerTls(self.tls_certificate, self.tls_key, self.picker_client_ca)
 
     @property
     def control_tls(self) -> TlsOptions | None:

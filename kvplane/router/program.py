@@ -20,17 +20,14 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.router import metrics as of
 from kvplane.router.app import RouterApp
 from kvplane.router.config import RouterConfig
-from kvplane.router.endpoint_picker import SERVICE, EndpointPicker
 from kvplane.router.engines import Engines
 from kvplane.router.feeds import PoolFeeds
 from kvplane.router.metrics import Reading, RouterMetrics
 from kvplane.router.picker import Picker
 from kvplane.router.prompts import PromptReader
 from kvplane.router.proxy import Proxy
-from kvplane.serving import server as serving
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.observability import logs
-from kvplane.serving.server import Server
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from kvplane.transport.renewed import RenewedClientContext
 
@@ -40,9 +37,6 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 _KEPT_IDLE_S: Final = 2.0
 # Requests are served by queues alone until indexes are known, but not before a moment has passed.
 _FEEDS_TIMEOUT_S: Final = 10.0
-_GRACE_S: Final = 5.0
-# What a gateway's message has besides a body.
-_OF_OTHERS_BYTES: Final = 1 << 20
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -92,9 +86,6 @@ async def _route(config: RouterConfig) -> None:
             max_received_bytes=config.max_received_bytes,
             api_keys=config.api_keys(),
         )
-        if config.picker_bind:
-            picking = await _serve_gateways(config, engines, picker, reader, metrics)
-            stack.push_async_callback(picking.stop, _GRACE_S)
         server = HttpServer(
             app.asgi,
             config.bind,
@@ -105,33 +96,6 @@ async def _route(config: RouterConfig) -> None:
             cut=lambda why: metrics.cut.labels(why).inc(),
         )
         await server.serve()
-
-
-async def _serve_gateways(
-    config: RouterConfig,
-    engines: Engines,
-    picker: Picker,
-    reader: PromptReader,
-    metrics: RouterMetrics,
-) -> Server:
-    server = serving.build(
-        config.picker_bind,
-        tls=config.picker_tls,
-        max_message_bytes=config.max_body_bytes + _OF_OTHERS_BYTES,
-        max_connection_calls=config.max_requests,
-    )
-    EndpointPicker(
-        engines,
-        picker,
-        reader,
-        metrics,
-        max_requests=config.max_requests,
-        max_body_bytes=config.max_body_bytes,
-        max_received_bytes=config.max_received_bytes,
-    ).add_to(server.grpc_server)
-    await server.start([SERVICE], serving=True)
-    serving.announce(server, config.picker_port_file)
-    return server
 
 
 def engine_client(config: RouterConfig) -> httpx2.AsyncClient:

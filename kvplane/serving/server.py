@@ -121,7 +121,7 @@ def most_connections() -> int:
     return min(num_files, _MOST_FILES) * 3 // 8
 
 
-def announce(server: Server, port_file: Path | None = None) -> None:
+def announce(server: Server, port_file: Path | None) -> None:
     """Write the port of ``server`` to ``port_file``, then log its address.
 
     Raises OSError when the file cannot be written.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 import yaml
 from tools import needs
 
+from examples.load import Load
 from kvplane import ControlClient, Layout, ops
-from kvplane.cli.bench import Traffic, bench
 from kvplane.session import Session
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
@@ -144,11 +143,11 @@ async def stopped_processes(stack: MonitoredStack) -> None:
 
 
 async def unlike_prompts(stack: MonitoredStack, control: ControlClient) -> None:
-    alike = Traffic(duration_s=25, num_prefixes=1, prefix_tokens=160, prompt_tokens=170)
-    await bench(control, POOL, alike)
-    unlike = replace(alike, duration_s=60, num_prefixes=4096, seed=2)
-    load = asyncio.create_task(bench(control, POOL, unlike))
+    sizes = {"prefix_tokens": 160, "own_tokens": 10}
+    await Load(duration_s=25, num_prefixes=1, **sizes).run(control, POOL)
+    unlike = Load(duration_s=60, num_prefixes=4096, seed=2, **sizes)
+    load = asyncio.create_task(unlike.run(control, POOL))
     await stack.until_firing("KvplaneHitRatioCollapsed")
     await end(load)
-    await bench(control, POOL, alike)
+    await Load(duration_s=25, num_prefixes=1, **sizes).run(control, POOL)
     await stack.until_cleared("KvplaneHitRatioCollapsed")

@@ -11,15 +11,14 @@ from typing import Any
 
 from tools import needs
 
+from examples.load import Load
 from kvplane import ControlClient
-from kvplane.cli.bench import Traffic, bench
 from scripts import boards
 from scripts.monitored_stack import ROOT, MonitoredStack
 
 INTERVAL = "10s"
 # Tight: sequences wait, are cut, swapped and evicted.
 POOL = ["--num-device-blocks", "96", "--num-host-blocks", "32"]
-TRAFFIC = Traffic(duration_s=60, num_sequences=24, num_prefixes=12)
 
 
 def panels() -> list[tuple[str, dict[str, Any]]]:
@@ -47,7 +46,8 @@ async def test_every_panel_has_data_under_load(tmp_path: Path) -> None:
     needs("prometheus", "promtool")
     with MonitoredStack(tmp_path, [], arguments, with_alertmanager=False) as stack:
         async with ControlClient(stack.control) as control:
-            load = asyncio.create_task(bench(control, "default", TRAFFIC))
+            engine = Load(duration_s=60, num_sequences=24, num_prefixes=12)
+            load = asyncio.create_task(engine.run(control, "default"))
             end_s = time.monotonic() + 45
             while absent := await asyncio.to_thread(missing, stack):
                 assert time.monotonic() < end_s, "\n".join(absent)

@@ -18,6 +18,7 @@ from typing import Any
 
 from tools import needs
 
+from examples.load import Load
 from kvplane import ControlClient
 from kvplane.v1 import types_pb2
 from scripts.monitored_stack import ROOT, MonitoredStack, free_port
@@ -54,18 +55,20 @@ async def test_page_command_metrics_and_api_agree_on_a_stack_that_had_traffic(
     needs("prometheus", "chromium")
     with MonitoredStack(tmp_path, pages, arguments, with_alertmanager=False) as stack:
         before = await asyncio.to_thread(shown, port)
-        load = asyncio.create_task(asyncio.to_thread(command, stack, "bench", "--duration-s", "5"))
-        while (await asyncio.to_thread(shown, port))["num_sequences"] == 0:
-            assert not load.done(), load
-        assert (await load)["steps"] > 0
+        async with ControlClient(stack.control) as control:
+            load = asyncio.create_task(Load(duration_s=5).run(control, "default"))
+            while (await asyncio.to_thread(shown, port))["num_sequences"] == 0:
+                assert not load.done(), load
+            await load
         page = await asyncio.to_thread(shown, port)
         assert page["counters"]["num_lookup_tokens"] > before["counters"]["num_lookup_tokens"]
 
-        (top,) = await asyncio.to_thread(command, stack, "top", "--count", "1")
+        (status,) = (await asyncio.to_thread(command, stack, "status"))["pools"]
         pools = await asyncio.to_thread(command, stack, "pools")
         async with ControlClient(stack.control) as control:
             api = await control.describe_pool("default")
-        assert (top["pool"], top["sessions"], top["sequences"]) == ("default", 0, 0)
+        told = status["pool"], status["sessions"], status["sequences"]
+        assert told == ("default", 0, 0)
         assert (page["num_sessions"], page["num_sequences"]) == (0, 0)
         assert page["counters"]["num_hit_tokens"] == api.counters.num_hit_tokens > 0
         for tier, row, drawn in zip(api.usage.tiers, pools["tiers"], page["maps"], strict=True):

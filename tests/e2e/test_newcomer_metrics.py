@@ -6,10 +6,12 @@ import asyncio
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tools import needs
 
+from examples.load import Load
 from kvplane import (
     ControlClient,
     DataClient,
@@ -20,7 +22,6 @@ from kvplane import (
     Tensor,
     ops,
 )
-from kvplane.cli.bench import Traffic, bench
 from kvplane.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
 from scripts.monitored_stack import ROOT, MonitoredStack
@@ -36,7 +37,7 @@ NOT_SEEN_HERE = {
     "kvplane_pushed_bytes_total": PUSHES,
     "kvplane_pushes_total": PUSHES,
 }
-TRAFFIC = Traffic(duration_s=15, num_sequences=24, num_prefixes=12)
+TRAFFIC: dict[str, Any] = {"duration_s": 15, "num_sequences": 24, "num_prefixes": 12}
 PATIENCE_S = 60.0
 
 
@@ -63,13 +64,14 @@ async def test_every_metric_has_a_value_or_is_named_with_why_not(tmp_path: Path)
     with MonitoredStack(tmp_path, of_control, arguments, with_alertmanager=False) as stack:
         async with ControlClient(stack.control) as control:
             following = asyncio.create_task(follow(control))
-            await bench(control, POOL, TRAFFIC)
+            await Load(**TRAFFIC).run(control, POOL)
+            await moves(control, stack.data)
             await mistakes(control, stack.data)
             await overload(control, stack.data)
             stack.kill("data_plane")
             stack.start_plane("data_plane")
             await control.wait_ready(POOL, timeout_s=PATIENCE_S)
-            await bench(control, POOL, TRAFFIC)
+            await Load(**TRAFFIC).run(control, POOL)
             deadline_s = time.monotonic() + PATIENCE_S
             while (absent := await asyncio.to_thread(empty, stack)) != set(NOT_SEEN_HERE):
                 assert absent >= set(NOT_SEEN_HERE), "seen after all"
@@ -100,6 +102,20 @@ async def run(execution: Execution, plan: SignedPayload | None, session: Session
     for layer in execution.layers if num_tokens else []:
         await execution.layer(layer, zeros, zeros, zeros)
     session.add_receipt(execution.receipt)
+
+
+async def moves(control: ControlClient, address: str) -> None:
+    """A fork that is written to, which copies a block, and is swapped out and in."""
+    session = await session_of(control)
+    async with session, DataClient(address) as data, await data.open(session.grant) as execution:
+        for operations in (
+            [ops.admit(1, range(300, 330))],
+            [ops.fork(1, 2), ops.append(2, [7], 1, first_position=30)],
+            [ops.swap_out([2])],
+            [ops.swap_in([2])],
+        ):
+            result = (await session.step(operations)).raise_for_status()
+            await run(execution, result.plan, session)
 
 
 async def mistakes(control: ControlClient, address: str) -> None:

@@ -9,7 +9,6 @@ from patched_faults import load
 
 FAULTS = load("mutants/router/faults.py")
 ON_THE_WIRE = "rpc/test_router_proxy.py"
-GATEWAY = "rpc/test_endpoint_picker.py"
 TIMEOUT_S = 3.0  # of tests that take a fraction of it; some faults show as waiting for ever
 
 
@@ -33,18 +32,3 @@ async def test_a_test_on_the_wire_catches(
     with pytest.raises((Exception, pytest.fail.Exception)):
         async with asyncio.timeout(TIMEOUT_S):
             await getattr(tests, name)(*(getattr(tests, script) for script in scripts))
-
-
-@pytest.mark.parametrize("fault", FAULTS.CAUGHT_BY_A_GATEWAY, ids=lambda fault: fault.__name__)
-async def test_a_gateway_s_test_catches(
-    fault: FAULTS.Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, values = FAULTS.CAUGHT_BY_A_GATEWAY[fault]
-    tests = load(GATEWAY)
-    fault(monkeypatch)
-    gateway = tests.Gateway()
-    await gateway.start()
-    with pytest.raises((Exception, pytest.fail.Exception)):
-        async with asyncio.timeout(TIMEOUT_S):
-            await getattr(tests, name)(gateway, *values)
-    await gateway.stop()

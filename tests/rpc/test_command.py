@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +17,7 @@ from plan_author import POOL_ID
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
+from examples.load import Load
 from kvplane import ControlClient, __version__
 from kvplane.cli.program import run
 from kvplane.errors import KvplaneError, PlaneUnavailableError
@@ -87,18 +87,18 @@ async def test_a_pool_that_is_not_ready_is_exit_code_1(command: Command, planes:
     assert "0 of 1" in done.out
 
 
-async def test_bench_makes_traffic_and_lookup_explain_retain_and_forget_find_its_prefix(
-    command: Command,
+async def test_lookup_explain_retain_and_forget_find_the_prefix_of_a_load(
+    command: Command, planes: Any
 ) -> None:
-    options = ["--num-prefixes", "1", "--prefix-tokens", "16", "--prompt-tokens", "20"]
-    done = await command("--json", "bench", "--duration-s", "0.5", *options)
-    assert done.code == 0
-    assert done.rows["cached_tokens"] > 0
+    load = Load(duration_s=0.5, num_prefixes=1, prefix_tokens=16, own_tokens=4)
+    async with ControlClient(planes[0].address) as client:
+        await load.run(client, POOL_ID)
+    assert load.num_cached_tokens > 0
     events = (await command("--json", "watch", "--count", "3")).out.splitlines()
     assert len(events) == 3
     assert json.loads(events[0]) == {"event": "cleared"}
     assert json.loads(events[1])["event"] == "stored"
-    tokens = ",".join(map(str, random.Random(0).choices(range(256), k=16)))
+    tokens = ",".join(map(str, load.prefixes[0]))
     assert (await command("--json", "lookup", tokens)).rows[0]["device_tokens"] == 16
     blocks = (await command("--json", "explain", tokens)).rows
     assert [block["tier"] for block in blocks] == ["device"] * len(blocks)
@@ -159,22 +159,6 @@ async def test_sessions_and_their_sequences_are_listed(command: Command, planes:
         assert (sequence["sequence"], sequence["tokens"], sequence["tier"]) == (7, 20, "device")
         assert sequence["blocks"] == row["held_blocks"] > 0
         assert (await command("sequences", "1")).code == 1
-
-
-async def test_top_shows_rates_as_often_as_asked(command: Command) -> None:
-    done = await command("--json", "top", "--interval-s", "0.05", "--count", "2")
-    lines = done.out.splitlines()
-    assert len(lines) == 2
-    assert json.loads(lines[1])[0]["pool"] == POOL_ID
-    assert POOL_ID in (await command("top", "--interval-s", "0.05", "--count", "1")).out
-
-
-async def test_top_prints_each_update_in_whole_lines_where_there_is_no_terminal(
-    command: Command,
-) -> None:
-    out = (await command("top", "--interval-s", "0.05", "--count", "3")).out
-    assert out.endswith("\n")
-    assert sum("%" in line for line in out.splitlines()) == 3
 
 
 async def test_ping_asks_either_plane(command: Command, planes: Any) -> None:

@@ -18,8 +18,8 @@ from control_plane.server.metric_declarations import DECLARATIONS as OF_CONTROL
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from data_plane.server.server import DataPlaneServer
+from examples.load import Load
 from kvplane import ControlClient
-from kvplane.cli.bench import Traffic, bench
 from kvplane.errors import PoolNotFoundError
 from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.v1 import data_pb2 as pb
@@ -59,13 +59,11 @@ async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
     )
     try:
         async with ControlClient(control.address) as client:
-            traffic = Traffic(
-                duration_s=20, max_steps=150, num_sequences=6, prefix_tokens=32, prompt_tokens=40
-            )
+            load = Load(duration_s=3, num_sequences=16, prefix_tokens=32, own_tokens=8)
             with pytest.raises(PoolNotFoundError):
                 await client.describe_pool("other")
-            measured = await bench(client, POOL_ID, traffic)
-            assert measured.num_computed_tokens and measured.num_cached_tokens
+            await load.run(client, POOL_ID)
+            assert load.num_cached_tokens
         await refusals(data.address)
         yield await checked(control.metrics_port), await checked(data.metrics_port)
     finally:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
@@ -16,14 +18,14 @@ from control_plane.server.config import ControlPlaneConfig
 from data_plane.server.config import DataPlaneConfig
 from engine.config import GenerateConfig
 from engine.serving.config import ServeConfig
-from kvplane.cli.program import cli
+from examples.load import Load, main
 from kvplane.serving.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 ON_A_GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-OURS = [name for name, service in SERVICES.items() if "build" in service]
+OURS = ["control-plane", "data-plane", "engine"]
 DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
 
 
@@ -38,12 +40,17 @@ def test_ports_are_published_on_loopback_alone(name: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
 
 
-def test_the_load_job_is_a_command_that_kvplane_takes() -> None:
+async def test_the_load_job_is_an_example_with_its_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     load = SERVICES["load"]
-    assert load["entrypoint"] == ["kvplane"]
-    at = load["command"].index("bench")
-    cli.make_context("kvplane", [*load["command"][:at], "bench"]).close()
-    cli.commands["bench"].make_context("bench", load["command"][at + 1 :]).close()
+    assert load["entrypoint"] == ["python", "/examples/load.py"]
+    assert "./examples:/examples:ro" in load["volumes"]
+    run = AsyncMock()
+    monkeypatch.setattr(Load, "run", run)
+    monkeypatch.setattr(sys, "argv", ["load.py", *load["command"]])
+    await main()
+    run.assert_awaited_once()
 
 
 def test_what_the_watchers_are_given_is_there() -> None:

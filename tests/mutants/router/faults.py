@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from kvplane.clients.prefix_feed import StoredBlock
 from kvplane.ray.replica_picker import ReplicaPicker
-from kvplane.router import app, endpoint_picker, engine_load, picker, proxy
+from kvplane.router import app, engine_load, picker, proxy
 from kvplane.router.engine_load import EngineLoad
 from kvplane.router.engines import Engines
 from kvplane.router.feeds import PoolFeeds
@@ -239,59 +239,4 @@ CAUGHT_BY: dict[Fault, tuple[str, str]] = {
     old_rates_count_as_new: ("test_engine_load", "test_a_rate_is_learnt_from_first_bytes"),
     queues_do_not_count: ("test_picker", "test_a_hit_is_worth_waiting_for_only_so_long"),
     the_first_of_equal_ones_wins: ("test_picker", "test_equal_engines_share_the_requests"),
-}
-
-
-def the_gateway_s_subset_is_not_read(patch: pytest.MonkeyPatch) -> None:
-    """Engines are picked that the gateway does not allow."""
-    patch.setattr(endpoint_picker, "_subset", lambda metadata: None)
-
-
-def parts_are_too_long(patch: pytest.MonkeyPatch) -> None:
-    """A body is sent back in one message."""
-    patch.setattr(endpoint_picker, "_PART_BYTES", 1 << 20)
-
-
-def ended_requests_stay_open(patch: pytest.MonkeyPatch) -> None:
-    """A gateway's stream ends, and its request counts on."""
-    patch.setattr(endpoint_picker._Exchange, "end", lambda self: None)
-
-
-def a_request_is_sent_again_and_never_ends(patch: pytest.MonkeyPatch) -> None:
-    """What was picked before is forgotten, and counts as open for ever."""
-    original = endpoint_picker._Exchange._pick
-
-    async def pick(self: Any) -> str:
-        self._engine = ""
-        return await original(self)
-
-    patch.setattr(endpoint_picker._Exchange, "_pick", pick)
-
-
-def headers_are_the_first_token(patch: pytest.MonkeyPatch) -> None:
-    """The rate is learnt from headers, which come before anything is computed."""
-    original = endpoint_picker._Exchange._request_headers
-
-    def read(self: Any, message: Any) -> Any:
-        message.protocol_config.response_body_mode = 0
-        return original(self, message)
-
-    patch.setattr(endpoint_picker._Exchange, "_request_headers", read)
-
-
-CAUGHT_BY_A_GATEWAY: dict[Fault, tuple[str, tuple[object, ...]]] = {
-    the_gateway_s_subset_is_not_read: (
-        "test_only_what_the_gateway_allows_is_picked",
-        (["10.0.0.1:8000"],),
-    ),
-    parts_are_too_long: ("test_a_body_in_parts_is_sent_back_after_the_headers", ()),
-    ended_requests_stay_open: (
-        "test_a_whole_body_is_answered_with_the_engine_that_has_its_prompt",
-        (),
-    ),
-    a_request_is_sent_again_and_never_ends: (
-        "test_a_request_counts_once_though_its_body_ends_twice",
-        (),
-    ),
-    headers_are_the_first_token: ("test_the_answer_tells_how_busy_the_engine_is", ()),
 }

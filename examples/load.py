@@ -1,0 +1,147 @@
+"""Load on both planes, as an engine makes it: prompts that share prefixes, and decoding.
+
+Tensors are made up. When a plane restarts, the sequences are lost and a new session goes on:
+
+    python examples/load.py 127.0.0.1:50051 --duration-s 60 --num-sequences 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+
+from kvplane import ControlClient, DataClient, Execution, Layout, Session, Tensor, ops
+from kvplane.errors import DeadlineExceededError, NotFoundError, StaleError, UnavailableError
+from kvplane.v1.types_pb2 import SignedPayload
+
+LOST = (StaleError, NotFoundError, UnavailableError, DeadlineExceededError)
+
+
+@dataclass
+class Sequence:
+    """``position``: the next one to compute, -1 while the sequence waits to be admitted."""
+
+    tokens: list[int]
+    num_left: int
+    position: int = -1
+
+
+@dataclass(kw_only=True)
+class Load:
+    """What is sent, and what came of it. A prompt begins with one of ``num_prefixes`` prefixes."""
+
+    duration_s: float = 10.0
+    num_sequences: int = 8
+    num_prefixes: int = 8
+    prefix_tokens: int = 64
+    own_tokens: int = 32
+    output_tokens: int = 32
+    pause_s: float = 0.0
+    seed: int = 1
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_lost_sessions: int = 0
+    last_id: int = 0
+    live: dict[int, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random, shared = random.Random(self.seed), random.Random(0)
+        sizes = [self.prefix_tokens] * self.num_prefixes
+        self.prefixes = [shared.choices(range(256), k=size) for size in sizes]
+
+    async def run(self, control: ControlClient, pool_id: str) -> None:
+        """Step until the end. Raises KvplaneError when a plane stays away."""
+        layout = Layout.from_proto((await control.wait_ready(pool_id)).layout)
+        session = await control.open_session(pool_id, layout, "load")
+        until_s = time.monotonic() + self.duration_s
+        while time.monotonic() < until_s:
+            try:
+                data = DataClient(session.shards[0].address)
+                async with session, data, await data.open(session.grant) as execution:
+                    while time.monotonic() < until_s:
+                        await self.step(session, execution)
+                        await asyncio.sleep(self.pause_s)
+                    await session.submit_receipts()
+            except LOST as error:
+                print(f"session {session.id} is lost: {error}", flush=True)
+                self.num_lost_sessions += 1
+                self.live = {}
+                session = await session.reopen()
+
+    async def step(self, session: Session, execution: Execution) -> None:
+        """Free what is done, compute the next token of the others, and admit one more."""
+        self.num_steps += 1
+        done = [i for i, each in self.live.items() if each.num_left <= 0]
+        self.live = {i: each for i, each in self.live.items() if each.num_left > 0}
+        running = {i: each for i, each in self.live.items() if each.position >= 0}
+        new: dict[int, list[int]] = {}  # none where some of the prompt is not computed yet
+        operations = [ops.free(done)]
+        for i, each in running.items():
+            new[i] = self.draw(each.position == len(each.tokens))
+            count = len(each.tokens) + len(new[i]) - each.position
+            operations.append(ops.append(i, new[i], count, first_position=each.position))
+        if len(running) == len(self.live) < self.num_sequences:
+            self.last_id += 1
+            prompt = self.random.choice(self.prefixes) + self.draw(self.own_tokens)
+            self.live[self.last_id] = Sequence(prompt, self.output_tokens)
+            operations.append(ops.admit(self.last_id, prompt, num_compute_tokens=0, wait=True))
+        result = await session.step(operations)
+        _, *appended = result.results[: len(running) + 1]
+        for (i, each), outcome in zip(running.items(), appended, strict=True):
+            if outcome.failures:
+                self.live[max(running)].num_left = 0  # the youngest makes room for the others
+            else:
+                each.tokens += new[i]
+                each.position = len(each.tokens)
+                each.num_left -= 1
+        for outcome in result.results[len(running) + 1 :]:
+            if not outcome.failures:
+                self.admitted(self.last_id, outcome.admit.num_cached_tokens)
+            elif not outcome.failures[0].shortage.place_in_line:
+                del self.live[self.last_id]
+        for granted in result.news.granted:
+            self.admitted(granted.sequence_id, granted.num_cached_tokens)
+        for i in result.news.cut:
+            self.live.pop(i, None)
+        if result.plan is not None:
+            await execute(session, execution, result.plan)
+
+    def draw(self, num_tokens: int) -> list[int]:
+        return self.random.choices(range(256), k=num_tokens)
+
+    def admitted(self, sequence_id: int, num_cached_tokens: int) -> None:
+        self.live[sequence_id].position = num_cached_tokens
+        self.num_prompt_tokens += len(self.live[sequence_id].tokens)
+        self.num_cached_tokens += num_cached_tokens
+
+
+async def execute(session: Session, execution: Execution, plan: SignedPayload) -> None:
+    """Run a plan, with tensors of zeros."""
+    num_tokens = (await execution.start(plan)).num_tokens
+    group, dtype = session.layout.groups[0], session.layout.dtype
+    shape = (num_tokens, group.num_kv_heads, group.head_size)
+    zeros = Tensor(dtype, shape, bytes(Tensor.size_bytes(dtype, shape)))
+    for layer in execution.layers if num_tokens else []:
+        await execution.layer(layer, zeros, zeros, zeros)
+    session.add_receipt(execution.receipt)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("control_plane", nargs="?", default="127.0.0.1:50051")
+    parser.add_argument("--duration-s", type=float, default=10.0)
+    parser.add_argument("--num-sequences", type=int, default=8)
+    given = parser.parse_args()
+    load = Load(duration_s=given.duration_s, num_sequences=given.num_sequences)
+    async with ControlClient(given.control_plane) as control:
+        await load.run(control, "default")
+    cached = f"{load.num_cached_tokens} of {load.num_prompt_tokens} prompt tokens cached"
+    print(f"{load.num_steps} steps, {cached}, {load.num_lost_sessions} sessions lost")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,1 +1,0 @@
-"""Generated from protos/kvplane/router/ext_proc/v3."""
