@@ -2,8 +2,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api manifests metrics-page clean
 
-PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
-SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
+PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py demo models tests benchmarks examples scripts setup.py
+SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
@@ -34,15 +34,15 @@ test-nightly: setup  ## Run the nightly tier: the long tests that make test leav
 	@$(PYTEST) -m nightly $(PYTEST_ARGS)
 
 # Ray listens on all interfaces, so it gets a network of its own.
-FLEET := PYTHONPATH=build/ray scripts/in_namespace.sh $(BIN)/python
+FLEET := PYTHONPATH=build/ray integrations/ray/in_namespace.sh $(BIN)/python
 
 fleet: setup build/ray  ## Answer on simulated machines while a leader, a shard and a machine are lost; needs etcd
-	@$(FLEET) -m scripts.fleet
+	@$(FLEET) -m integrations.ray.tests.simulate
 
 test-fleet: setup build/ray  ## Run the tests of fleets on Ray, on a cluster of simulated nodes
-	@$(FLEET) -m pytest -n 0 -m fleet $(PYTEST_ARGS) tests/fleet
+	@$(FLEET) -m pytest -n 0 -m fleet $(PYTEST_ARGS) integrations/ray/tests
 
-build/ray: requirements/ray.txt
+build/ray: integrations/ray/requirements.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $< --constraint requirements/lock.txt
 	@touch $@
 

@@ -26,7 +26,8 @@ def part_of(path: Path) -> str | None:
         return None
     if len(path.parts) == 1:
         return "docs" if path.suffix == ".md" else None
-    return path.parts[0] if path.parts[0] in PRODUCT + APART else None
+    part = "tests" if "tests" in path.parts else path.parts[0]
+    return part if part in PRODUCT + APART else None
 
 
 def count(root: Path) -> Counter[str]:

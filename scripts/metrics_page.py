@@ -10,7 +10,7 @@ from pathlib import Path
 
 from control_plane.server.metric_declarations import DECLARATIONS as OF_CONTROL
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
-from kvplane.router.metrics import DECLARATIONS as OF_ROUTER
+from kvplane.integrations.router.metrics import DECLARATIONS as OF_ROUTER
 from kvplane.serving.observability.metrics import SHARED, Declaration
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
@@ -18,7 +18,7 @@ HEAD = """# Metrics
 
 `make metrics-page` writes this page from the declarations in
 `kvplane/serving/observability/metrics.py`, `control_plane/server/metric_declarations.py`,
-`data_plane/server/metrics.py` and `kvplane/router/metrics.py`.
+`data_plane/server/metrics.py` and `integrations/router/metrics.py`.
 
 Each plane serves `/metrics` (`--metrics-port`; 9101 and 9102 by default), and `/healthz`, which
 answers 200 while it serves; the router serves both at the address of its proxy. Values are in base

@@ -24,7 +24,7 @@ from benchmarks.replay.__main__ import read_half
 from benchmarks.replay.traces import FORMATS, TraceError
 from benchmarks.routing.fleet import Fleet, Outcome, Shape
 from benchmarks.routing.policies import POLICIES, PolicyRouter
-from kvplane.router.picker import HIT_BIAS
+from kvplane.integrations.router.picker import HIT_BIAS
 
 CHOSEN = f"seconds:{HIT_BIAS:g}"
 # Floors of what was chosen; the second is a part of round-robin's time.

@@ -6,7 +6,7 @@
 | least-loaded | the engine that has the least to compute |
 | longest-prefix | the engine that has most of the prompt; of several the first |
 | longest-prefix-least-loaded | the same, of several the one that has the least to compute |
-| seconds:BIAS | ``kvplane.router.picker``, with that bias towards hits |
+| seconds:BIAS | ``kvplane.integrations.router.picker``, with that bias towards hits |
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from benchmarks.replay.cache import BLOCK_SIZE_TOKENS, Prompts
 from benchmarks.replay.traces import Request
 from benchmarks.routing.fleet import Shape
 from kvplane.clients.prefix_feed import PrefixEvent
-from kvplane.router.picker import Pick, Picker
-from kvplane.router.pool_index import PoolIndex
+from kvplane.integrations.router.picker import Pick, Picker
+from kvplane.integrations.router.pool_index import PoolIndex
 
 POLICIES = (
     *("round-robin", "least-loaded", "longest-prefix", "longest-prefix-least-loaded"),

@@ -27,7 +27,8 @@ export RAY_AUTH_TOKEN_PATH
 trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
 python -c 'import secrets; print(secrets.token_hex(32))' >"$RAY_AUTH_TOKEN_PATH"
 
-run="python -m kvplane.ray up --pools $pools --shards $shards --gpus 1 --control='$serving'"
+run="python -m kvplane.integrations.ray up --pools $pools --shards $shards --gpus 1"
+run+=" --control='$serving'"
 run+=" --data='--model $model $serving' | tee control_plane"
 srun ray symmetric-run --address "$head_address" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
   bash -euc "$run; sleep infinity"

@@ -18,8 +18,8 @@ import uvicorn
 from routed import BODY, PATIENCE_S, STREAM, Engine, Routed, chunk, routed, says_yes
 from uvicorn.server import ServerState
 
-from kvplane.router import prompts
-from kvplane.router.prompts import PromptReader
+from kvplane.integrations.router import prompts
+from kvplane.integrations.router.prompts import PromptReader
 from kvplane.serving import http_connection, http_requests
 from kvplane.serving.http_connection import HttpConnection
 from tests.e2e.engine_planes import save_byte_model

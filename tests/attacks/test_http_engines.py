@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 from routed import BODY, STREAM, Engine, Script, chunk, routed, says_yes, whole
 
-from kvplane.router import engines as of_engines
+from kvplane.integrations.router import engines as of_engines
 
 SHORT_S = 0.5
 

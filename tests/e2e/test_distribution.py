@@ -152,7 +152,7 @@ PROGRAMS = {
     "control_plane": "control-plane",
     "data_plane": "data-plane",
     "kvplane.engine": "engine",
-    "kvplane.router": "router",
+    "kvplane.integrations.router": "router",
 }
 
 ROUND_TRIP = """

@@ -12,14 +12,14 @@ from typing import Any
 
 import httpx2
 
-from kvplane.router.app import RouterApp
-from kvplane.router.config import RouterConfig
-from kvplane.router.engines import Engines
-from kvplane.router.metrics import RouterMetrics
-from kvplane.router.picker import Picker
-from kvplane.router.program import engine_client
-from kvplane.router.prompts import PromptReader
-from kvplane.router.proxy import Proxy
+from kvplane.integrations.router.app import RouterApp
+from kvplane.integrations.router.config import RouterConfig
+from kvplane.integrations.router.engines import Engines
+from kvplane.integrations.router.metrics import RouterMetrics
+from kvplane.integrations.router.picker import Picker
+from kvplane.integrations.router.program import engine_client
+from kvplane.integrations.router.prompts import PromptReader
+from kvplane.integrations.router.proxy import Proxy
 from kvplane.serving.http_server import HttpServer
 
 Script = Callable[["Engine", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

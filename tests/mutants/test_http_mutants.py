@@ -12,7 +12,7 @@ import pytest
 from patched_faults import NOTICES, load
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvplane.router import app, engines, program, prompts, proxy
+from kvplane.integrations.router import app, engines, program, prompts, proxy
 from kvplane.serving import http_connection, http_requests
 from kvplane.serving.http_connection import HttpConnection
 from kvplane.serving.limits import open_requests

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from patched_faults import load
 
-from kvplane.ray import placement, supervisor
-from kvplane.ray.placement import FleetShape
+from kvplane.integrations.ray import placement, supervisor
+from kvplane.integrations.ray.placement import FleetShape
 
-TESTS = load("unit/client/test_ray_placement.py")
+TESTS = load("../integrations/ray/tests/test_ray_placement.py")
 TESTS.WAIT_S = 2.0  # what a fault does not do, it does not do later
 
 
@@ -51,8 +51,9 @@ def servers_outlive_their_actors(patch: pytest.MonkeyPatch) -> None:
     run = TESTS.subprocess.Popen
 
     def popen(command: list[str], **options: object) -> object:
-        if "kvplane.ray.supervisor" in command[-1]:
-            planted = f"import kvplane.ray.supervisor as s\ns._UNTIL_PARENT_ENDS = {without!r}\n"
+        module = "kvplane.integrations.ray.supervisor"
+        if module in command[-1]:
+            planted = f"import {module} as s\ns._UNTIL_PARENT_ENDS = {without!r}\n"
             command = [*command[:-1], planted + command[-1]]
         return run(command, **options)
 

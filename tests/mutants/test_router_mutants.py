@@ -8,14 +8,15 @@ import pytest
 from patched_faults import load
 
 FAULTS = load("mutants/router/faults.py")
-ON_THE_WIRE = "rpc/test_router_proxy.py"
+ON_THE_WIRE = "../integrations/router/tests/test_router_proxy.py"
+OF = {"test_replica_picker": "ray"}
 TIMEOUT_S = 3.0  # of tests that take a fraction of it; some faults show as waiting for ever
 
 
 @pytest.mark.parametrize("fault", FAULTS.CAUGHT_BY, ids=lambda fault: fault.__name__)
 def test_a_test_catches(fault: FAULTS.Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     file, name = FAULTS.CAUGHT_BY[fault]
-    test = getattr(load(f"unit/router/{file}.py"), name)
+    test = getattr(load(f"../integrations/{OF.get(file, 'router')}/tests/{file}.py"), name)
     test()
     fault(monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception)):

@@ -23,8 +23,8 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.router.config import RouterConfig
-from kvplane.router.program import engine_client
+from kvplane.integrations.router.config import RouterConfig
+from kvplane.integrations.router.program import engine_client
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer

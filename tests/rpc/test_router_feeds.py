@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from control_wire import PATIENCE_S, RawShard, Stub
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane.clients.control_client import ControlClient
-from kvplane.router.feeds import PoolFeeds
-from kvplane.router.picker import Picker
+from kvplane.integrations.router.feeds import PoolFeeds
+from kvplane.integrations.router.picker import Picker
+
+pytestmark = pytest.mark.nightly
 
 
 async def test_an_engine_whose_pool_is_lost_is_picked_when_there_is_no_other(

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import StartServer
 from control_wire import RawSession, RawShard, Stub
 
 from benchmarks.replay.__main__ import replay
 from benchmarks.replay.traces import read_trace
+from conftest import StartServer
 from control_plane.server.server import ControlPlaneServer
 from control_plane.server.trace_writer import TraceWriter
 from kvplane import ops

@@ -9,13 +9,13 @@ import pytest
 from starlette.types import Receive
 
 from kvplane.clients.prefix_feed import StoredBlock
-from kvplane.ray.replica_picker import ReplicaPicker
-from kvplane.router import app, engine_load, picker, proxy
-from kvplane.router.engine_load import EngineLoad
-from kvplane.router.engines import Engines
-from kvplane.router.feeds import PoolFeeds
-from kvplane.router.picker import Picker
-from kvplane.router.pool_index import PoolIndex
+from kvplane.integrations.ray.replica_picker import ReplicaPicker
+from kvplane.integrations.router import app, engine_load, picker, proxy
+from kvplane.integrations.router.engine_load import EngineLoad
+from kvplane.integrations.router.engines import Engines
+from kvplane.integrations.router.feeds import PoolFeeds
+from kvplane.integrations.router.picker import Picker
+from kvplane.integrations.router.pool_index import PoolIndex
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
@@ -204,8 +204,14 @@ def lost_pools_are_not_picked_at_all(patch: pytest.MonkeyPatch) -> None:
 
 
 CAUGHT_BY: dict[Fault, tuple[str, str]] = {
-    lost_pools_look_idle: ("test_picker", "test_engines_of_lost_pools_are_picked_last"),
-    lost_pools_are_not_picked_at_all: ("test_picker", "test_engines_of_lost_pools_are_picked_last"),
+    lost_pools_look_idle: (
+        "test_picker",
+        "test_engines_of_lost_pools_are_picked_last",
+    ),
+    lost_pools_are_not_picked_at_all: (
+        "test_picker",
+        "test_engines_of_lost_pools_are_picked_last",
+    ),
     pools_are_followed_for_ever: (
         "test_feeds",
         "test_it_follows_the_pools_that_were_named_last",
@@ -214,8 +220,14 @@ CAUGHT_BY: dict[Fault, tuple[str, str]] = {
         "test_replica_picker",
         "test_a_request_that_was_refused_counts_where_it_goes_next",
     ),
-    the_chosen_replica_counts: ("test_replica_picker", "test_a_request_counts_where_it_went"),
-    who_gave_up_is_sent: ("test_replica_picker", "test_a_request_that_was_given_up_counts_nowhere"),
+    the_chosen_replica_counts: (
+        "test_replica_picker",
+        "test_a_request_counts_where_it_went",
+    ),
+    who_gave_up_is_sent: (
+        "test_replica_picker",
+        "test_a_request_that_was_given_up_counts_nowhere",
+    ),
     all_are_new: (
         "test_replica_picker",
         "test_replicas_come_and_go_and_those_that_stay_keep_their_load",
@@ -228,7 +240,10 @@ CAUGHT_BY: dict[Fault, tuple[str, str]] = {
         "test_pool_index",
         "test_a_block_is_found_until_it_has_left_every_tier",
     ),
-    parents_do_not_count: ("test_pool_index", "test_whole_blocks_at_the_beginning_are_found"),
+    parents_do_not_count: (
+        "test_pool_index",
+        "test_whole_blocks_at_the_beginning_are_found",
+    ),
     idle_time_counts: ("test_engine_load", "test_a_rate_is_learnt_from_first_bytes"),
     who_gave_up_waits_on: ("test_engine_load", "test_who_gives_up_waits_no_longer"),
     the_overdue_stay: (
@@ -236,7 +251,16 @@ CAUGHT_BY: dict[Fault, tuple[str, str]] = {
         "test_a_request_that_is_not_told_of_leaves_the_line_in_its_time",
     ),
     rates_never_change: ("test_engine_load", "test_a_rate_is_learnt_from_first_bytes"),
-    old_rates_count_as_new: ("test_engine_load", "test_a_rate_is_learnt_from_first_bytes"),
-    queues_do_not_count: ("test_picker", "test_a_hit_is_worth_waiting_for_only_so_long"),
-    the_first_of_equal_ones_wins: ("test_picker", "test_equal_engines_share_the_requests"),
+    old_rates_count_as_new: (
+        "test_engine_load",
+        "test_a_rate_is_learnt_from_first_bytes",
+    ),
+    queues_do_not_count: (
+        "test_picker",
+        "test_a_hit_is_worth_waiting_for_only_so_long",
+    ),
+    the_first_of_equal_ones_wins: (
+        "test_picker",
+        "test_equal_engines_share_the_requests",
+    ),
 }

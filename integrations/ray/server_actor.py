@@ -1,0 +1,104 @@
+"""What a Ray actor of a fleet is: it runs a server as a child process, and says where it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import ray
+
+from .placement import Server, command
+from .supervisor import Supervisor
+
+NAMESPACE: Final = "kvplane"
+_ANSWER_S: Final = 5.0
+_KNOWN_S: Final = 60.0
+_POLL_S: Final = 0.1
+
+
+class Status(NamedTuple):
+    """``address``: "host:port", empty while the server is not up. ``num_starts``: of its process
+    by this actor.
+    """
+
+    name: str
+    node: str
+    address: str
+    pid: int
+    actor_pid: int
+    num_starts: int
+
+
+class ServerActor:
+    """``control``: the names of the control planes' actors, for a data plane."""
+
+    def __init__(self, server: Server, control: list[str]) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        self._server = server
+        self._control = control
+        self._host = ray.util.get_node_ip_address()
+        self._follows: set[str] = set()
+        self._supervisor = Supervisor(self._command, self._follows_nobody)
+
+    def status(self) -> Status:
+        """At this moment."""
+        port = self._supervisor.port
+        address = f"{self._host}:{port}" if port else ""
+        pid, num_starts = self._supervisor.pid, self._supervisor.num_starts
+        return Status(self._server.name, self._host, address, pid, os.getpid(), num_starts)
+
+    def stop(self) -> None:
+        """End the server in order."""
+        self._supervisor.stop()
+
+    def _command(self, port_file: Path) -> list[str]:
+        control = addresses_of(self._control, _KNOWN_S) if self._control else []
+        self._follows = set(control)
+        return command(self._server, sys.executable, self._host, str(port_file), control)
+
+    def _follows_nobody(self) -> bool:
+        """Whether all control planes are elsewhere than when this data plane started. What
+        it holds is of no use then: nobody can plan for it.
+        """
+        if not self._control:
+            return False
+        there = {each.address for each in statuses(self._control) if each.address}
+        return bool(there) and not there & self._follows
+
+
+def addresses_of(names: list[str], timeout_s: float) -> list[str]:
+    """Where the servers of these actors are. Those that are not up are left out, when the others
+    have been waited for as long; raises TimeoutError when it is all of them.
+    """
+    end_s = time.monotonic() + timeout_s
+    while True:
+        found = [each.address for each in statuses(names) if each.address]
+        if len(found) == len(names):
+            return found
+        if time.monotonic() >= end_s:
+            if found:
+                return found
+            raise TimeoutError(f"none of {', '.join(names)} is up")
+        time.sleep(_POLL_S)
+
+
+def statuses(names: list[str]) -> list[Status]:
+    """Of those actors that are there and answer."""
+    asked = []
+    for name in names:
+        try:
+            asked.append(ray.get_actor(name, NAMESPACE).status.remote())
+        except ValueError:  # there is none
+            continue
+    done, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    found = []
+    for answer in done:
+        try:
+            found.append(ray.get(answer))
+        except ray.exceptions.RayError:  # it is being started again
+            continue
+    return found

@@ -1,0 +1,67 @@
+"""One cluster, one fleet and one engine's answers for all tests of the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from byte_model import save_byte_model
+from ray_cluster import POOL, UP_S, SimulatedCluster
+
+from engine import LLM, SamplingParams
+
+PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_byte_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[SimulatedCluster]:
+    with SimulatedCluster(2) as cluster:
+        from kvplane.integrations.ray import fleet
+
+        fleet.connect(cluster.address)
+        yield cluster
+        fleet.disconnect()
+
+
+@pytest.fixture
+def addresses(cluster: SimulatedCluster, model: Path) -> str:
+    """Of the control planes of a fleet that is up: two pools of two shards."""
+    from kvplane.integrations.ray import fleet
+    from kvplane.integrations.ray.placement import FleetShape
+
+    blocks = ("--num-device-blocks", "64", "--num-threads", "1")
+    shape = FleetShape(
+        num_pools=2,
+        num_shards=2,
+        control_arguments=("--grace-s", "0.2"),
+        data_arguments=("--model", str(model), *blocks),
+    )
+    return ",".join(fleet.up(shape, UP_S))
+
+
+@pytest.fixture
+def same_answers_after(addresses: str, model: Path) -> Callable[[Callable[[], None]], LLM]:
+    """A function that breaks something while an engine answers; it is given how to break."""
+
+    def check(broken: Callable[[], None]) -> LLM:
+        with LLM(
+            model, control_plane=addresses, pool_id=POOL, probe=False, num_threads=1,
+            timeout_s=5.0, recovery_timeout_s=UP_S,
+        ) as engine:  # fmt: skip
+            expected = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
+            tokens: dict[str, list[int]] = {}
+            for i, delta in enumerate(engine.stream(PROMPTS, PARAMS)):
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+                if i == 20:
+                    broken()
+            assert [*tokens.values()] == expected
+        return engine
+
+    return check

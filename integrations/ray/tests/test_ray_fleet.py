@@ -1,0 +1,119 @@
+"""A fleet on Ray, parts of which are lost while an engine answers: its answers stay the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from ray_cluster import POOL, UP_S
+
+pytestmark = [
+    pytest.mark.fleet,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),  # Ray's
+]
+
+
+def status_of(name: str) -> Any:
+    from kvplane.integrations.ray import fleet
+
+    return next((each for each in fleet.status() if each.name == name), None)
+
+
+def wait_until_it_is_another(name: str, before: Any) -> Any:
+    """Until the server is up again, as another process."""
+    deadline_s = time.monotonic() + UP_S
+    while (now := status_of(name)) is None or not now.address or now.pid == before.pid:
+        assert time.monotonic() < deadline_s, f"{name} was not started again: {now}"
+        time.sleep(0.1)
+    return now
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline_s = time.monotonic() + UP_S
+    while is_alive(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} is left over"
+        time.sleep(0.05)
+
+
+def test_a_pool_is_on_one_node_and_the_servers_are_processes(addresses) -> None:
+    from kvplane.integrations.ray import fleet
+
+    found = {each.name: each for each in fleet.status()}
+    assert len(found) == 5
+    for pool in ("pool-0", "pool-1"):
+        assert found[f"{pool}-shard-0"].node == found[f"{pool}-shard-1"].node
+    assert addresses == found["control-0"].address
+    assert all(each.pid != each.actor_pid for each in found.values())
+
+
+def test_a_shard_whose_process_ends_is_started_again(same_answers_after) -> None:
+    before = status_of(f"{POOL}-shard-1")
+    engine = same_answers_after(lambda: os.kill(before.pid, signal.SIGKILL))
+    assert engine.stats.num_reopened_sessions >= 1
+    after = wait_until_it_is_another(f"{POOL}-shard-1", before)
+    assert after.actor_pid == before.actor_pid
+    assert after.num_starts == before.num_starts + 1
+
+
+def test_a_shard_whose_actor_is_killed_is_started_again(same_answers_after) -> None:
+    before = status_of(f"{POOL}-shard-0")
+    engine = same_answers_after(lambda: os.kill(before.actor_pid, signal.SIGKILL))
+    assert engine.stats.num_reopened_sessions >= 1
+    after = wait_until_it_is_another(f"{POOL}-shard-0", before)
+    assert after.actor_pid != before.actor_pid
+    wait_until_gone(before.pid)  # the server does not outlive its actor
+
+
+def test_a_control_plane_whose_actor_is_killed_is_where_it_was(same_answers_after) -> None:
+    before = status_of("control-0")
+    engine = same_answers_after(lambda: os.kill(before.actor_pid, signal.SIGKILL))
+    assert engine.stats.num_reopened_sessions >= 1
+    after = wait_until_it_is_another("control-0", before)
+    if after.node == before.node:
+        assert after.address == before.address
+
+
+def test_a_pool_whose_node_is_lost_comes_up_on_another(cluster, same_answers_after) -> None:
+    before = status_of(f"{POOL}-shard-0")
+    assert before.node != cluster.head
+    try:
+        engine = same_answers_after(lambda: cluster.lose_node(before.node))
+        assert engine.stats.num_reopened_sessions >= 1
+        assert status_of(f"{POOL}-shard-0").node != before.node
+    finally:
+        cluster.add_node(before.node)
+
+
+def test_nothing_is_noticed_of_a_restart_of_rays_own_store(cluster, same_answers_after) -> None:
+    from kvplane.integrations.ray import fleet
+
+    before = fleet.status()
+    engine = same_answers_after(cluster.restart_store)
+    assert engine.stats.num_reopened_sessions == 0
+    assert fleet.status() == before
+
+
+def test_down_leaves_nothing(addresses) -> None:
+    from ray.util import list_named_actors, placement_group_table
+
+    from kvplane.integrations.ray import fleet
+
+    pids = [each.pid for each in fleet.status()]
+    assert fleet.down() == 5
+    for pid in pids:
+        wait_until_gone(pid)
+    assert list_named_actors() == []
+    assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
+    assert fleet.status() == []

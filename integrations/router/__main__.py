@@ -1,0 +1,25 @@
+"""``python -m kvplane.integrations.router``: see ``kvplane.integrations.router.program``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from kvplane.cli.extras import run_or_explain
+from kvplane.serving.event_loop import tune_grpc
+
+
+def main() -> int:
+    """Run the program; the exit code."""
+    tune_grpc()
+
+    def run_program() -> int:
+        from .program import run
+
+        return run(sys.argv[1:], os.environ)
+
+    return run_or_explain("router", "router", run_program)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

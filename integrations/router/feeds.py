@@ -1,0 +1,114 @@
+"""Follows the indexes of pools, for as long as the router runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, MutableMapping, MutableSet
+from typing import Final
+
+from kvplane.clients.control_client import ControlClient
+from kvplane.clients.prefix_feed import CaughtUp
+from kvplane.errors import KvplaneError, PoolNotFoundError
+from kvplane.layout import Layout
+
+from .pool_index import PoolIndex
+
+_LOGGER: Final = logging.getLogger(__name__)
+_AGAIN_S: Final = 1.0
+_LOOK_S: Final = 1.0
+_LOOK_TIMEOUT_S: Final = 5.0
+
+
+class PoolFeeds:
+    """Puts an index into ``indexes`` for each pool that could be followed. What is known stays
+    while the control plane is away: to routing it is worth more than nothing. ``lost`` has the
+    pools of which the control plane says that no session can be opened on them.
+    """
+
+    def __init__(
+        self,
+        control: ControlClient,
+        namespace: str,
+        indexes: MutableMapping[str, PoolIndex],
+        lost: MutableSet[str],
+    ) -> None:
+        self._control = control
+        self._namespace = namespace
+        self._indexes = indexes
+        self._lost = lost
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._caught_up: dict[str, asyncio.Event] = {}
+
+    @property
+    def caught_up(self) -> dict[str, bool]:
+        """Of each pool whether all was known that it had, at some time."""
+        return {pool: event.is_set() for pool, event in self._caught_up.items()}
+
+    def follow(self, pools: Iterable[str]) -> None:
+        """These from now on, and no others."""
+        wanted = set(pools)
+        for pool in self._tasks.keys() - wanted:
+            for task in self._tasks.pop(pool):
+                task.cancel()
+            del self._caught_up[pool]
+            self._indexes.pop(pool, None)
+            self._lost.discard(pool)
+        for pool in sorted(wanted - self._tasks.keys()):
+            self._caught_up[pool] = asyncio.Event()
+            self._tasks[pool] = [
+                asyncio.create_task(self._follow(pool)),
+                asyncio.create_task(self._look(pool)),
+            ]
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when all are caught up, or the time is over."""
+        waiting = asyncio.gather(*(event.wait() for event in self._caught_up.values()))
+        try:
+            await asyncio.wait_for(waiting, timeout_s)
+        except TimeoutError:
+            missing = [pool for pool, done in self.caught_up.items() if not done]
+            _LOGGER.warning("not followed yet pools=%s", ",".join(missing))
+
+    async def stop(self) -> None:
+        """End all."""
+        tasks = [task for of_pool in self._tasks.values() for task in of_pool]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self, pool: str) -> None:
+        """Keep ``lost`` right. A control plane that does not answer says nothing of its pools."""
+        while True:
+            try:
+                described = await self._control.describe_pool(pool, timeout_s=_LOOK_TIMEOUT_S)
+                self._tell(pool, is_lost=not described.ready)
+            except PoolNotFoundError:  # none of its data planes has registered
+                self._tell(pool, is_lost=True)
+            except KvplaneError as error:
+                _LOGGER.debug("pool=%s is not described: %s", pool, error.reason)
+            await asyncio.sleep(_LOOK_S)
+
+    def _tell(self, pool: str, *, is_lost: bool) -> None:
+        if is_lost != (pool in self._lost):
+            (self._lost.add if is_lost else self._lost.discard)(pool)
+            _LOGGER.info("pool=%s is %s", pool, "lost" if is_lost else "ready")
+
+    async def _follow(self, pool: str) -> None:
+        while True:
+            try:
+                await self._follow_once(pool)
+            except KvplaneError as error:
+                _LOGGER.warning("pool=%s is not followed: %s", pool, error.reason)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _follow_once(self, pool: str) -> None:
+        description = await self._control.wait_ready(pool)
+        layout = Layout.from_proto(description.layout)
+        index = PoolIndex(layout.block_size_tokens)
+        async for event in self._control.watch(pool, self._namespace):
+            index.apply(event)
+            if isinstance(event, CaughtUp) and self._indexes.get(pool) is not index:
+                self._indexes[pool] = index  # only now: what was known before is better than a part
+                self._caught_up[pool].set()
+                _LOGGER.info("follows pool=%s blocks=%d", pool, index.num_blocks)

@@ -1,0 +1,129 @@
+"""Picks the engine that will have computed a prompt first.
+
+    seconds = (1 - busy) ** hit_bias x seconds that the engine has yet to compute
+              + uncached tokens / its rate
+
+What is computed twice delays all that come before the engine is idle again: the more of them, the
+busier engines are. So a hit counts for more than this one request's time, by the share of engines
+that requests find ``busy``. A bias of 0 minds this request alone, and 1 is right where requests
+come one by one (the work that one adds to an M/G/1 queue delays others by busy / (1 - busy) times
+that work); they come in bursts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from .engine_load import EngineLoad
+from .pool_index import PoolIndex
+
+HIT_BIAS: Final = 1.5
+TOKENS_PER_S: Final = 4000.0
+# What one request sees counts so much of the share of busy engines.
+_GAIN: Final = 0.01
+_BUSY_AT_FIRST: Final = 0.5
+# Costs that differ by less are equal: the rates behind them are no better known.
+_EQUAL: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """An engine for a prompt. ``cost_s``: the weighted seconds that made it the choice."""
+
+    engine: str
+    num_cached_tokens: int
+    num_uncached_tokens: int
+    cost_s: float
+
+
+class Picker:
+    """Chooses among engines. ``pool_of``: the pool of each, by name. ``indexes``: of pools that are
+    followed; another counts as empty. ``lost``: pools on which engines can do nothing now.
+
+    ``tokens_per_s``: rate of an engine of which nothing is known yet.
+    """
+
+    def __init__(
+        self,
+        pool_of: Mapping[str, str],
+        *,
+        hit_bias: float = HIT_BIAS,
+        tokens_per_s: float = TOKENS_PER_S,
+    ) -> None:
+        self.indexes: dict[str, PoolIndex] = {}
+        self.lost: set[str] = set()
+        self.loads: dict[str, EngineLoad] = {}
+        self.pool_of: dict[str, str] = {}
+        self._hit_bias = hit_bias
+        self._tokens_per_s = tokens_per_s
+        self._busy = _BUSY_AT_FIRST
+        self._turn = count()
+        self._last_turn: dict[str, int] = {}
+        self._numbers = count()
+        self.choose_among(pool_of)
+
+    def choose_among(self, pool_of: Mapping[str, str]) -> None:
+        """From now on. What is known of an engine that was there already is kept."""
+        self.pool_of = dict(pool_of)
+        self.loads = {
+            engine: self.loads.get(engine) or EngineLoad(self._tokens_per_s) for engine in pool_of
+        }
+        self._last_turn = {engine: self._last_turn.get(engine, -1) for engine in pool_of}
+
+    def pick(
+        self,
+        prompts: Sequence[Sequence[int]],
+        now_s: float,
+        *,
+        num_unread_tokens: int = 0,
+        among: Collection[str] | None = None,
+    ) -> Pick | None:
+        """The engine for the prompts of a request, of those ``among``, or of all; None when there
+        is none. ``num_unread_tokens``: more tokens, which are not cached as far as is known. One
+        of a pool that is lost, which holds its requests, is picked only where there is no other.
+
+        Of nearly equal ones that with the fewest open requests, then the one not picked for
+        longest.
+        """
+        engines = self._usable(self.loads.keys() if among is None else among)
+        if not engines:
+            return None
+        waits_s = {engine: self.loads[engine].wait_s(now_s) for engine in engines}
+        self._busy += _GAIN * (sum(map(bool, waits_s.values())) / len(waits_s) - self._busy)
+        weight = (1 - self._busy) ** self._hit_bias
+        num_tokens = num_unread_tokens + sum(map(len, prompts))
+        cached = {
+            pool: sum(map(self.indexes[pool].num_cached_tokens, prompts))
+            for pool in {self.pool_of[engine] for engine in waits_s}
+            if pool in self.indexes
+        }
+        picks = []
+        for engine, wait_s in waits_s.items():
+            num_cached = cached.get(self.pool_of[engine], 0)
+            compute_s = (num_tokens - num_cached) / self.loads[engine].tokens_per_s
+            cost_s = weight * wait_s + compute_s
+            picks.append(Pick(engine, num_cached, num_tokens - num_cached, cost_s))
+        enough_s = min(pick.cost_s for pick in picks) * (1 + _EQUAL)
+        best = min(
+            (pick for pick in picks if pick.cost_s <= enough_s),
+            key=lambda pick: (self.loads[pick.engine].num_open, self._last_turn[pick.engine]),
+        )
+        self._last_turn[best.engine] = next(self._turn)
+        return best
+
+    def _usable(self, among: Collection[str]) -> list[str]:
+        """The engines among these whose pools are there, or all if there are none."""
+        engines = [engine for engine in self.loads if engine in among]
+        usable = [engine for engine in engines if self.pool_of[engine] not in self.lost]
+        return usable or engines
+
+    def sent(self, pick: Pick, now_s: float, *, is_told: bool) -> int:
+        """The prompt was sent to the engine picked. Returns a number for the load's ``answered``
+        and ``ended``.
+        """
+        number = next(self._numbers)
+        self.loads[pick.engine].sent(number, pick.num_uncached_tokens, now_s, is_told=is_told)
+        return number

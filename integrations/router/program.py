@@ -1,0 +1,146 @@
+"""``python -m kvplane.integrations.router``: routes until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import ssl
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Final
+
+import httpx2
+
+from kvplane.clients.control_client import ControlClient
+from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.serving.http_server import HttpServer
+from kvplane.serving.observability import logs
+from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
+from kvplane.transport.renewed import RenewedClientContext
+
+from . import metrics as of
+from .app import RouterApp
+from .config import RouterConfig
+from .engines import Engines
+from .feeds import PoolFeeds
+from .metrics import Reading, RouterMetrics
+from .picker import Picker
+from .prompts import PromptReader
+from .proxy import Proxy
+
+_LOGGER: Final = logging.getLogger("router")
+_CONNECT_TIMEOUT_S: Final = 5.0
+# Shorter than servers keep idle connections: a request on one that is being closed would fail.
+_KEPT_IDLE_S: Final = 2.0
+# Requests are served by queues alone until indexes are known, but not before a moment has passed.
+_FEEDS_TIMEOUT_S: Final = 10.0
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the program; its exit code: 0 stopped by a signal, 1 cannot serve, 2 bad settings."""
+    config = parse(RouterConfig, "router", argv, environ, "kvplane.integrations.")
+    logs.setup(config.log_level, config.log_format)
+    if config.log_level == "info":  # a line for each request, and for each look at an engine
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
+    log_settings(config, _LOGGER)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # the server ends by them, and raises them again
+    try:
+        asyncio.run(_route(config))
+    except (KvplaneError, OSError) as error:
+        print(f"router: error: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTINGS if isinstance(error, InvalidRequestError) else 1
+    except SystemExit as end:  # of uvicorn: the address cannot be bound
+        return int(bool(end.code))
+    return 0
+
+
+async def _route(config: RouterConfig) -> None:
+    reader = PromptReader(config.tokenizer)
+    pools = config.pools()
+    picker = Picker(pools, hit_bias=config.hit_bias, tokens_per_s=config.tokens_per_s)
+    async with AsyncExitStack() as stack:
+        stack.callback(reader.close)
+        client = await stack.enter_async_context(engine_client(config))
+        control = ControlClient(config.control_plane, tls=config.control_tls)
+        await stack.enter_async_context(control)
+        engines = Engines(client, pools, config.check_interval_s, config.engine_key())
+        feeds = PoolFeeds(control, config.namespace, picker.indexes, picker.lost)
+        metrics = RouterMetrics(_readings(picker, engines, feeds))
+        stack.push_async_callback(engines.stop)
+        stack.push_async_callback(feeds.stop)
+        feeds.follow(pools.values())
+        await engines.start()
+        await feeds.wait(_FEEDS_TIMEOUT_S)
+        app = RouterApp(
+            Proxy(client, engines, picker, metrics, config.engine_key()),
+            engines,
+            picker,
+            reader,
+            metrics,
+            max_requests=config.max_requests,
+            max_body_bytes=config.max_body_bytes,
+            max_received_bytes=config.max_received_bytes,
+            api_keys=config.api_keys(),
+        )
+        server = HttpServer(
+            app.asgi,
+            config.bind,
+            certificate=config.tls_certificate,
+            key=config.tls_key,
+            port_file=config.port_file,
+            logger=_LOGGER,
+            cut=lambda why: metrics.cut.labels(why).inc(),
+        )
+        await server.serve()
+
+
+def engine_client(config: RouterConfig) -> httpx2.AsyncClient:
+    """What asks engines. Raises InvalidRequestError when the authority's file cannot be read."""
+    try:
+        context: ssl.SSLContext = (
+            RenewedClientContext(config.engine_ca)
+            if config.engine_ca is not None
+            else ssl.create_default_context()
+        )
+    except OSError as error:
+        raise InvalidRequestError(f"cannot be read: {error}", field="engine_ca") from error
+    return httpx2.AsyncClient(
+        cookies=CookieJar(
+            DefaultCookiePolicy(allowed_domains=[])
+        ),  # one client's are not another's
+        verify=context,
+        trust_env=False,
+        timeout=httpx2.Timeout(config.engine_timeout_s, connect=_CONNECT_TIMEOUT_S),
+        limits=httpx2.Limits(
+            max_connections=None, max_keepalive_connections=100, keepalive_expiry=_KEPT_IDLE_S
+        ),
+    )
+
+
+def _readings(picker: Picker, engines: Engines, feeds: PoolFeeds) -> list[Reading]:
+    loads = picker.loads
+    return [
+        (of.ENGINE_UP, lambda: ((url, float(url in engines.up)) for url in loads)),
+        (
+            of.ENGINE_WAIT,
+            lambda: ((url, load.wait_s(time.monotonic())) for url, load in loads.items()),
+        ),
+        (of.ENGINE_RATE, lambda: ((url, load.tokens_per_s) for url, load in loads.items())),
+        (
+            of.POOL_FOLLOWED,
+            lambda: ((pool, float(done)) for pool, done in feeds.caught_up.items()),
+        ),
+        (
+            of.POOL_LOST,
+            lambda: ((pool, float(pool in picker.lost)) for pool in feeds.caught_up),
+        ),
+        (
+            of.POOL_BLOCKS,
+            lambda: ((pool, float(index.num_blocks)) for pool, index in picker.indexes.items()),
+        ),
+    ]
