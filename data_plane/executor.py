@@ -35,7 +35,6 @@ from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
 from data_plane.plans.tables.block_report import Parts, Ranges, block_report
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.verifier import Verifier
-from data_plane.pool_keys import HeldKeys
 from data_plane.repeated_layers import RepeatedLayers
 from data_plane.table_blocks import BlockRange, TableBlocks
 from kvplane.attention_options import AttentionOptions
@@ -127,7 +126,6 @@ class Executor:
         self.expectations = Expectations(
             self._plans, self._compute, self.layers, self._command.lock, observe
         )
-        self.keys = HeldKeys(self._verifier, self._sessions, self._command)
 
     @property
     def pool_id(self) -> str:
@@ -143,6 +141,11 @@ class Executor:
     def incarnation(self) -> int:
         """The incarnation of the control plane registered with; 0 before the first."""
         return self._verifier.incarnation
+
+    @property
+    def key_id(self) -> bytes:
+        """Identifies the pool's key; empty before there is one."""
+        return self._verifier.key_id
 
     @property
     def num_sessions(self) -> int:
@@ -184,7 +187,7 @@ class Executor:
         with self._command.lock, self._command("install"):
             self._verifier.install(incarnation, key)
             self._plans.quiesce()
-            self._sessions.end_all(self.keys.id)
+            self._sessions.end_all(self.key_id)
             self._tables.drop_all()
 
     def report(self, blocks_per_part: int = 2048, among: Ranges | None = None) -> Parts:

@@ -251,13 +251,10 @@ class Registrar:
                 self.flush()
             elif kind == "files_forgotten":
                 self._core.files_forgotten(*stream.key, stream.epoch, request.files_forgotten)
-            elif kind == "keys_held":
-                self._core.keys_held(*stream.key, stream.epoch, request.keys_held)
-                self.flush()
             elif kind != "heartbeat":
                 raise InvalidRequestError(
-                    "must be digests, a report, fence_done, keys_held, files_forgotten or a"
-                    " heartbeat after the hello",
+                    "must be digests, a report, fence_done, files_forgotten or a heartbeat after"
+                    " the hello",
                     field=kind or "message",
                 )
 

@@ -133,7 +133,7 @@ class RegistrationClient:
         """
         executor = self._executor
         if welcome.resumed:
-            if welcome.incarnation != executor.incarnation or not executor.keys.id:
+            if welcome.incarnation != executor.incarnation or not executor.key_id:
                 raise StaleIncarnationError(
                     f"the control plane of incarnation {welcome.incarnation} resumed a "
                     "registration that this data plane does not have: registering again",
@@ -158,13 +158,6 @@ class RegistrationClient:
         for part in await self._worker.run(partial(self._executor.report, BLOCKS_PER_REPORT)):
             await stream.send(pb.RegisterRequest(report=part))
 
-    async def _tell_keys(self, stream: RegistrationStream) -> None:
-        """Confirm a step of a rotation of the key."""
-        executor = self._executor
-        held = pb.KeysHeld(key_id=executor.keys.id, newer_key_id=executor.keys.newer_id)
-        _LOGGER.info("keys num_held=%d", 1 + bool(held.newer_key_id))
-        await stream.send(pb.RegisterRequest(keys_held=held))
-
     async def _follow(self, stream: RegistrationStream) -> None:
         """Handle the control plane's messages until the stream ends."""
         executor = self._executor
@@ -187,12 +180,6 @@ class RegistrationClient:
                 task = asyncio.create_task(self._forget(self._files, stream, response.forget_files))
                 self._forgetting.add(task)
                 task.add_done_callback(self._forgetting.discard)
-            elif kind == "key_offer":
-                await self._worker.run(partial(executor.keys.add, response.key_offer.key))
-                await self._tell_keys(stream)
-            elif kind == "key_retirement":
-                await self._worker.run(partial(executor.keys.retire, response.key_retirement))
-                await self._tell_keys(stream)
             elif kind == "report_request":
                 num_reports += 1
                 await self._report(stream)

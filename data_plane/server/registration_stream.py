@@ -46,9 +46,7 @@ def hello_of(executor: Executor, address: str, *, is_ahead: bool = False) -> pb.
         groups=_groups(executor),
         address=address,
         incarnation=executor.incarnation,
-        key_id=executor.keys.id,
-        newer_key_id=executor.keys.newer_id,
-        rotates_keys=True,
+        key_id=executor.key_id,
         is_ahead=is_ahead,
         has_file_tier=executor.published.is_watched,
     )

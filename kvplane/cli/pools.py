@@ -1,4 +1,4 @@
-"""Pools as the command shows them, and their keys: status, pools, rotate-key, top."""
+"""Pools as the command shows them: status, pools, top."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
 _TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
-_POLL_S: Final = 0.1
 Pools = dict[str, pb.DescribePoolResponse]
 
 
@@ -128,20 +127,6 @@ async def sequences(context: Context, session_id: int, pool: str) -> int:
     ]
     context.show(rows)
     return 0 if found else 1
-
-
-async def rotate_key(context: Context, pool: str, wait_s: float) -> int:
-    """Replace a pool's key; 0 once no data plane takes the former one."""
-    until_s = time.monotonic() + wait_s
-    async with context.client() as client:
-        pool_id = only_pool(await client.list_pools(), pool)
-        answer = await client.rotate_key(pool_id)
-        while not answer.done and time.monotonic() < until_s:
-            await asyncio.sleep(_POLL_S)
-            answer = await client.rotate_key(pool_id, answer.key_number)
-    shards = ", ".join(map(str, answer.unconfirmed_shards))
-    context.show([{"pool": pool_id, "done": answer.done, "waits_for_shards": shards}])
-    return 0 if answer.done else 1
 
 
 async def top(context: Context, interval_s: float, count: int) -> int:

@@ -100,7 +100,6 @@ class Engine:
             "Watch": lambda: [cpb.WatchRequest(pool_id="pool")],
             "DescribeSequence": lambda: [cpb.DescribeSequenceRequest(session=ref_, sequence_id=1)],
             "ListSessions": lambda: [cpb.ListSessionsRequest(pool_id="pool")],
-            "RotateKey": lambda: [cpb.RotateKeyRequest(pool_id="pool", key_number=1)],
             "Register": lambda: self._registration(rng),
         }
         weights = [8 if name in ("RunStep", "Step") else 1 for name in made]

@@ -9,7 +9,7 @@ and the pool is built again.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final
 
 from control_plane.planning.config import CoreConfig
@@ -18,9 +18,7 @@ from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.recovery import begin_if_complete, build_some
 from control_plane.planning.pools.reports import is_same_run
-from control_plane.planning.pools.rotation import KeyRotation
 from control_plane.planning.pools.shards import PoolShards, ShardState, total_blocks
-from control_plane.planning.session import Session
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -32,6 +30,7 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.shard import Shard, most_kv_heads
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import signing
 
 MAX_POOL_ID_CHARACTERS: Final = 128
 MAX_ADDRESS_CHARACTERS: Final = 512
@@ -51,19 +50,13 @@ class Registration:
         config: CoreConfig,
         new_key: Callable[[], bytes],
         end_sessions: Callable[[Pool], None],
-        sessions_of: Callable[[Pool], Collection[Session]] = lambda _: (),
     ) -> None:
-        """``end_sessions`` ends all sessions of a pool, for StaleEpochError. ``sessions_of``: the
-        open ones of a pool.
-        """
+        """``end_sessions`` ends all sessions of a pool, for StaleEpochError."""
         self._pools = pools
         self._incarnation = incarnation
         self._config = config
         self._new_key = new_key
         self._end_sessions = end_sessions
-        self._rotation = KeyRotation(config.key_lifetime_s, sessions_of)
-        self.rotate = self._rotation.tick
-        self.replace_key = self._rotation.replace
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
         self._working: set[Pool] = set()  # have work that is done in pieces
         self._announcing: set[Pool] = set()  # have something to announce
@@ -100,16 +93,14 @@ class Registration:
         elif self._can_resume(pool, hello):
             self.touched.add(pool)
             pool.shards.reconnect(hello)
-            self._rotation.registered(pool, hello, resumed=True)
             return cpb.Welcome(incarnation=self._incarnation(), resumed=True)
         else:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
         pool.shards.add(hello)
-        self._rotation.registered(pool, hello, resumed=False)
         return cpb.Welcome(
             incarnation=self._incarnation(),
-            key=pool.keys.present,
+            key=pool.key,
             compares=pool.shards.reports.knows(hello),
         )
 
@@ -285,14 +276,6 @@ class Registration:
             messages += pool.shards.forgets_for(state.hello)
         return outgoing + messages
 
-    def keys_held(self, pool_id: str, shard_index: int, epoch: int, held: cpb.KeysHeld) -> None:
-        """A shard says what keys it holds. Raises PoolNotFoundError, StaleEpochError,
-        InvalidRequestError.
-        """
-        pool, _ = self._shard(pool_id, shard_index, epoch)
-        self.touched.add(pool)
-        self._rotation.held(pool, shard_index, held)
-
     def _shard(self, pool_id: str, shard_index: int, epoch: int) -> tuple[Pool, ShardState]:
         pool = self._pools.get(pool_id)
         if pool is None:
@@ -341,10 +324,8 @@ class Registration:
 
 
 def _holds(hello: cpb.Hello, pool: Pool) -> bool:
-    """Whether the process shows that it holds the pool's present key."""
-    present_id = pool.keys.present_id
-    ids = hello.key_id, hello.newer_key_id
-    return any(hmac.compare_digest(each, present_id) for each in ids)
+    """Whether the process shows that it holds the pool's key."""
+    return hmac.compare_digest(hello.key_id, signing.key_id(pool.key))
 
 
 def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
@@ -404,8 +385,7 @@ def _validate(hello: cpb.Hello) -> Layout:
     _require(0 <= shard.index < shard.num_shards, "shard.index", "from 0 to num_shards - 1")
     _require(hello.epoch > 0, "epoch", "above 0")
     _check_num_blocks(hello, "")
-    for name in ("key_id", "newer_key_id"):
-        _require(len(getattr(hello, name)) in _KEY_ID_BYTES, name, "16 bytes, or empty")
+    _require(len(hello.key_id) in _KEY_ID_BYTES, "key_id", "16 bytes, or empty")
     num_groups = len(layout.groups)
     if num_groups > 1:
         _require(len(hello.groups) == num_groups, "groups", f"{num_groups}, one for each group")

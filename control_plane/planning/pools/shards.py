@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 
 from control_plane.planning.pools.file_forgets import FileForgets
-from control_plane.planning.pools.keys import PoolKeys
 from control_plane.planning.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -35,7 +34,6 @@ class ShardState:
         "complete",
         "connected",
         "hello",
-        "key_ids",
         "outgoing",
         "resends_from",
         "welcomed",
@@ -43,7 +41,6 @@ class ShardState:
 
     def __init__(self, hello: cpb.Hello, reports: Reports) -> None:
         self.hello = hello
-        self.key_ids: frozenset[bytes] = frozenset()  # of the keys that it holds, as far as it said
         self._index = hello.shard.index
         self._reports = reports
         self._has_begun = False  # to report what the pool is to be built from
@@ -131,17 +128,19 @@ class ShardState:
 
 
 class PoolShards:
-    """All data planes of one pool, and the keys that they share."""
+    """All data planes of one pool, and the key that they share."""
 
     def __init__(
         self, num_shards: int, layout: Layout, new_key: Callable[[], bytes] = signing.new_key
     ) -> None:
         self.num_shards = num_shards
         self.layout = layout
-        self.keys = PoolKeys(new_key)
+        self._new_key = new_key
+        self.key = new_key()
+        """Signs plans, grants and receipts."""
         self.reports = Reports(layout, num_shards)
         self.states: dict[int, ShardState] = {}
-        self._num_sessions = 0  # opened since the keys began
+        self._num_sessions = 0  # opened since the key was made
         self._is_told = False  # something since the last take_told
         # Ended session -> the shards that have not fenced it yet, and the message to them.
         self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
@@ -257,10 +256,6 @@ class PoolShards:
         self._is_told = False
         return [i for i, state in self.states.items() if state.outgoing]
 
-    def tell(self) -> None:
-        """Messages were queued for some shards."""
-        self._is_told = True
-
     def send(self, messages: list[cpb.RegisterResponse]) -> None:
         """Queue messages for every connected shard; the others get all they missed on resuming."""
         self._is_told = True
@@ -307,7 +302,7 @@ class PoolShards:
     # Sessions
 
     def next_ordinal(self) -> int:
-        """The ordinal of a new session: sessions opened since the keys began, with it."""
+        """The ordinal of a new session: sessions opened since the key was made, with it."""
         self._num_sessions += 1
         return self._num_sessions
 
@@ -329,11 +324,11 @@ class PoolShards:
         return True
 
     def start_over(self, num_shards: int, layout: Layout) -> None:
-        """Forget all shards and keys, and what they still had to fence. What a process of them
-        reported can still be compared.
+        """Forget all shards, and what they still had to fence, and begin with a new key. What a
+        process of them reported can still be compared.
         """
         self.num_shards, self.layout = num_shards, layout
-        self.keys.start_over()
+        self.key = self._new_key()
         self.states.clear()
         if not self.reports.fits(num_shards, layout):
             self.reports = Reports(layout, num_shards)
