@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from data_plane.block_digests import BlockDigests
 from data_plane.commands import Commands, Observer
 from data_plane.counters import ExecutorCounters
 from data_plane.expected_layers import Expectations
@@ -32,7 +31,7 @@ from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.batches.fixed_rows import StepBounds
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
-from data_plane.plans.tables.block_report import Parts, Ranges, block_report
+from data_plane.plans.tables.block_report import Parts, block_report
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.verifier import Verifier
 from data_plane.repeated_layers import RepeatedLayers
@@ -100,7 +99,6 @@ class Executor:
             drain=self.kernels.streams.drain,
         )
         self._tables = BlockTables(self.pools.num_blocks, layout.block_size_tokens)
-        self.digests = BlockDigests(self._tables, self._command)
         self._sessions = Sessions()
         self._compute = ShardKernels(
             layout,
@@ -190,10 +188,10 @@ class Executor:
             self._sessions.end_all(self.key_id)
             self._tables.drop_all()
 
-    def report(self, blocks_per_part: int = 2048, among: Ranges | None = None) -> Parts:
-        """All blocks that were ever allocated, or those in ranges, by ``block_report``."""
+    def report(self, blocks_per_part: int = 2048) -> Parts:
+        """All blocks that were ever allocated, by ``block_report``."""
         with self._command.lock, self._command("report"):
-            return block_report(self._tables, blocks_per_part, among)
+            return block_report(self._tables, blocks_per_part)
 
     def publish(self, publications: pb.Publications) -> int:
         """Keep the publications whose block still has their generation, and ignore the others.

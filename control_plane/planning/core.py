@@ -4,9 +4,8 @@ Knows neither grpc nor torch. Single-threaded: it is only ever called from the e
 call runs to its end, but ``in_pieces`` stops between pieces. Invariant: ``check_integrity`` holds
 after every call and every piece, one that raises too.
 
-    registration   register, compare, report, disconnect, fence_done, files_forgotten, announce,
-                   take_told, take_outgoing, take_missed; register_ahead, and ahead:
-                   while another control plane leads
+    registration   register, report, disconnect, fence_done, files_forgotten, announce, take_told,
+                   take_outgoing, take_missed
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
@@ -103,8 +102,6 @@ class ControlPlane:
             end_sessions=self._end_all,
         )
         self.register, self.report = registry.register, registry.report
-        self.compare, self.register_ahead = registry.compare, registry.register_ahead
-        self.ahead = registry.ahead
         self.disconnect, self.take_told = registry.disconnect, registry.take_told
         self.files_forgotten, self.has_work = registry.files_forgotten, registry.has_work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce

@@ -13,11 +13,9 @@ from collections.abc import Callable
 from typing import Final
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.pools.ahead import ReportsAhead
 from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.recovery import begin_if_complete, build_some
-from control_plane.planning.pools.reports import is_same_run
 from control_plane.planning.pools.shards import PoolShards, ShardState, total_blocks
 from kvplane.errors import (
     InvalidRequestError,
@@ -60,7 +58,6 @@ class Registration:
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
         self._working: set[Pool] = set()  # have work that is done in pieces
         self._announcing: set[Pool] = set()  # have something to announce
-        self.ahead = ReportsAhead(config.max_pools, config.max_blocks)
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
@@ -86,9 +83,6 @@ class Registration:
                     field="hello.pool_id",
                 )
             shards = PoolShards(hello.shard.num_shards, layout, self._new_key)
-            shards.reports = (
-                self.ahead.take(hello.pool_id, shards.num_shards, layout) or shards.reports
-            )
             pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._config)
         elif self._can_resume(pool, hello):
             self.touched.add(pool)
@@ -98,20 +92,7 @@ class Registration:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
         pool.shards.add(hello)
-        return cpb.Welcome(
-            incarnation=self._incarnation(),
-            key=pool.key,
-            compares=pool.shards.reports.knows(hello),
-        )
-
-    def register_ahead(self, hello: cpb.Hello) -> cpb.Welcome:
-        """A shard reports ahead, to a control plane that stands by. It sends digests next.
-
-        Raises InvalidRequestError, StaleEpochError, QuotaExceededError.
-        """
-        self.ahead.register(hello, _validate(hello))
-        self.ahead.start(hello)
-        return cpb.Welcome(compares=True)
+        return cpb.Welcome(incarnation=self._incarnation(), key=pool.key)
 
     def _check_total_blocks(self, hello: cpb.Hello) -> None:
         others = (
@@ -149,17 +130,6 @@ class Registration:
         pool.shards.add_report(shard_index, report)
         begin_if_complete(pool)
 
-    def compare(
-        self, pool_id: str, shard_index: int, epoch: int, part: cpb.BlockDigests
-    ) -> tuple[cpb.ReportRequest, int] | None:
-        """Compare what a shard holds with what it reported before. After the last part: what it is
-        to report, and of how many ranges.
-
-        Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
-        """
-        pool, _ = self._shard(pool_id, shard_index, epoch)
-        return pool.shards.compare(shard_index, part)
-
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
         """A shard's stream has ended. Sessions go on: engines carry their plans."""
         pool = self._pools.get(pool_id)
@@ -171,7 +141,6 @@ class Registration:
         """Forget the pools that nobody has used for long; returns their ids. ``now_s``: monotonic
         seconds.
         """
-        self.ahead.forget_silent(now_s, self._config.pool_expiry_s)
         forgotten = []
         for pool in [*self._pools.values()]:
             if not pool.is_abandoned:
@@ -295,7 +264,7 @@ class Registration:
         return (
             hello.incarnation == self._incarnation()
             and _holds(hello, pool)
-            and is_same_run(hello, state.hello)
+            and _is_same_run(hello, state.hello)
         )
 
     def _restart(self, pool: Pool, hello: cpb.Hello, layout: Layout) -> None:
@@ -326,6 +295,18 @@ class Registration:
 def _holds(hello: cpb.Hello, pool: Pool) -> bool:
     """Whether the process shows that it holds the pool's key."""
     return hmac.compare_digest(hello.key_id, signing.key_id(pool.key))
+
+
+def _is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
+    """Whether both are of one process, which holds the same part of the same pool."""
+    return (
+        hello.epoch == known.epoch
+        and hello.shard == known.shard
+        and hello.layout == known.layout
+        and hello.num_device_blocks == known.num_device_blocks
+        and hello.num_host_blocks == known.num_host_blocks
+        and [*hello.groups] == [*known.groups]
+    )
 
 
 def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:

@@ -68,26 +68,11 @@ class ShardState:
             raise InvalidRequestError("was not asked for on this stream", field="report")
         if not self._has_begun:
             self._reports.start(self._index, num_blocks_of(self.hello))
-            self._reports.said_by[self._index] = self.hello
         self._has_begun = False
         self._reports.add(self._index, num_blocks_of(self.hello), part)
         self._has_begun = True
         if part.last:
             self.complete = self.welcomed = True
-
-    def compare(self, part: cpb.BlockDigests) -> tuple[cpb.ReportRequest, int] | None:
-        """Compare what it holds with what it reported before. After the last part: what it is to
-        report, and of how many ranges. Raises InvalidRequestError naming a field.
-        """
-        if self.complete or self._has_begun or not self._reports.knows(self.hello):
-            raise InvalidRequestError("were not asked for", field="digests")
-        digests = self._reports.digests[self._index]
-        digests.compare(part)
-        if not part.last:
-            return None
-        asked = digests.finish(all_ranges=True)
-        self._has_begun = True
-        return asked
 
     def take_outgoing(self) -> list[cpb.RegisterResponse]:
         """The messages to send, in order; none before its first report is complete."""
@@ -158,10 +143,6 @@ class PoolShards:
         """Add a part of a shard's report. Raises InvalidRequestError naming a field of it."""
         self.states[index].add_report(part)
         self._is_told = True
-
-    def compare(self, index: int, part: cpb.BlockDigests) -> tuple[cpb.ReportRequest, int] | None:
-        """Compare what a shard holds with what it reported before; see ``ShardState.compare``."""
-        return self.states[index].compare(part)
 
     def reconnect(self, hello: cpb.Hello) -> None:
         """Resume a shard on another stream."""
@@ -324,14 +305,11 @@ class PoolShards:
         return True
 
     def start_over(self, num_shards: int, layout: Layout) -> None:
-        """Forget all shards, and what they still had to fence, and begin with a new key. What a
-        process of them reported can still be compared.
-        """
+        """Forget all shards, and what they still had to fence, and begin with a new key."""
         self.num_shards, self.layout = num_shards, layout
         self.key = self._new_key()
         self.states.clear()
-        if not self.reports.fits(num_shards, layout):
-            self.reports = Reports(layout, num_shards)
+        self.reports = Reports(layout, num_shards)
         self._fencing.clear()
         self._num_sessions = 0
 
