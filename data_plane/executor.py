@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from data_plane.block_digests import BlockDigests
 from data_plane.commands import Commands, Observer
 from data_plane.counters import ExecutorCounters
 from data_plane.expected_layers import Expectations
@@ -32,10 +31,9 @@ from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.batches.fixed_rows import StepBounds
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
-from data_plane.plans.tables.block_report import Parts, Ranges, block_report
+from data_plane.plans.tables.block_report import Parts, block_report
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.verifier import Verifier
-from data_plane.pool_keys import HeldKeys
 from data_plane.repeated_layers import RepeatedLayers
 from data_plane.table_blocks import BlockRange, TableBlocks
 from kvplane.attention_options import AttentionOptions
@@ -101,7 +99,6 @@ class Executor:
             drain=self.kernels.streams.drain,
         )
         self._tables = BlockTables(self.pools.num_blocks, layout.block_size_tokens)
-        self.digests = BlockDigests(self._tables, self._command)
         self._sessions = Sessions()
         self._compute = ShardKernels(
             layout,
@@ -127,7 +124,6 @@ class Executor:
         self.expectations = Expectations(
             self._plans, self._compute, self.layers, self._command.lock, observe
         )
-        self.keys = HeldKeys(self._verifier, self._sessions, self._command)
 
     @property
     def pool_id(self) -> str:
@@ -143,6 +139,11 @@ class Executor:
     def incarnation(self) -> int:
         """The incarnation of the control plane registered with; 0 before the first."""
         return self._verifier.incarnation
+
+    @property
+    def key_id(self) -> bytes:
+        """Identifies the pool's key; empty before there is one."""
+        return self._verifier.key_id
 
     @property
     def num_sessions(self) -> int:
@@ -184,13 +185,13 @@ class Executor:
         with self._command.lock, self._command("install"):
             self._verifier.install(incarnation, key)
             self._plans.quiesce()
-            self._sessions.end_all(self.keys.id)
+            self._sessions.end_all(self.key_id)
             self._tables.drop_all()
 
-    def report(self, blocks_per_part: int = 2048, among: Ranges | None = None) -> Parts:
-        """All blocks that were ever allocated, or those in ranges, by ``block_report``."""
+    def report(self, blocks_per_part: int = 2048) -> Parts:
+        """All blocks that were ever allocated, by ``block_report``."""
         with self._command.lock, self._command("report"):
-            return block_report(self._tables, blocks_per_part, among)
+            return block_report(self._tables, blocks_per_part)
 
     def publish(self, publications: pb.Publications) -> int:
         """Keep the publications whose block still has their generation, and ignore the others.

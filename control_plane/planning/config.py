@@ -19,8 +19,6 @@ class CoreConfig:
     tables refer to, each counted once, ``max_tenant_steps_per_s``. ``max_retained_share``: of a
     pool's device blocks, those that a tenant may retain.
 
-    ``key_lifetime_s``: how long a pool's key signs before a new one takes its place; 0: for ever.
-
     ``receipt_timeout_s``: after which a plan that some shards of a pool have receipted and others
     not ends its session.
 
@@ -52,4 +50,3 @@ class CoreConfig:
     receipt_timeout_s: float = 30.0
     max_tenant_namespaces: int = 4096
     max_unfenced_sessions: int = 4096
-    key_lifetime_s: float = 86_400.0

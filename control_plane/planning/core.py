@@ -4,9 +4,8 @@ Knows neither grpc nor torch. Single-threaded: it is only ever called from the e
 call runs to its end, but ``in_pieces`` stops between pieces. Invariant: ``check_integrity`` holds
 after every call and every piece, one that raises too.
 
-    registration   register, compare, report, disconnect, fence_done, keys_held, files_forgotten,
-                   announce, take_told, take_outgoing, take_missed; register_ahead, and ahead:
-                   while another control plane leads
+    registration   register, report, disconnect, fence_done, files_forgotten, announce, take_told,
+                   take_outgoing, take_missed
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
@@ -101,15 +100,11 @@ class ControlPlane:
             config=config,
             new_key=new_key,
             end_sessions=self._end_all,
-            sessions_of=self._sessions_of,
         )
         self.register, self.report = registry.register, registry.report
-        self.compare, self.register_ahead = registry.compare, registry.register_ahead
-        self.ahead = registry.ahead
         self.disconnect, self.take_told = registry.disconnect, registry.take_told
-        self.keys_held, self.has_work = registry.keys_held, registry.has_work
+        self.files_forgotten, self.has_work = registry.files_forgotten, registry.has_work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
-        self.files_forgotten = registry.files_forgotten
         self.take_outgoing, self.take_missed = registry.take_outgoing, registry.take_missed
         self._touch = registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
@@ -241,7 +236,6 @@ class ControlPlane:
         for pool in self._pools.values():
             pool.set_time(now_s)
             self._touch(pool)
-            self._registration.rotate(pool, now_s)
             pool_delay_s, overdue = self._sharing_of(pool).tick()
             delay_s = min(delay_s, pool_delay_s)
             for session in overdue:
@@ -378,15 +372,6 @@ class ControlPlane:
         """A pool, ready or not. Raises PoolNotFoundError."""
         pool = self._pool(pool_id)
         return pool.info(sum(pool.native.num_sequences(s.slot) for s in self._sessions_of(pool)))
-
-    def rotate_key(self, request: cpb.RotateKeyRequest) -> cpb.RotateKeyResponse:
-        """Replace a pool's key, or say how far that is. Raises PoolNotFoundError, and
-        InvalidRequestError for a key that there was not.
-        """
-        pool, now_s = self._pool(request.pool_id), self._clock()
-        pool.set_time(now_s)
-        self._touch(pool)
-        return self._registration.replace_key(pool, request.key_number, now_s)
 
     def list_sessions(
         self, request: cpb.ListSessionsRequest, tenant: str

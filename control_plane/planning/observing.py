@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.reports import TIERS
-from control_plane.planning.pools.rotation import unconfirmed
 from control_plane.planning.pools.statistics import BlockTimes, PoolStatistics
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.member import Member
@@ -22,9 +21,8 @@ class PoolObservation:
     swap-ins in the line. ``num_missing_receipts``: plans that another shard has receipted and this
     one has not, by shard index. ``oldest_plan_s``: the age of the plan that waits longest for a
     receipt, 0 for none. ``oldest_release_s``: how long the blocks have been retired that have been
-    so longest. ``key_age_s``: since the key began to sign. ``num_unconfirmed_key_shards``: those
-    that a rotation of it waits for. ``tenant_blocks``: of each tenant with a floor, blocks that
-    hold its prefixes, and those that others' allocations cannot evict.
+    so longest. ``tenant_blocks``: of each tenant with a floor, blocks that hold its
+    prefixes, and those that others' allocations cannot evict.
     """
 
     pool_id: str
@@ -38,8 +36,6 @@ class PoolObservation:
     oldest_plan_s: float
     oldest_release_s: float
     num_followers: int
-    key_age_s: float
-    num_unconfirmed_key_shards: int
     tenant_blocks: dict[str, tuple[int, int]]
     block_times: dict[tpb.Tier, BlockTimes]
     statistics: PoolStatistics
@@ -64,8 +60,6 @@ def observe(
         oldest_plan_s=now_s - min(made_s, default=now_s),
         oldest_release_s=max(group.oldest_release_s() for group in pool.groups),
         num_followers=len(pool.followers),
-        key_age_s=now_s - (now_s if pool.keys.since_s is None else pool.keys.since_s),
-        num_unconfirmed_key_shards=len(unconfirmed(pool)),
         tenant_blocks=pool.floors.blocks(pool.groups),
         block_times=pool.block_times(),
         statistics=pool.statistics,

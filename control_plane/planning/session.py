@@ -39,11 +39,10 @@ def random_session_id() -> int:
 
 
 class PlanRecord(NamedTuple):
-    """A plan in flight: its SHA-256, when it was made, and the number of the key that signed it."""
+    """A plan in flight: its SHA-256, and when it was made."""
 
     digest: bytes
     made_s: float
-    key_number: int
 
 
 class Session:
@@ -55,10 +54,7 @@ class Session:
         "done",
         "epochs",
         "expires_at_s",
-        "grant_digest",
-        "grant_key_number",
         "id",
-        "last_of_former_key",
         "last_plan",
         "native",
         "numbers",
@@ -98,9 +94,6 @@ class Session:
         self.native = pool.native
         self.numbers = Numbering(num_answers)
         self.last_plan = 0
-        self.last_of_former_key = 0  # the last plan that a former key signed
-        self.grant_digest = b""  # of the grant's payload, once it is signed
-        self.grant_key_number = 0
         self.plans: dict[int, PlanRecord] = {}  # in flight, oldest first
         self.receipted = [0] * pool.shards.num_shards  # highest plan receipted by each shard
         self.done = 0  # highest plan receipted by all

@@ -149,13 +149,6 @@ class ControlPlaneConfig(ServingConfig):
         unit="sessions",
         minimum=1,
     )
-    key_lifetime_s: float = setting(
-        _CORE.key_lifetime_s,
-        help="How long a pool's key signs before a new one takes its place; 0 means for ever.",
-        unit="s",
-        minimum=0,
-        maximum=31_536_000,
-    )
     max_waiting_messages: int = setting(
         4096,
         help="Messages that may wait for a data plane beyond those that it resumes with; then its "
@@ -252,7 +245,6 @@ class ControlPlaneConfig(ServingConfig):
             receipt_timeout_s=self.receipt_timeout_s,
             max_tenant_namespaces=self.max_tenant_namespaces,
             max_unfenced_sessions=self.max_unfenced_sessions,
-            key_lifetime_s=self.key_lifetime_s,
             max_followers=self.max_followers,
             num_kept_changes=self.num_kept_changes,
         )

@@ -168,12 +168,5 @@ RESYNCS: Final = _counter("resyncs", "Sessions that asked for all tables again."
 EPOCH_CHANGES: Final = _counter(
     "epoch_changes", "Data planes that came back as another process: the pool's sessions end."
 )
-KEY_AGE: Final = _gauge("key_age_seconds", "Time since the pool's key began to sign.")
-KEY_ROTATIONS: Final = _counter("key_rotations", "New keys that began to sign.")
-KEY_UNCONFIRMED: Final = _gauge(
-    "unconfirmed_key_shards",
-    "Data planes that have not confirmed the present step of a key's rotation, which waits for "
-    "them; 0 while there is none.",
-)
 
 DECLARATIONS: Final = tuple(value for value in vars().values() if type(value) is Declaration)

@@ -47,7 +47,6 @@ _STATISTICS: Final = (
     (declared.ABORTS, "num_aborts"),
     (declared.RESYNCS, "num_resyncs"),
     (declared.EPOCH_CHANGES, "num_epoch_changes"),
-    (declared.KEY_ROTATIONS, "num_key_rotations"),
 )
 
 Observed = tuple[list[PoolObservation], Mapping[tuple[str, int], float]]
@@ -156,8 +155,6 @@ def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
         (declared.OLDEST_PLAN, pool.oldest_plan_s),
         (declared.OLDEST_RETIRED, pool.oldest_release_s),
         (declared.FOLLOWERS, pool.num_followers),
-        (declared.KEY_AGE, pool.key_age_s),
-        (declared.KEY_UNCONFIRMED, pool.num_unconfirmed_key_shards),
     ):
         samples.add(declaration, value, pool_id)
     for tenant, (num_cached, num_protected) in pool.tenant_blocks.items():

@@ -6,9 +6,6 @@ process that shows by the pool's key that it is the same, or when nothing was he
 than a heartbeat. Nothing here
 polls: ``flush`` is called after everything that may have made the core queue messages, and wakes
 only the streams that have some.
-
-While another control plane leads, data planes report ahead: a stream of digests, and of the blocks
-whose digests differ, which changes no pool.
 """
 
 from __future__ import annotations
@@ -28,13 +25,11 @@ from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
     NotPermittedError,
-    PlaneUnavailableError,
     PoolNotReadyError,
     QuotaExceededError,
     StaleEpochError,
 )
 from kvplane.serving.callers.access import Caller
-from kvplane.serving.callers.identity import stands_by_error
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import protocol
@@ -60,8 +55,6 @@ class Registrar:
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._stopping = False
         self._is_announcing = False
-        self.stands_by = False
-        """Whether another control plane leads."""
         self.has_work = asyncio.Event()
         """Is set when the core has long work to do."""
 
@@ -76,10 +69,6 @@ class Registrar:
         when the same one does by a new stream.
         """
         hello = await self._hello(requests, caller)
-        if hello.is_ahead:
-            async for response in self._serve_ahead(hello, requests):
-                yield response
-            return
         stream = self._open(hello)
         reader = asyncio.create_task(self._read(stream, requests))
         reader.add_done_callback(lambda _: stream.changed.set())
@@ -161,54 +150,19 @@ class Registrar:
             raise NotPermittedError(
                 "the access list does not name this pool for the caller", field="hello.pool_id"
             )
-        if self.stands_by and not hello.is_ahead:
-            raise stands_by_error()
-        self._require_standing_by(hello)
-        return hello
-
-    def _require_standing_by(self, hello: pb.Hello) -> None:
         if self._stopping:
             raise stopping_error("control plane")
-        if hello.is_ahead and not self.stands_by:
-            raise PlaneUnavailableError("this control plane leads: register with it")
-
-    async def _serve_ahead(
-        self, hello: pb.Hello, requests: AsyncIterator[pb.RegisterRequest]
-    ) -> AsyncIterator[pb.RegisterResponse]:
-        """Keep what a data plane reports, until this control plane leads."""
-        version = protocol.negotiate(hello.protocol, field="hello.protocol")
-        welcome = self._core.register_ahead(hello)
-        yield self._welcome(welcome, version)
-        _LOGGER.info("pool=%r shard=%d reports ahead", hello.pool_id, hello.shard.index)
-        while (request := await self._next(requests)) is not None:
-            self._require_standing_by(hello)
-            self._core.ahead.heard(hello)
-            kind = request.WhichOneof("message")
-            if kind == "digests":
-                asked = self._core.ahead.compare(hello, request.digests)
-                if asked is not None:
-                    yield pb.RegisterResponse(report_request=asked)
-            elif kind == "report":
-                self._core.ahead.report(hello, request.report)
-                if request.report.last:
-                    yield pb.RegisterResponse(report_accepted=pb.ReportAccepted())
-            elif kind != "heartbeat":
-                raise InvalidRequestError(
-                    "must be digests, a report or a heartbeat", field=kind or "message"
-                )
-
-    def _welcome(self, welcome: pb.Welcome, version: int) -> pb.RegisterResponse:
-        welcome.protocol_version = version
-        welcome.heartbeat_interval.FromNanoseconds(int(self._heartbeat_s * 1e9))
-        return pb.RegisterResponse(welcome=welcome)
+        return hello
 
     def _open(self, hello: pb.Hello) -> _Stream:
         version = protocol.negotiate(hello.protocol, field="hello.protocol")
         self._require_free(hello)
         welcome = self._core.register(hello)
+        welcome.protocol_version = version
+        welcome.heartbeat_interval.FromNanoseconds(int(self._heartbeat_s * 1e9))
         stream = _Stream(hello)
         self._supersede(stream)
-        stream.outbox.append(self._welcome(welcome, version))
+        stream.outbox.append(pb.RegisterResponse(welcome=welcome))
         self.flush()
         _LOGGER.info("registered %s address=%s resumed=%s", stream, hello.address, welcome.resumed)
         return stream
@@ -244,30 +198,16 @@ class Registrar:
             kind = request.WhichOneof("message")
             if kind == "report":
                 self._report(stream, request.report)
-            elif kind == "digests":
-                self._compare(stream, request.digests)
             elif kind == "fence_done":
                 self._core.fence_done(*stream.key, stream.epoch, request.fence_done)
                 self.flush()
             elif kind == "files_forgotten":
                 self._core.files_forgotten(*stream.key, stream.epoch, request.files_forgotten)
-            elif kind == "keys_held":
-                self._core.keys_held(*stream.key, stream.epoch, request.keys_held)
-                self.flush()
             elif kind != "heartbeat":
                 raise InvalidRequestError(
-                    "must be digests, a report, fence_done, keys_held, files_forgotten or a"
-                    " heartbeat after the hello",
+                    "must be a report, fence_done, files_forgotten or a heartbeat after the hello",
                     field=kind or "message",
                 )
-
-    def _compare(self, stream: _Stream, digests: pb.BlockDigests) -> None:
-        asked = self._core.compare(*stream.key, stream.epoch, digests)
-        if asked is not None:
-            request, num_ranges = asked
-            stream.outbox.append(pb.RegisterResponse(report_request=request))
-            stream.changed.set()
-            _LOGGER.info("compared %s different_ranges=%d", stream, num_ranges)
 
     def _report(self, stream: _Stream, report: pb.BlockReport) -> None:
         self._core.report(*stream.key, stream.epoch, report)

@@ -103,8 +103,7 @@ class ControlPlaneServer(PlaneServer):
                 config.advertise or self.address,
                 ttl_s=config.election_ttl_s,
             )
-            self._gate.stands_by = self._registrar.stands_by = True
-            self._gate.open_while_standing_by = frozenset({f"/{SERVICE}/Register"})
+            self._gate.stands_by = True
         await self._serve(serving=elector is None)
         self.ticks = asyncio.create_task(_tick(self.core, self._servicer, self._access))
         self.work = asyncio.create_task(self._servicer.work())
@@ -146,13 +145,13 @@ class ControlPlaneServer(PlaneServer):
         async with elector.lead() as incarnation:
             try:
                 self.core.incarnation = self.metrics.incarnation = incarnation
-                self._gate.stands_by = self._registrar.stands_by = False
+                self._gate.stands_by = False
                 self.metrics.leads = True
                 await self._set_serving(True)
                 _LOGGER.info("leads incarnation=%d", incarnation)
                 await asyncio.Event().wait()
             finally:
-                self._gate.stands_by = self._registrar.stands_by = True
+                self._gate.stands_by = True
                 self.metrics.leads = False
                 await self._set_serving(False)
 

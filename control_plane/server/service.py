@@ -256,13 +256,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.ListSessionsResponse:
         return self._core.list_sessions(request, caller().tenant)
 
-    async def RotateKey(
-        self, request: pb.RotateKeyRequest, context: _Context
-    ) -> pb.RotateKeyResponse:
-        answer = self._core.rotate_key(request)
-        self.flush()
-        return answer
-
     def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
         return self._watches.serve(request, caller().tenant)
 

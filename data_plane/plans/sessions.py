@@ -8,7 +8,7 @@ plan numbers of one session:   1 ─► 4 ─► 5 ─► 9        each plan has
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -347,22 +347,6 @@ class Sessions:
         if session is not None:
             _end(session)
         self._ended.add(ordinal)
-
-    def remembered_plans(self) -> Iterator[bytes]:
-        """Digests of the plans that open sessions run, or have run and keep the receipts of."""
-        for session in self._open.values():
-            if session.latest is not None:
-                yield session.latest.digest
-            for digest, _ in session.receipts.values():
-                yield digest
-
-    def key_changes(self, before: bytes, now: bytes) -> None:
-        """Another key signs grants too, or takes the place of the one before; the ordinals go on.
-        Both are named by their ids.
-        """
-        self._ended_by_key[now] = self._ended
-        self._ended_by_key.move_to_end(now)
-        self._ended_by_key.pop(before, None)
 
     def end_all(self, key_id: bytes) -> None:
         """End every open session. ``key_id`` names the key that signs grants from now on; of those

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -20,9 +19,8 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as pb
-from kvplane.wire import columns, signing
+from kvplane.wire import signing
 from kvplane.wire.protocol import PAYLOAD_VERSION, refuse_unknown_fields
 
 Payload = TypeVar("Payload", pb.Plan, pb.SessionGrant)
@@ -31,9 +29,7 @@ _MAX_EPOCH: Final = 2**64 - 1
 
 
 class Verifier:
-    """Holds the epoch, the incarnation and the keys: one, or two while the pool's key changes.
-    Verifies grants and plans, signs receipts with the newest key.
-    """
+    """Holds the epoch, the incarnation and the key. Verifies grants and plans, signs receipts."""
 
     def __init__(self, pool_id: str, shard_index: int, num_shards: int, epoch: int = 0) -> None:
         """``epoch``: higher than that of the process that this one replaces; 0 takes the clock's
@@ -46,19 +42,12 @@ class Verifier:
         self.num_shards = num_shards
         self.epoch = epoch or _epochs.next()
         self.incarnation = 0
-        self._keys: list[bytes] = []  # the oldest first
-        # Type and digest of what keys signed that were dropped, and is still accepted.
-        self._accepted: frozenset[tuple[str, bytes]] = frozenset()
+        self._key = b""
 
     @property
     def key_id(self) -> bytes:
-        """Identifies the key, the older one of two; empty before there is one."""
-        return signing.key_id(self._keys[0]) if self._keys else b""
-
-    @property
-    def newer_key_id(self) -> bytes:
-        """Identifies the newer one of two keys; empty while there are less."""
-        return signing.key_id(self._keys[1]) if len(self._keys) > 1 else b""
+        """Identifies the key; empty before there is one."""
+        return signing.key_id(self._key)
 
     def install(self, incarnation: int, key: bytes) -> None:
         """Take a control plane's key. Raises StaleIncarnationError when a higher incarnation was
@@ -70,38 +59,11 @@ class Verifier:
                 f"control plane, so incarnation {incarnation} has been replaced: stop that process",
                 field="incarnation",
             )
-        _check_length(key)
-        self.incarnation, self._keys, self._accepted = incarnation, [key], frozenset()
-
-    def add_key(self, key: bytes) -> None:
-        """Hold another key beside the present one. Safe to repeat. Raises InvalidRequestError for
-        one of the wrong length, or a third.
-        """
-        _check_length(key)
-        if key in self._keys:
-            return
-        if len(self._keys) != 1:
+        if len(key) != signing.KEY_BYTES:
             raise InvalidRequestError(
-                f"{len(self._keys)} keys are held already: retire one first", field="key"
+                f"must be {signing.KEY_BYTES} bytes, is {len(key)}", field="key"
             )
-        self._keys.append(key)
-
-    def retire_keys(self, retirement: cpb.KeyRetirement, known_plans: Iterable[bytes]) -> None:
-        """Drop the keys before the one that is named. What is listed is accepted from now on
-        whatever key signed it, and so are ``known_plans``, by digest. Safe to repeat.
-
-        Raises InvalidRequestError when there is no such key.
-        """
-        ids = [signing.key_id(key) for key in self._keys]
-        if retirement.key_id not in ids:
-            raise InvalidRequestError("names a key that is not held", field="key_id")
-        self._keys = self._keys[ids.index(retirement.key_id) :]
-        size = signing.DIGEST_BYTES
-        plans = (*columns.fixed(retirement.plan_digests, size), *known_plans)
-        self._accepted = frozenset(
-            [(signing.GRANT, digest) for digest in columns.fixed(retirement.grant_digests, size)]
-            + [(signing.PLAN, digest) for digest in plans]
-        )
+        self.incarnation, self._key = incarnation, key
 
     def check_incarnation(self, incarnation: int, field: str) -> None:
         """Raise StaleIncarnationError unless it is the one registered with."""
@@ -141,36 +103,27 @@ class Verifier:
         return pb.SignedPayload(
             type=signing.RECEIPT,
             payload=payload,
-            signature=signing.sign(self._keys[-1], signing.RECEIPT, payload),
+            signature=signing.sign(self._key, signing.RECEIPT, payload),
         )
 
     def _read(
         self, signed: pb.SignedPayload, want_type: str, cls: type[Payload], field: str
     ) -> tuple[Payload, bytes]:
-        if not self._keys:
+        if not self._key:
             raise PoolNotReadyError(
                 "the data plane has not registered with a control plane yet: try again",
                 retry_delay_s=0.5,
             )
         try:
-            _, digest = signing.verify_any(
-                self._keys[::-1],
-                want_type,
-                signed.type,
-                signed.payload,
-                signed.signature,
-                field=field,
+            digest = signing.verify(
+                self._key, want_type, signed.type, signed.payload, signed.signature, field=field
             )
         except BadSignatureError:
-            if signed.type != want_type:
-                raise
-            digest = signing.digest(signed.payload)
-            if (want_type, digest) not in self._accepted:
-                # A payload for an earlier run was signed with an earlier key. It is refused either
-                # way, but the error for an earlier run is more useful: opening another session
-                # helps.
+            # A payload for an earlier run was signed with an earlier key. It is refused either
+            # way, but the error for an earlier run is more useful: opening another session helps.
+            if signed.type == want_type:
                 self._refuse_if_stale(signed.payload, cls, field)
-                raise
+            raise
         try:
             message = cls.FromString(signed.payload)
         except DecodeError as error:
@@ -215,11 +168,6 @@ class Verifier:
                 field=f"{field}.shard_epochs[{self.shard_index}]",
             )
         self.check_incarnation(message.session.incarnation, f"{field}.session.incarnation")
-
-
-def _check_length(key: bytes) -> None:
-    if len(key) != signing.KEY_BYTES:
-        raise InvalidRequestError(f"must be {signing.KEY_BYTES} bytes, is {len(key)}", field="key")
 
 
 class _Epochs:

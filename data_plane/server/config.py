@@ -32,14 +32,6 @@ class DataPlaneConfig(ServingConfig):
         help="Address of the control plane to register with, host:port; with commas those of all"
         " that may lead, or dns:///host:port.",
     )
-    ahead_interval_s: float = setting(
-        1.0,
-        help="How often control planes that stand by are told what has changed, so that one that"
-        " leads later need not ask for all blocks; 0 for never.",
-        unit="s",
-        minimum=0,
-        maximum=3600,
-    )
     bind: str = bind_setting("127.0.0.1:50052")
     metrics_port: int = metrics_port_setting(9102)
     max_message_bytes: int = max_message_setting(MAX_MESSAGE_BYTES)

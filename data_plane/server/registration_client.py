@@ -3,9 +3,6 @@
     Hello ─► Welcome ─┬─ resumed ──────────────────────────┬─► publications, fences, report requests
                       └─ new ─► install, report, accepted ─┘   heartbeats, finished fences, reports
 
-A control plane that has what this process reported before, such as ahead of time
-(``ahead_client``), gets digests first, and a report of what differs.
-
 When the stream ends (the control plane restarts, the network fails), it registers again after a
 delay that grows and is random, so that data planes do not all return at once. It does not when a
 later process has taken the shard over: a run stays older for as long as it lives.
@@ -17,34 +14,39 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+import grpc
+import grpc.aio
 
 from data_plane.executor import Executor
+from data_plane.places import place_of
 from data_plane.server.files.tier import FileTier
-from data_plane.server.registration_stream import (
-    BLOCKS_PER_REPORT,
-    RegistrationStream,
-    beating,
-    hello_of,
-    report_differences,
-)
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
     KvplaneError,
     PlaneUnavailableError,
+    ProtocolMismatchError,
     StaleEpochError,
     StaleIncarnationError,
 )
+from kvplane.transport.connection import BROKEN_CALL
 from kvplane.transport.tls import TlsOptions, open_channel
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from kvplane.wire.error_codec import from_rpc_error
 
 _LOGGER: Final = logging.getLogger(__name__)
 
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
+BLOCKS_PER_REPORT: Final = 2048
+_ANSWER_TIMEOUT_S: Final = 30.0
+_HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)
 _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
 # Incarnations are nanoseconds of a clock, unless they are chosen.
@@ -113,10 +115,10 @@ class RegistrationClient:
         """One stream from its Hello to its end. Raises KvplaneError."""
         stream = RegistrationStream(self._stub.Register())
         try:
-            await stream.send(pb.RegisterRequest(hello=hello_of(self._executor, self._address)))
+            await stream.send(pb.RegisterRequest(hello=_hello_of(self._executor, self._address)))
             welcome = (await stream.expect("welcome")).welcome
             protocol.check_chosen(welcome.protocol_version)
-            async with beating(stream, welcome):
+            async with _beating(stream, welcome):
                 await self._begin(stream, welcome)
                 self._delay_s = _FIRST_DELAY_S
                 _LOGGER.info(
@@ -133,7 +135,7 @@ class RegistrationClient:
         """
         executor = self._executor
         if welcome.resumed:
-            if welcome.incarnation != executor.incarnation or not executor.keys.id:
+            if welcome.incarnation != executor.incarnation or not executor.key_id:
                 raise StaleIncarnationError(
                     f"the control plane of incarnation {welcome.incarnation} resumed a "
                     "registration that this data plane does not have: registering again",
@@ -147,23 +149,13 @@ class RegistrationClient:
                 field="welcome.incarnation",
             )
         await self._worker.run(lambda: executor.install(welcome.incarnation, welcome.key))
-        if welcome.compares:
-            await report_differences(stream, executor, self._worker)
-        else:
-            await self._report(stream)
-            await stream.expect("report_accepted")
+        await self._report(stream)
+        await stream.expect("report_accepted")
 
     async def _report(self, stream: RegistrationStream) -> None:
         """Send generations and publications of all blocks."""
         for part in await self._worker.run(partial(self._executor.report, BLOCKS_PER_REPORT)):
             await stream.send(pb.RegisterRequest(report=part))
-
-    async def _tell_keys(self, stream: RegistrationStream) -> None:
-        """Confirm a step of a rotation of the key."""
-        executor = self._executor
-        held = pb.KeysHeld(key_id=executor.keys.id, newer_key_id=executor.keys.newer_id)
-        _LOGGER.info("keys num_held=%d", 1 + bool(held.newer_key_id))
-        await stream.send(pb.RegisterRequest(keys_held=held))
 
     async def _follow(self, stream: RegistrationStream) -> None:
         """Handle the control plane's messages until the stream ends."""
@@ -187,12 +179,6 @@ class RegistrationClient:
                 task = asyncio.create_task(self._forget(self._files, stream, response.forget_files))
                 self._forgetting.add(task)
                 task.add_done_callback(self._forgetting.discard)
-            elif kind == "key_offer":
-                await self._worker.run(partial(executor.keys.add, response.key_offer.key))
-                await self._tell_keys(stream)
-            elif kind == "key_retirement":
-                await self._worker.run(partial(executor.keys.retire, response.key_retirement))
-                await self._tell_keys(stream)
             elif kind == "report_request":
                 num_reports += 1
                 await self._report(stream)
@@ -215,3 +201,108 @@ class RegistrationClient:
             await stream.send(pb.RegisterRequest(files_forgotten=done))
         except (OSError, KvplaneError) as error:
             _LOGGER.warning("files were not forgotten forget_id=%d: %s", message.forget_id, error)
+
+
+def _hello_of(executor: Executor, address: str) -> pb.Hello:
+    """``address``: where clients reach the executor."""
+    return pb.Hello(
+        protocol=protocol.supported(),
+        pool_id=executor.pool_id,
+        shard=executor.shard.to_proto(),
+        epoch=executor.epoch,
+        layout=executor.layout.to_proto(),
+        num_device_blocks=executor.pools.device_tier.shape[0],
+        num_host_blocks=executor.pools.host_tier.shape[0],
+        groups=_groups(executor),
+        address=address,
+        incarnation=executor.incarnation,
+        key_id=executor.key_id,
+        has_file_tier=executor.published.is_watched,
+    )
+
+
+class RegistrationStream:
+    """A registration stream that raises KvplaneErrors and serializes its writes."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._turn = asyncio.Lock()
+
+    async def send(self, request: pb.RegisterRequest) -> None:
+        try:
+            async with self._turn:
+                await self._call.write(request)
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error) from error
+        except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            raise PlaneUnavailableError("the stream has ended") from error
+
+    async def receive(self) -> pb.RegisterResponse:
+        try:
+            response: Any = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error) from error
+        if response is grpc.aio.EOF:
+            raise PlaneUnavailableError("the control plane ended the stream")
+        message: pb.RegisterResponse = response
+        return message
+
+    async def expect(self, kind: str) -> pb.RegisterResponse:
+        """The next message, which has to be a ``kind`` and arrive within _ANSWER_TIMEOUT_S."""
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                response = await self.receive()
+        except TimeoutError:
+            raise PlaneUnavailableError(
+                f"the control plane sent no {kind} within {_ANSWER_TIMEOUT_S:g} s"
+            ) from None
+        has = response.WhichOneof("message")
+        if has != kind:
+            raise PlaneUnavailableError(f"the control plane sent {has} instead of {kind}")
+        return response
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def _typed(error: grpc.aio.AioRpcError) -> KvplaneError:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return ProtocolMismatchError(
+            f"the control plane is not served there: is --control-plane right? {error.details()}"
+        )
+    if error.details() == BROKEN_CALL:  # it ended while this side wrote
+        return PlaneUnavailableError("the stream broke")
+    return from_rpc_error(error)
+
+
+@asynccontextmanager
+async def _beating(stream: RegistrationStream, welcome: pb.Welcome) -> AsyncIterator[None]:
+    """Send heartbeats while inside. A failed send is ignored: reading the stream fails too."""
+    shortest_s, longest_s = _HEARTBEAT_RANGE_S
+    interval_s = min(max(welcome.heartbeat_interval.ToNanoseconds() / 1e9, shortest_s), longest_s)
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            await stream.send(pb.RegisterRequest(heartbeat=pb.Heartbeat()))
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _groups(executor: Executor) -> list[pb.GroupBlocks]:
+    """The blocks of each layer group; none where there is one group."""
+    num_groups, num_blocks = len(executor.layout.groups), executor.pools.num_blocks
+    if num_groups == 1:
+        return []
+    return [
+        pb.GroupBlocks(
+            num_device_blocks=num_blocks[place_of(group, tpb.TIER_DEVICE)],
+            num_host_blocks=num_blocks[place_of(group, tpb.TIER_HOST)],
+        )
+        for group in range(num_groups)
+    ]

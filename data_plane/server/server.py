@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Final
 
 from data_plane.kernels.backend import Kernels
-from data_plane.server.ahead_client import AheadClient
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.files.tier import FileTier
@@ -41,7 +40,6 @@ class DataPlaneServer(PlaneServer):
     """
 
     _registration: asyncio.Task[None]
-    _ahead: asyncio.Task[None]
 
     def __init__(self, config: DataPlaneConfig, kernels: Kernels | None = None) -> None:
         """Allocate the pools and bind the address; ``start`` then serves."""
@@ -138,8 +136,6 @@ class DataPlaneServer(PlaneServer):
         )
         self._registration = asyncio.create_task(registration.run())
         self._registration.add_done_callback(_log_failure)
-        self._ahead = asyncio.create_task(self._report_ahead())
-        self._ahead.add_done_callback(_log_failure)
         _LOGGER.info(
             "pool pool_id=%s epoch=%d num_device_blocks=%d num_host_blocks=%d metrics_port=%s",
             executor.pool_id,
@@ -150,21 +146,6 @@ class DataPlaneServer(PlaneServer):
         )
         await self._announce()
         return self
-
-    async def _report_ahead(self) -> None:
-        """To control planes that stand by, where there can be some."""
-        config = self._config
-        assert isinstance(config, DataPlaneConfig)
-        target = config.control_plane
-        if config.ahead_interval_s > 0 and ("," in target or target.startswith("dns:///")):
-            await AheadClient(
-                self.executor,
-                self._worker,
-                target,
-                address=config.advertise or self.address,
-                tls=config.control_tls,
-                interval_s=config.ahead_interval_s,
-            ).run()
 
     async def run_until_signal(self) -> None:
         """``run_until`` SIGTERM or SIGINT."""
@@ -192,9 +173,8 @@ class DataPlaneServer(PlaneServer):
 
     async def stop(self) -> None:
         """End the registration, then stop as every plane does."""
-        for task in (self._registration, self._ahead):
-            task.cancel()
-        await asyncio.gather(self._registration, self._ahead, return_exceptions=True)
+        self._registration.cancel()
+        await asyncio.gather(self._registration, return_exceptions=True)
         await super().stop()
 
     async def _finish(self) -> None:

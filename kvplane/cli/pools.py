@@ -1,9 +1,7 @@
-"""Pools as the command shows them, and their keys: status, pools, rotate-key."""
+"""Pools as the command shows them: status and pools."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import Final
 
 from rich.console import Console
@@ -15,7 +13,6 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
 _TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
-_POLL_S: Final = 0.1
 Pools = dict[str, pb.DescribePoolResponse]
 
 
@@ -125,20 +122,6 @@ async def sequences(context: Context, session_id: int, pool: str) -> int:
     ]
     context.show(rows)
     return 0 if found else 1
-
-
-async def rotate_key(context: Context, pool: str, wait_s: float) -> int:
-    """Replace a pool's key; 0 once no data plane takes the former one."""
-    until_s = time.monotonic() + wait_s
-    async with context.client() as client:
-        pool_id = only_pool(await client.list_pools(), pool)
-        answer = await client.rotate_key(pool_id)
-        while not answer.done and time.monotonic() < until_s:
-            await asyncio.sleep(_POLL_S)
-            answer = await client.rotate_key(pool_id, answer.key_number)
-    shards = ", ".join(map(str, answer.unconfirmed_shards))
-    context.show([{"pool": pool_id, "done": answer.done, "waits_for_shards": shards}])
-    return 0 if answer.done else 1
 
 
 def _used(pool: pb.DescribePoolResponse) -> tuple[int, int]:

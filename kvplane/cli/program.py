@@ -113,15 +113,6 @@ async def sequences(context: Context, session: int, pool: str) -> int:
 
 
 @_command
-@_with_pool
-@click.option("--wait-s", default=10.0, type=click.FloatRange(min=0), help="Until it is done.")
-async def rotate_key(context: Context, pool: str, wait_s: float) -> int:
-    """Replace the key that signs a pool's plans, at once; exit code 1 if data planes still take
-    the former one after --wait-s.
-    """
-    return await of_pools.rotate_key(context, pool, wait_s)
-
-
 @_command
 @_with_tokens
 @_with_pool

@@ -96,24 +96,6 @@ class ControlClient:
         )
         return list(response.sessions)
 
-    async def rotate_key(
-        self, pool_id: str, key_number: int = 0, *, timeout_s: float | None = None
-    ) -> pb.RotateKeyResponse:
-        """Replace the key that signs a pool's plans. With the answer's ``key_number`` it begins
-        nothing, and says whether that is done. Without a number it is not sent again when its
-        answer is lost, as another key may sign by then. Raises PoolNotFoundError, and
-        InvalidRequestError for a number that this control plane has not told.
-        """
-        request = pb.RotateKeyRequest(pool_id=pool_id, key_number=key_number)
-        response: pb.RotateKeyResponse
-        if key_number:
-            response = await self._connection.call(self._stub.RotateKey, request, timeout_s)
-            return response
-        deadline = self._connection.deadline(timeout_s)
-        async with deadline.guard():
-            response = await self._connection.attempt(self._stub.RotateKey, request, deadline)
-        return response
-
     async def wait_ready(
         self, pool_id: str, timeout_s: float | None = None
     ) -> pb.DescribePoolResponse:

@@ -86,7 +86,6 @@ class ControlClient(Portal[control_client.ControlClient]):
     list_pools = blocking(control_client.ControlClient.list_pools)
     describe_pool = blocking(control_client.ControlClient.describe_pool)
     list_sessions = blocking(control_client.ControlClient.list_sessions)
-    rotate_key = blocking(control_client.ControlClient.rotate_key)
     wait_ready = blocking(control_client.ControlClient.wait_ready)
     find_prefix = blocking(control_client.ControlClient.find_prefix)
     open_session = wrapping(control_client.ControlClient.open_session, _session)

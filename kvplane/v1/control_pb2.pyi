@@ -894,44 +894,22 @@ class SequenceStates(_message.Message):
     tiers: bytes
     def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_scheduled_tokens: _Optional[bytes] = ..., num_written_tokens: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
 
-class RotateKeyRequest(_message.Message):
-    __slots__ = ("pool_id", "key_number")
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    KEY_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    pool_id: str
-    key_number: int
-    def __init__(self, pool_id: _Optional[str] = ..., key_number: _Optional[int] = ...) -> None: ...
-
-class RotateKeyResponse(_message.Message):
-    __slots__ = ("key_number", "done", "unconfirmed_shards")
-    KEY_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    UNCONFIRMED_SHARDS_FIELD_NUMBER: _ClassVar[int]
-    key_number: int
-    done: bool
-    unconfirmed_shards: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key_number: _Optional[int] = ..., done: bool = ..., unconfirmed_shards: _Optional[_Iterable[int]] = ...) -> None: ...
-
 class RegisterRequest(_message.Message):
-    __slots__ = ("hello", "report", "heartbeat", "fence_done", "digests", "files_forgotten", "keys_held")
+    __slots__ = ("hello", "report", "heartbeat", "fence_done", "files_forgotten")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FENCE_DONE_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     FILES_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
-    KEYS_HELD_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     report: BlockReport
     heartbeat: Heartbeat
     fence_done: FenceDone
-    digests: BlockDigests
     files_forgotten: FilesForgotten
-    keys_held: KeysHeld
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., report: _Optional[_Union[BlockReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fence_done: _Optional[_Union[FenceDone, _Mapping]] = ..., digests: _Optional[_Union[BlockDigests, _Mapping]] = ..., files_forgotten: _Optional[_Union[FilesForgotten, _Mapping]] = ..., keys_held: _Optional[_Union[KeysHeld, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., report: _Optional[_Union[BlockReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fence_done: _Optional[_Union[FenceDone, _Mapping]] = ..., files_forgotten: _Optional[_Union[FilesForgotten, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("welcome", "report_accepted", "publish", "fence", "report_request", "withdraw", "forget_files", "key_offer", "key_retirement")
+    __slots__ = ("welcome", "report_accepted", "publish", "fence", "report_request", "withdraw", "forget_files")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REPORT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
@@ -939,8 +917,6 @@ class RegisterResponse(_message.Message):
     REPORT_REQUEST_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     FORGET_FILES_FIELD_NUMBER: _ClassVar[int]
-    KEY_OFFER_FIELD_NUMBER: _ClassVar[int]
-    KEY_RETIREMENT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     report_accepted: ReportAccepted
     publish: PublishBlocks
@@ -948,12 +924,10 @@ class RegisterResponse(_message.Message):
     report_request: ReportRequest
     withdraw: WithdrawBlocks
     forget_files: ForgetFiles
-    key_offer: KeyOffer
-    key_retirement: KeyRetirement
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ..., forget_files: _Optional[_Union[ForgetFiles, _Mapping]] = ..., key_offer: _Optional[_Union[KeyOffer, _Mapping]] = ..., key_retirement: _Optional[_Union[KeyRetirement, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ..., forget_files: _Optional[_Union[ForgetFiles, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "is_ahead", "has_file_tier", "newer_key_id", "rotates_keys")
+    __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "has_file_tier")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -965,10 +939,7 @@ class Hello(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
-    IS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
-    NEWER_KEY_ID_FIELD_NUMBER: _ClassVar[int]
-    ROTATES_KEYS_FIELD_NUMBER: _ClassVar[int]
     protocol: _types_pb2.ProtocolRange
     pool_id: str
     shard: _types_pb2.Shard
@@ -980,11 +951,8 @@ class Hello(_message.Message):
     incarnation: int
     key_id: bytes
     groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
-    is_ahead: bool
     has_file_tier: bool
-    newer_key_id: bytes
-    rotates_keys: bool
-    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., is_ahead: bool = ..., has_file_tier: bool = ..., newer_key_id: _Optional[bytes] = ..., rotates_keys: bool = ...) -> None: ...
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., has_file_tier: bool = ...) -> None: ...
 
 class GroupBlocks(_message.Message):
     __slots__ = ("num_device_blocks", "num_host_blocks")
@@ -995,46 +963,18 @@ class GroupBlocks(_message.Message):
     def __init__(self, num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "resumed", "key", "heartbeat_interval", "compares")
+    __slots__ = ("protocol_version", "incarnation", "resumed", "key", "heartbeat_interval")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
-    COMPARES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: int
     resumed: bool
     key: bytes
     heartbeat_interval: _duration_pb2.Duration
-    compares: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., compares: bool = ...) -> None: ...
-
-class BlockDigests(_message.Message):
-    __slots__ = ("salt", "group", "tier", "first_range", "digests", "last")
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    FIRST_RANGE_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    salt: bytes
-    group: int
-    tier: _types_pb2.Tier
-    first_range: int
-    digests: bytes
-    last: bool
-    def __init__(self, salt: _Optional[bytes] = ..., group: _Optional[int] = ..., tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., first_range: _Optional[int] = ..., digests: _Optional[bytes] = ..., last: bool = ...) -> None: ...
-
-class BlockRanges(_message.Message):
-    __slots__ = ("group", "tier", "ranges")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    RANGES_FIELD_NUMBER: _ClassVar[int]
-    group: int
-    tier: _types_pb2.Tier
-    ranges: bytes
-    def __init__(self, group: _Optional[int] = ..., tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., ranges: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BlockReport(_message.Message):
     __slots__ = ("blocks", "publications", "last")
@@ -1051,12 +991,8 @@ class ReportAccepted(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("only_ranges", "ranges")
-    ONLY_RANGES_FIELD_NUMBER: _ClassVar[int]
-    RANGES_FIELD_NUMBER: _ClassVar[int]
-    only_ranges: bool
-    ranges: _containers.RepeatedCompositeFieldContainer[BlockRanges]
-    def __init__(self, only_ranges: bool = ..., ranges: _Optional[_Iterable[_Union[BlockRanges, _Mapping]]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -1113,27 +1049,3 @@ class FenceDone(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ...) -> None: ...
-
-class KeyOffer(_message.Message):
-    __slots__ = ("key",)
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    key: bytes
-    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
-
-class KeyRetirement(_message.Message):
-    __slots__ = ("key_id", "grant_digests", "plan_digests")
-    KEY_ID_FIELD_NUMBER: _ClassVar[int]
-    GRANT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    PLAN_DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    key_id: bytes
-    grant_digests: bytes
-    plan_digests: bytes
-    def __init__(self, key_id: _Optional[bytes] = ..., grant_digests: _Optional[bytes] = ..., plan_digests: _Optional[bytes] = ...) -> None: ...
-
-class KeysHeld(_message.Message):
-    __slots__ = ("key_id", "newer_key_id")
-    KEY_ID_FIELD_NUMBER: _ClassVar[int]
-    NEWER_KEY_ID_FIELD_NUMBER: _ClassVar[int]
-    key_id: bytes
-    newer_key_id: bytes
-    def __init__(self, key_id: _Optional[bytes] = ..., newer_key_id: _Optional[bytes] = ...) -> None: ...

@@ -155,11 +155,6 @@ class ControlPlaneServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.FromString,
                 _registered_method=True)
-        self.RotateKey = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/RotateKey',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.RotateKeyRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.RotateKeyResponse.FromString,
-                _registered_method=True)
         self.Register = channel.stream_stream(
                 '/kvplane.v1.ControlPlaneService/Register',
                 request_serializer=kvplane_dot_v1_dot_control__pb2.RegisterRequest.SerializeToString,
@@ -339,14 +334,6 @@ class ControlPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RotateKey(self, request, context):
-        """Replaces the key that signs a pool's plans and grants, at once, and says whether no data plane takes the former one any more. Asked
-        again with the key's number, it begins nothing. Engines do not notice. NOT_FOUND (POOL_NOT_FOUND).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Register(self, request_iterator, context):
         """A data plane's connection. It opens with Hello, is answered with Welcome, reports its blocks unless it was resumed, and then
         stays open: publications, withdrawals, fences and requests to report again one way, heartbeats, finished fences and reports the other.
@@ -457,11 +444,6 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.SerializeToString,
-            ),
-            'RotateKey': grpc.unary_unary_rpc_method_handler(
-                    servicer.RotateKey,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.RotateKeyRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.RotateKeyResponse.SerializeToString,
             ),
             'Register': grpc.stream_stream_rpc_method_handler(
                     servicer.Register,
@@ -1030,33 +1012,6 @@ class ControlPlaneService(object):
             '/kvplane.v1.ControlPlaneService/ListSessions',
             kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.SerializeToString,
             kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RotateKey(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/RotateKey',
-            kvplane_dot_v1_dot_control__pb2.RotateKeyRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.RotateKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

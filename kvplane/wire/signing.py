@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 from kvplane.errors import BadSignatureError
 
 KEY_BYTES: Final = 32
-DIGEST_BYTES: Final = 32
 
 PLAN: Final = "kvplane.v1.Plan"
 RECEIPT: Final = "kvplane.v1.Receipt"
@@ -54,36 +52,15 @@ def verify(
     """The payload's ``digest``. Raises BadSignatureError naming ``field`` unless it is a
     ``want_type`` signed with ``key``.
     """
-    return verify_any((key,), want_type, type_tag, payload, signature, field=field)[1]
-
-
-def verify_any(
-    keys: Sequence[bytes],
-    want_type: str,
-    type_tag: str,
-    payload: bytes,
-    signature: bytes,
-    *,
-    field: str,
-) -> tuple[int, bytes]:
-    """``verify`` where any of ``keys`` may have signed: the index of the one that has, and the
-    digest. They are tried in order. Raises as ``verify``.
-    """
     if type_tag != want_type:
         raise BadSignatureError(f"expected a signed {want_type}", field=f"{field}.type")
     payload_digest = digest(payload)
-    for i, key in enumerate(keys):
-        if is_signed(key, type_tag, payload_digest, signature):
-            return i, payload_digest
-    raise BadSignatureError(
-        "does not match: the payload was changed, or signed with another key",
-        field=f"{field}.signature",
-    )
-
-
-def is_signed(key: bytes, type_tag: str, payload_digest: bytes, signature: bytes) -> bool:
-    """Whether it is the signature of the payload whose ``digest`` this is, as a ``type_tag``."""
-    return hmac.compare_digest(sign_digest(key, type_tag, payload_digest), signature)
+    if not hmac.compare_digest(sign_digest(key, type_tag, payload_digest), signature):
+        raise BadSignatureError(
+            "does not match: the payload was changed, or signed with another key",
+            field=f"{field}.signature",
+        )
+    return payload_digest
 
 
 def key_id(key: bytes) -> bytes:

@@ -47,7 +47,7 @@ def join(control: ControlPlane, plane: Executor, num_blocks: int = 16) -> pb.Wel
             num_device_blocks=num_blocks,
             num_host_blocks=0,
             incarnation=plane.incarnation,
-            key_id=plane.keys.id,
+            key_id=plane.key_id,
         )
     )
     if not welcome.resumed:

@@ -100,7 +100,6 @@ class Engine:
             "Watch": lambda: [cpb.WatchRequest(pool_id="pool")],
             "DescribeSequence": lambda: [cpb.DescribeSequenceRequest(session=ref_, sequence_id=1)],
             "ListSessions": lambda: [cpb.ListSessionsRequest(pool_id="pool")],
-            "RotateKey": lambda: [cpb.RotateKeyRequest(pool_id="pool", key_number=1)],
             "Register": lambda: self._registration(rng),
         }
         weights = [8 if name in ("RunStep", "Step") else 1 for name in made]
@@ -160,7 +159,7 @@ class Engine:
         return [rng.choice(made)() for _ in range(rng.randrange(1, 4))]
 
     def _registration(self, rng: random.Random) -> list[Message]:
-        """Of a data plane of another pool: Hello, digests now and then, a report, a word more."""
+        """Of a data plane of another pool: Hello, a report, a word more."""
         hello = cpb.Hello(
             protocol=protocol.supported(),
             pool_id=f"pool {rng.randrange(4)}",
@@ -176,9 +175,6 @@ class Engine:
             indices=ops.pack("i", [0, 1], ""),
             generations=ops.pack("q", [1, 3], ""),
         )
-        digests = cpb.BlockDigests(
-            salt=bytes(16), tier=tpb.TIER_DEVICE, digests=bytes(16), last=rng.random() < 0.7
-        )
         report = cpb.BlockReport(blocks=[blocks], last=rng.random() < 0.7)
         report.publications.add(
             tenant="default",
@@ -193,7 +189,6 @@ class Engine:
         done = cpb.FenceDone(session=self.opened.session)
         return [
             cpb.RegisterRequest(hello=hello),
-            *([cpb.RegisterRequest(digests=digests)] if rng.random() < 0.3 else []),
             cpb.RegisterRequest(report=report),
             cpb.RegisterRequest(fence_done=done),
             cpb.RegisterRequest(heartbeat=cpb.Heartbeat()),

@@ -100,8 +100,7 @@ class Reports:
     def tell_published(self, shard: int, root: bytes, columns: Columns) -> None:
         widths = (4, 8, 4, 8, 16, 4)
         told = [self.changed(each, width) for each, width in zip(columns, widths, strict=True)]
-        scope = bytes(self.data.PickValueInList([0, 0, 16, 17]))
-        self.rebuild.add_publications(shard, root, *told, scope)
+        self.rebuild.add_publications(shard, root, *told)
         assert self.rebuild.num_roots > 0
 
     # Calls
@@ -119,18 +118,11 @@ class Reports:
         num_device, num_host = (self.data.PickValueInList(sizes) for _ in range(2))
         self.rebuild.start_shard(self.shard(), num_device, num_host)
 
-    def compare(self) -> None:
-        """What digests need, of any range; and to forget one."""
-        tier, shard = self.data.ConsumeIntInRange(0, 3), self.shard()
-        for call in (self.rebuild.records, self.rebuild.take_changed, self.rebuild.forget):
-            begin, end = number(self.data, 9) % 2**32, number(self.data, 12) % 2**32
-            call(shard, tier, begin, end)
-
     def step_early(self) -> None:
         assert not self.rebuild.step(number(self.data, 3))
         self.rebuild.take()
 
-    CALLS = (tell_some, tell_tier, start_again, compare, step_early)
+    CALLS = (tell_some, tell_tier, start_again, step_early)
 
     def build(self, known: tuple[bytes, bytes], same: dict[str, Any]) -> Pool:
         """The pool, if all shards have begun."""

@@ -97,7 +97,7 @@ class Planes:
                 num_host_blocks=executor.pools.num_blocks[types.TIER_HOST],
                 address="nowhere:1",
                 incarnation=executor.incarnation,
-                key_id=executor.keys.id,
+                key_id=executor.key_id,
             )
         )
         executor.install(welcome.incarnation, welcome.key)

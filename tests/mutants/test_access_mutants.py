@@ -14,7 +14,6 @@ FLOODS = "tests/attacks/test_floods.py"
 PLANS = "tests/attacks/test_large_plans.py"
 QUOTA = "tests/unit/client/test_byte_quota.py"
 MOVED = "tests/rpc/test_moved_bytes.py"
-KEYS = "tests/unit/registration/test_pool_keys.py"
 
 
 BASIC = {
@@ -147,18 +146,6 @@ MORE = {
         "except ZeroDivisionError as error:",
         "tests/fuzz/test_fuzz_rpcs.py",
         "no_changed_request",
-    ),
-    "a_former_key_is_said_to_be_dropped_early": Fault(
-        "control_plane/planning/pools/rotation.py",
-        "done=number < keys.number - keys.is_retiring",
-        "done=number < keys.number",
-        KEYS,
-    ),
-    "to_ask_about_a_key_replaces_another": Fault(
-        "control_plane/planning/pools/rotation.py",
-        "keys.is_due |= number == keys.number and not keys.next",
-        "keys.is_due = True",
-        KEYS,
     ),
     "trimmed_entries_are_not_counted": Fault(
         "data_plane/plans/tables/change_columns.py",

@@ -58,11 +58,10 @@ async def test_a_caller_that_is_not_listed_is_told_so(peers: Peers, name: str) -
 OPEN = "open a session"
 LOOK = "look a prefix up"
 LIST = "list sessions"
-ROTATE = "replace the key"
 MAY = {
     "engine-a": {OPEN, LOOK},
     "router": {LOOK},
-    "operator": {OPEN, LOOK, LIST, ROTATE},
+    "operator": {OPEN, LOOK, LIST},
     "plane": set(),
 }
 
@@ -75,7 +74,6 @@ async def test_a_role_may_what_the_contract_says(peers: Peers, name: str) -> Non
             OPEN: lambda: control.open_session(POOL_ID, LAYOUT),
             LOOK: lambda: control.find_prefix(list(range(8))),
             LIST: lambda: control.list_sessions(POOL_ID),
-            ROTATE: lambda: control.rotate_key(POOL_ID),
         }
         for what, call in calls.items():
             if what in MAY[name]:

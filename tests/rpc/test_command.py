@@ -20,8 +20,6 @@ from data_plane.server.server import DataPlaneServer
 from examples.load import Load
 from kvplane import ControlClient, __version__
 from kvplane.cli.program import run
-from kvplane.errors import KvplaneError, PlaneUnavailableError
-from kvplane.v1 import control_pb2 as cpb
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPT = "1,2,3,4,5,6,7,8,9"
@@ -109,38 +107,6 @@ async def test_lookup_explain_retain_and_forget_find_the_prefix_of_a_load(
     assert (await command("--json", "forget", tokens)).rows[0]["forgotten_blocks"] >= len(blocks)
     assert (await command("--json", "lookup", tokens)).rows[0]["device_tokens"] < 16
     assert (await command("forget", "--all-of", "tenant")).code == 0
-
-
-async def test_a_key_is_replaced(command: Command, planes: Any) -> None:
-    control, data = planes
-    keys = control.core._pools[POOL_ID].keys
-    former = keys.present_id
-    (row,) = (await command("--json", "rotate-key", "--wait-s", "20")).rows
-    assert (row["done"], row["waits_for_shards"]) == (True, "")
-    assert data.executor.keys.id == keys.present_id != former
-    await data.stop()
-    done = await command("--json", "rotate-key", "--wait-s", "0.3")
-    assert (done.code, done.rows[0]["done"], done.rows[0]["waits_for_shards"]) == (1, False, "0")
-
-
-async def test_a_key_is_replaced_once_though_the_answer_is_lost(
-    planes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    control, _ = planes
-    replace, numbers = control.core.rotate_key, []
-
-    def replace_and_lose(request: cpb.RotateKeyRequest) -> None:
-        numbers.append(replace(request).key_number)
-        raise PlaneUnavailableError("lost", retry_delay_s=0.01)
-
-    monkeypatch.setattr(control.core, "rotate_key", replace_and_lose)
-    async with ControlClient(control.address) as client:
-        with pytest.raises(PlaneUnavailableError):
-            await client.rotate_key(POOL_ID, timeout_s=2.0)
-        assert len(numbers) == 1
-        with pytest.raises(KvplaneError):
-            await client.rotate_key(POOL_ID, numbers[0], timeout_s=0.5)
-    assert len({*numbers}) == 1 < len(numbers)  # to ask again with the number is safe
 
 
 async def test_sessions_and_their_sequences_are_listed(command: Command, planes: Any) -> None:

@@ -16,7 +16,7 @@ from register_side import RegisterSide
 from data_plane import EmbeddedDataPlane
 from data_plane.executor import Executor
 from data_plane.server.build import build_executor
-from data_plane.server.registration_stream import BLOCKS_PER_REPORT
+from data_plane.server.registration_client import BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError

@@ -14,7 +14,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
+from control_wire import RawShard
 from etcd_cluster import EtcdCluster
 from lease_api import LeaseApi
 
@@ -29,6 +31,8 @@ from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.integrations.etcd.elector import EtcdElector
 from kvplane.transport.health import check
+from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
+from kvplane.wire.error_codec import from_rpc_error
 
 TTL_S = 2
 PATIENCE_S = 30
@@ -286,11 +290,14 @@ async def test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost(tmp_p
         started(election=f"file:{path}") as second,
         ControlClient(f"{first.address},{second.address}") as both,
         ControlClient(second.address, timeout_s=0.2) as standby,
+        grpc.aio.insecure_channel(second.address) as channel,
     ):
         before = await both.describe()
         assert await check(second.address) == "NOT_SERVING"
         with pytest.raises(PlaneUnavailableError, match="stands by"):
             await standby.describe()
+        error = from_rpc_error(await RawShard(ControlPlaneServiceStub(channel)).failure())
+        assert (error.reason, "stands by" in str(error)) == ("PLANE_UNAVAILABLE", True)
         with pytest.raises(PlaneUnavailableError):
             await standby.wait_ready("pool", 0.1)
         await first.stop()

@@ -19,7 +19,6 @@ from kvplane_blocks import Pool as NativePool
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.floors import Floors
-from control_plane.planning.pools.keys import PoolKeys
 from control_plane.planning.pools.publications import (
     MAX_PUBLICATIONS,
     owner_of,
@@ -115,9 +114,9 @@ class Pool:
         self._use(self._made([dict.fromkeys(TIERS, 0)] * len(shards.layout.groups)))
 
     @property
-    def keys(self) -> PoolKeys:
-        """They sign the pool's plans, grants and receipts."""
-        return self.shards.keys
+    def key(self) -> bytes:
+        """Signs the pool's plans, grants and receipts."""
+        return self.shards.key
 
     @property
     def layout(self) -> Layout:

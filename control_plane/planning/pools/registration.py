@@ -9,18 +9,14 @@ and the pool is built again.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.pools.ahead import ReportsAhead
 from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.recovery import begin_if_complete, build_some
-from control_plane.planning.pools.reports import is_same_run
-from control_plane.planning.pools.rotation import KeyRotation
 from control_plane.planning.pools.shards import PoolShards, ShardState, total_blocks
-from control_plane.planning.session import Session
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -32,6 +28,7 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.shard import Shard, most_kv_heads
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import signing
 
 MAX_POOL_ID_CHARACTERS: Final = 128
 MAX_ADDRESS_CHARACTERS: Final = 512
@@ -51,23 +48,16 @@ class Registration:
         config: CoreConfig,
         new_key: Callable[[], bytes],
         end_sessions: Callable[[Pool], None],
-        sessions_of: Callable[[Pool], Collection[Session]] = lambda _: (),
     ) -> None:
-        """``end_sessions`` ends all sessions of a pool, for StaleEpochError. ``sessions_of``: the
-        open ones of a pool.
-        """
+        """``end_sessions`` ends all sessions of a pool, for StaleEpochError."""
         self._pools = pools
         self._incarnation = incarnation
         self._config = config
         self._new_key = new_key
         self._end_sessions = end_sessions
-        self._rotation = KeyRotation(config.key_lifetime_s, sessions_of)
-        self.rotate = self._rotation.tick
-        self.replace_key = self._rotation.replace
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
         self._working: set[Pool] = set()  # have work that is done in pieces
         self._announcing: set[Pool] = set()  # have something to announce
-        self.ahead = ReportsAhead(config.max_pools, config.max_blocks)
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
@@ -93,34 +83,16 @@ class Registration:
                     field="hello.pool_id",
                 )
             shards = PoolShards(hello.shard.num_shards, layout, self._new_key)
-            shards.reports = (
-                self.ahead.take(hello.pool_id, shards.num_shards, layout) or shards.reports
-            )
             pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._config)
         elif self._can_resume(pool, hello):
             self.touched.add(pool)
             pool.shards.reconnect(hello)
-            self._rotation.registered(pool, hello, resumed=True)
             return cpb.Welcome(incarnation=self._incarnation(), resumed=True)
         else:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
         pool.shards.add(hello)
-        self._rotation.registered(pool, hello, resumed=False)
-        return cpb.Welcome(
-            incarnation=self._incarnation(),
-            key=pool.keys.present,
-            compares=pool.shards.reports.knows(hello),
-        )
-
-    def register_ahead(self, hello: cpb.Hello) -> cpb.Welcome:
-        """A shard reports ahead, to a control plane that stands by. It sends digests next.
-
-        Raises InvalidRequestError, StaleEpochError, QuotaExceededError.
-        """
-        self.ahead.register(hello, _validate(hello))
-        self.ahead.start(hello)
-        return cpb.Welcome(compares=True)
+        return cpb.Welcome(incarnation=self._incarnation(), key=pool.key)
 
     def _check_total_blocks(self, hello: cpb.Hello) -> None:
         others = (
@@ -158,17 +130,6 @@ class Registration:
         pool.shards.add_report(shard_index, report)
         begin_if_complete(pool)
 
-    def compare(
-        self, pool_id: str, shard_index: int, epoch: int, part: cpb.BlockDigests
-    ) -> tuple[cpb.ReportRequest, int] | None:
-        """Compare what a shard holds with what it reported before. After the last part: what it is
-        to report, and of how many ranges.
-
-        Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
-        """
-        pool, _ = self._shard(pool_id, shard_index, epoch)
-        return pool.shards.compare(shard_index, part)
-
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
         """A shard's stream has ended. Sessions go on: engines carry their plans."""
         pool = self._pools.get(pool_id)
@@ -180,7 +141,6 @@ class Registration:
         """Forget the pools that nobody has used for long; returns their ids. ``now_s``: monotonic
         seconds.
         """
-        self.ahead.forget_silent(now_s, self._config.pool_expiry_s)
         forgotten = []
         for pool in [*self._pools.values()]:
             if not pool.is_abandoned:
@@ -285,14 +245,6 @@ class Registration:
             messages += pool.shards.forgets_for(state.hello)
         return outgoing + messages
 
-    def keys_held(self, pool_id: str, shard_index: int, epoch: int, held: cpb.KeysHeld) -> None:
-        """A shard says what keys it holds. Raises PoolNotFoundError, StaleEpochError,
-        InvalidRequestError.
-        """
-        pool, _ = self._shard(pool_id, shard_index, epoch)
-        self.touched.add(pool)
-        self._rotation.held(pool, shard_index, held)
-
     def _shard(self, pool_id: str, shard_index: int, epoch: int) -> tuple[Pool, ShardState]:
         pool = self._pools.get(pool_id)
         if pool is None:
@@ -312,7 +264,7 @@ class Registration:
         return (
             hello.incarnation == self._incarnation()
             and _holds(hello, pool)
-            and is_same_run(hello, state.hello)
+            and _is_same_run(hello, state.hello)
         )
 
     def _restart(self, pool: Pool, hello: cpb.Hello, layout: Layout) -> None:
@@ -341,10 +293,20 @@ class Registration:
 
 
 def _holds(hello: cpb.Hello, pool: Pool) -> bool:
-    """Whether the process shows that it holds the pool's present key."""
-    present_id = pool.keys.present_id
-    ids = hello.key_id, hello.newer_key_id
-    return any(hmac.compare_digest(each, present_id) for each in ids)
+    """Whether the process shows that it holds the pool's key."""
+    return hmac.compare_digest(hello.key_id, signing.key_id(pool.key))
+
+
+def _is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
+    """Whether both are of one process, which holds the same part of the same pool."""
+    return (
+        hello.epoch == known.epoch
+        and hello.shard == known.shard
+        and hello.layout == known.layout
+        and hello.num_device_blocks == known.num_device_blocks
+        and hello.num_host_blocks == known.num_host_blocks
+        and [*hello.groups] == [*known.groups]
+    )
 
 
 def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
@@ -404,8 +366,7 @@ def _validate(hello: cpb.Hello) -> Layout:
     _require(0 <= shard.index < shard.num_shards, "shard.index", "from 0 to num_shards - 1")
     _require(hello.epoch > 0, "epoch", "above 0")
     _check_num_blocks(hello, "")
-    for name in ("key_id", "newer_key_id"):
-        _require(len(getattr(hello, name)) in _KEY_ID_BYTES, name, "16 bytes, or empty")
+    _require(len(hello.key_id) in _KEY_ID_BYTES, "key_id", "16 bytes, or empty")
     num_groups = len(layout.groups)
     if num_groups > 1:
         _require(len(hello.groups) == num_groups, "groups", f"{num_groups}, one for each group")

@@ -7,13 +7,12 @@ from typing import Final
 
 from kvplane_blocks import ColumnError, Pool, Rebuild
 
-from control_plane.planning.pools.digests import ShardDigests
 from control_plane.planning.pools.publications import reported_root
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import block_digests, columns
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 
 TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
@@ -22,24 +21,12 @@ TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
 class Reports:
     """What all shards have reported so far, from which the pool is built."""
 
-    __slots__ = ("_fingerprint", "digests", "num_shards", "rebuilds", "said_by")
+    __slots__ = ("_fingerprint", "rebuilds")
 
     def __init__(self, layout: Layout, num_shards: int) -> None:
         size = layout.block_size_tokens
         self.rebuilds = [Rebuild(size, num_shards) for _ in layout.groups]  # by layer group
         self._fingerprint = layout.fingerprint
-        self.num_shards = num_shards
-        self.digests: dict[int, ShardDigests] = {}  # by shard
-        self.said_by: dict[int, cpb.Hello] = {}  # the processes that reported, all or a part
-
-    def fits(self, num_shards: int, layout: Layout) -> bool:
-        """Whether they are of a pool of this shape."""
-        return (num_shards, layout.fingerprint) == (self.num_shards, self._fingerprint)
-
-    def knows(self, hello: cpb.Hello) -> bool:
-        """Whether this process has reported, so that it can be compared with what it said."""
-        known = self.said_by.get(hello.shard.index)
-        return known is not None and is_same_run(hello, known)
 
     def start(self, shard_index: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:
         """A shard begins to report; what it reported before is dropped. ``num_blocks``: of each
@@ -47,13 +34,9 @@ class Reports:
         """
         for rebuild, of_group in zip(self.rebuilds, num_blocks, strict=True):
             rebuild.start_shard(shard_index, *(of_group[tier] for tier in TIERS))
-        self.said_by.pop(shard_index, None)
-        self.digests[shard_index] = ShardDigests(self.rebuilds, shard_index, num_blocks)
 
     def take(self) -> list[Pool]:
         """The pools that were built of them, by layer group; nothing is reported then."""
-        self.said_by.clear()
-        self.digests.clear()
         return [rebuild.take() for rebuild in self.rebuilds]
 
     def add(
@@ -91,7 +74,6 @@ class Reports:
                     message.parent_generations,
                     message.hashes,
                     message.token_ids,
-                    block_digests.scope_of(message.tenant, message.namespace),
                 )
         except ColumnError as error:
             column, index, text = error.args
@@ -99,18 +81,6 @@ class Reports:
             raise InvalidRequestError(text, field=field) from None
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, field=f"{at}.{error.field}") from None
-
-
-def is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
-    """Whether both are of one process, which holds the same part of the same pool."""
-    return (
-        hello.epoch == known.epoch
-        and hello.shard == known.shard
-        and hello.layout == known.layout
-        and hello.num_device_blocks == known.num_device_blocks
-        and hello.num_host_blocks == known.num_host_blocks
-        and [*hello.groups] == [*known.groups]
-    )
 
 
 def _check_group(group: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:

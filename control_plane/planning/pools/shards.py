@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 
 from control_plane.planning.pools.file_forgets import FileForgets
-from control_plane.planning.pools.keys import PoolKeys
 from control_plane.planning.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -35,7 +34,6 @@ class ShardState:
         "complete",
         "connected",
         "hello",
-        "key_ids",
         "outgoing",
         "resends_from",
         "welcomed",
@@ -43,7 +41,6 @@ class ShardState:
 
     def __init__(self, hello: cpb.Hello, reports: Reports) -> None:
         self.hello = hello
-        self.key_ids: frozenset[bytes] = frozenset()  # of the keys that it holds, as far as it said
         self._index = hello.shard.index
         self._reports = reports
         self._has_begun = False  # to report what the pool is to be built from
@@ -71,26 +68,11 @@ class ShardState:
             raise InvalidRequestError("was not asked for on this stream", field="report")
         if not self._has_begun:
             self._reports.start(self._index, num_blocks_of(self.hello))
-            self._reports.said_by[self._index] = self.hello
         self._has_begun = False
         self._reports.add(self._index, num_blocks_of(self.hello), part)
         self._has_begun = True
         if part.last:
             self.complete = self.welcomed = True
-
-    def compare(self, part: cpb.BlockDigests) -> tuple[cpb.ReportRequest, int] | None:
-        """Compare what it holds with what it reported before. After the last part: what it is to
-        report, and of how many ranges. Raises InvalidRequestError naming a field.
-        """
-        if self.complete or self._has_begun or not self._reports.knows(self.hello):
-            raise InvalidRequestError("were not asked for", field="digests")
-        digests = self._reports.digests[self._index]
-        digests.compare(part)
-        if not part.last:
-            return None
-        asked = digests.finish(all_ranges=True)
-        self._has_begun = True
-        return asked
 
     def take_outgoing(self) -> list[cpb.RegisterResponse]:
         """The messages to send, in order; none before its first report is complete."""
@@ -131,17 +113,19 @@ class ShardState:
 
 
 class PoolShards:
-    """All data planes of one pool, and the keys that they share."""
+    """All data planes of one pool, and the key that they share."""
 
     def __init__(
         self, num_shards: int, layout: Layout, new_key: Callable[[], bytes] = signing.new_key
     ) -> None:
         self.num_shards = num_shards
         self.layout = layout
-        self.keys = PoolKeys(new_key)
+        self._new_key = new_key
+        self.key = new_key()
+        """Signs plans, grants and receipts."""
         self.reports = Reports(layout, num_shards)
         self.states: dict[int, ShardState] = {}
-        self._num_sessions = 0  # opened since the keys began
+        self._num_sessions = 0  # opened since the key was made
         self._is_told = False  # something since the last take_told
         # Ended session -> the shards that have not fenced it yet, and the message to them.
         self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
@@ -159,10 +143,6 @@ class PoolShards:
         """Add a part of a shard's report. Raises InvalidRequestError naming a field of it."""
         self.states[index].add_report(part)
         self._is_told = True
-
-    def compare(self, index: int, part: cpb.BlockDigests) -> tuple[cpb.ReportRequest, int] | None:
-        """Compare what a shard holds with what it reported before; see ``ShardState.compare``."""
-        return self.states[index].compare(part)
 
     def reconnect(self, hello: cpb.Hello) -> None:
         """Resume a shard on another stream."""
@@ -257,10 +237,6 @@ class PoolShards:
         self._is_told = False
         return [i for i, state in self.states.items() if state.outgoing]
 
-    def tell(self) -> None:
-        """Messages were queued for some shards."""
-        self._is_told = True
-
     def send(self, messages: list[cpb.RegisterResponse]) -> None:
         """Queue messages for every connected shard; the others get all they missed on resuming."""
         self._is_told = True
@@ -307,7 +283,7 @@ class PoolShards:
     # Sessions
 
     def next_ordinal(self) -> int:
-        """The ordinal of a new session: sessions opened since the keys began, with it."""
+        """The ordinal of a new session: sessions opened since the key was made, with it."""
         self._num_sessions += 1
         return self._num_sessions
 
@@ -329,14 +305,11 @@ class PoolShards:
         return True
 
     def start_over(self, num_shards: int, layout: Layout) -> None:
-        """Forget all shards and keys, and what they still had to fence. What a process of them
-        reported can still be compared.
-        """
+        """Forget all shards, and what they still had to fence, and begin with a new key."""
         self.num_shards, self.layout = num_shards, layout
-        self.keys.start_over()
+        self.key = self._new_key()
         self.states.clear()
-        if not self.reports.fits(num_shards, layout):
-            self.reports = Reports(layout, num_shards)
+        self.reports = Reports(layout, num_shards)
         self._fencing.clear()
         self._num_sessions = 0
 

@@ -38,7 +38,6 @@ class PoolStatistics:
     num_aborts: int = 0
     num_resyncs: int = 0
     num_epoch_changes: int = 0
-    num_key_rotations: int = 0
     reread_lookup_tokens: int = 0
     reread_hit_tokens: int = 0
     cut_sequences: Counter[str] = field(default_factory=Counter)

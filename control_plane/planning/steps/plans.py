@@ -54,10 +54,9 @@ def finish_in_pieces(
 
 def begin_plan(session: Session, number: int, digest: bytes) -> bytes:
     """The plan is in flight from now on; returns its signature."""
-    keys = session.pool.keys
-    session.plans[number] = PlanRecord(digest, session.pool.now_s, keys.number)
+    session.plans[number] = PlanRecord(digest, session.pool.now_s)
     session.last_plan = number
-    return signing.sign_digest(keys.present, signing.PLAN, digest)
+    return signing.sign_digest(session.pool.key, signing.PLAN, digest)
 
 
 def _finish(member: Member, traceparent: str) -> bytes | None:
@@ -79,7 +78,7 @@ def _sign(
 
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
     """What the session may do at data planes, signed with the pool's key."""
-    pool, keys = session.pool, session.pool.keys
+    pool = session.pool
     payload = tpb.SessionGrant(
         version=protocol.PAYLOAD_VERSION,
         session=session.ref,
@@ -91,6 +90,5 @@ def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
         max_plans_in_flight=max_plans_in_flight,
         namespace=owner_of(session.root)[1] if pool.shards.file_tiers else None,
     ).SerializeToString(deterministic=True)
-    session.grant_digest, session.grant_key_number = signing.digest(payload), keys.number
-    signature = signing.sign_digest(keys.present, signing.GRANT, session.grant_digest)
+    signature = signing.sign(pool.key, signing.GRANT, payload)
     return tpb.SignedPayload(type=signing.GRANT, payload=payload, signature=signature)

@@ -26,9 +26,9 @@ from kvplane.wire import protocol, signing
 def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> None:
     """Check all receipts, then let the plans that every shard has run take effect.
 
-    Those of plans receipted or aborted before are skipped, also when the key that signed them is
-    forgotten. Raises BadSignatureError, InvalidRequestError, ProtocolMismatchError, StaleEpochError
-    or StaleIncarnationError naming ``receipts[i]``; then none is applied.
+    Those of plans receipted or aborted before are skipped. Raises BadSignatureError,
+    InvalidRequestError, ProtocolMismatchError, StaleEpochError or StaleIncarnationError naming
+    ``receipts[i]``; then none is applied.
     """
     finished(take_in_pieces(session, payloads))
 
@@ -40,14 +40,9 @@ def take_in_pieces(session: Session, payloads: Sequence[tpb.SignedPayload]) -> P
     highest = list(session.receipted)
     for i, signed in enumerate(payloads):
         at, payload = f"receipts[{i}]", signed.payload
-        try:
-            key_number = session.pool.keys.verify_receipt(
-                signed.type, payload, signed.signature, at
-            )
-        except BadSignatureError:
-            if _has_settled(session, signed):
-                continue
-            raise
+        signing.verify(
+            session.pool.key, signing.RECEIPT, signed.type, payload, signed.signature, field=at
+        )
         try:
             receipt = tpb.Receipt.FromString(payload)
         except DecodeError as error:
@@ -56,32 +51,12 @@ def take_in_pieces(session: Session, payloads: Sequence[tpb.SignedPayload]) -> P
         # Nearly all are the receipt of a plan in flight, to the byte.
         if payload != session.receipt_of(number, shard):
             _check(session, receipt, at)
-        record = session.plans.get(number)
-        if record is not None:
-            if key_number < record.key_number:
-                raise BadSignatureError("is of a former key", field=f"{at}.signature")
+        if number in session.plans:
             highest[shard] = max(number, highest[shard])
     is_news = min(highest) > session.done
     apply_receipts(session, highest)
     while is_news and session.native.receipted(session.slot, session.done, PIECE_BLOCKS):
         yield
-
-
-def _has_settled(session: Session, signed: tpb.SignedPayload) -> bool:
-    """Whether it is for a plan that a former key signed and that is no longer in flight. A request
-    that is repeated may bring its receipt when that key is forgotten; it changes nothing.
-    """
-    try:
-        receipt = tpb.Receipt.FromString(signed.payload)
-    except DecodeError:
-        return False
-    number = receipt.plan_number
-    return (
-        signed.type == signing.RECEIPT
-        and receipt.session == session.ref
-        and 0 < number <= session.last_of_former_key
-        and number not in session.plans
-    )
 
 
 def _check(session: Session, receipt: tpb.Receipt, at: str) -> None:

@@ -205,8 +205,7 @@ void bind_reports(py::class_<Rebuild>& rebuild) {
       "add_publications",
       [](Rebuild& self, uint32_t shard, const py::bytes& root, const py::bytes& indices,
          const py::bytes& generations, const py::bytes& parent_indices,
-         const py::bytes& parent_generations, const py::bytes& hashes, const py::bytes& token_ids,
-         const py::bytes& scope) {
+         const py::bytes& parent_generations, const py::bytes& hashes, const py::bytes& token_ids) {
         PublicationColumns columns;
         columns.indices = read<int32_t>(indices, "indices");
         const int64_t num = columns.indices.size;
@@ -219,57 +218,11 @@ void bind_reports(py::class_<Rebuild>& rebuild) {
           throw ColumnError("hashes", -1, "must hold 16 bytes for each block");
         if (columns.token_ids.size != num * self.block_size())
           throw ColumnError("token_ids", -1, "must hold each block's tokens");
-        const std::string_view named = scope;
-        Hash of_root{};
-        if (named.size() > of_root.size()) throw py::value_error("scope has at most 16 bytes");
-        std::copy(named.begin(), named.end(), of_root.begin());
-        self.add_publications(checked_shard(self, shard), std::string_view(root), of_root, columns);
+        self.add_publications(checked_shard(self, shard), std::string_view(root), columns);
       },
       py::arg("shard"), py::arg("root"), py::arg("indices"), py::arg("generations"),
       py::arg("parent_indices"), py::arg("parent_generations"), py::arg("hashes"),
-      py::arg("token_ids"), py::arg("scope") = py::bytes());
-}
-
-struct BlockRange {
-  uint32_t shard;
-  Tier tier;
-  uint32_t begin, end;
-};
-
-// Raises IndexError for what is not in the tier. `unit`: blocks of what is counted.
-BlockRange checked_range(const Rebuild& rebuild, uint32_t shard, int tier, uint32_t begin,
-                         uint32_t end, uint32_t unit) {
-  const Tier checked = tier_of(tier);
-  const uint64_t num = rebuild.num_blocks(checked_shard(rebuild, shard), checked);
-  if (begin > end || end > (num + unit - 1) / unit) throw py::index_error("not in the tier");
-  return {shard, checked, begin, end};
-}
-
-void bind_comparing(py::class_<Rebuild>& rebuild) {
-  rebuild.def(
-      "records",
-      [](const Rebuild& self, uint32_t shard, int tier, uint32_t begin, uint32_t end) {
-        const BlockRange of = checked_range(self, shard, tier, begin, end, 1);
-        return py::bytes(self.records(of.shard, of.tier, of.begin, of.end));
-      },
-      py::arg("shard"), py::arg("tier"), py::arg("begin"), py::arg("end"));
-  rebuild.def(
-      "take_changed",
-      [](Rebuild& self, uint32_t shard, int tier, uint32_t begin, uint32_t end) {
-        const BlockRange of = checked_range(self, shard, tier, begin, end, kRangeBlocks);
-        py::typing::List<int64_t> ranges;
-        for (const int32_t range : self.take_changed(of.shard, of.tier, of.begin, of.end))
-          ranges.append(range);
-        return ranges;
-      },
-      py::arg("shard"), py::arg("tier"), py::arg("begin"), py::arg("end"));
-  rebuild.def(
-      "forget",
-      [](Rebuild& self, uint32_t shard, int tier, uint32_t begin, uint32_t end) {
-        const BlockRange of = checked_range(self, shard, tier, begin, end, 1);
-        self.forget(of.shard, of.tier, of.begin, of.end);
-      },
-      py::arg("shard"), py::arg("tier"), py::arg("begin"), py::arg("end"));
+      py::arg("token_ids"));
 }
 
 void bind_rebuild(py::module_& module) {
@@ -280,7 +233,6 @@ void bind_rebuild(py::module_& module) {
               }),
               py::arg("block_size_tokens"), py::arg("num_shards"));
   bind_reports(rebuild);
-  bind_comparing(rebuild);
   rebuild.def(
       "begin",
       [](Rebuild& self, const py::bytes& device_generations, const py::bytes& host_generations,

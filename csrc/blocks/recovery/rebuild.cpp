@@ -9,11 +9,6 @@ namespace kvplane::blocks {
 
 namespace {
 
-template <typename T>
-void append(std::string& to, const T* values, size_t num = 1) {
-  to.append(reinterpret_cast<const char*>(values), num * sizeof(T));
-}
-
 constexpr uint32_t kNoRow = 0xFFFFFFFF;  // 0 - 1
 // How far ahead blocks are fetched from memory.
 constexpr uint32_t kAhead = 16;
@@ -37,10 +32,7 @@ void Rebuild::start_shard(uint32_t shard, uint32_t num_device_blocks, uint32_t n
   it.started = true;
   it.num_blocks[0] = num_device_blocks;
   it.num_blocks[1] = num_host_blocks;
-  for (int t = 0; t < 2; ++t) {
-    it.generations[t] = Zeros<int64_t>(it.num_blocks[t]);
-    it.changed[t].assign((it.num_blocks[t] + kRangeBlocks - 1) / kRangeBlocks, 1);
-  }
+  for (int t = 0; t < 2; ++t) it.generations[t] = Zeros<int64_t>(it.num_blocks[t]);
   it.row_after = Zeros<uint32_t>(num_device_blocks);
   it.tokens = Slab<int32_t, 0>(block_size_);
 }
@@ -52,14 +44,11 @@ void Rebuild::add_blocks(uint32_t shard, Tier tier, Span<int32_t> indices,
   for (int64_t i = 0; i < generations.size; ++i)
     if (generations[i] < 1 || generations[i] > kMaxGeneration)
       throw ColumnError("generations", i, "must be from 1 to 2^62");
-  for (int64_t i = 0; i < indices.size; ++i) {
-    const auto b = static_cast<size_t>(indices[i]);
-    it.generations[tier - 1][b] = generations[i];
-    it.changed[tier - 1][b / kRangeBlocks] = 1;
-  }
+  for (int64_t i = 0; i < indices.size; ++i)
+    it.generations[tier - 1][static_cast<size_t>(indices[i])] = generations[i];
 }
 
-void Rebuild::add_publications(uint32_t shard, std::string_view root, const Hash& scope,
+void Rebuild::add_publications(uint32_t shard, std::string_view root,
                                const PublicationColumns& columns) {
   Shard& it = shards_[shard];
   check_indices(columns.indices, 0, it.num_blocks[0], "indices");
@@ -69,7 +58,7 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root, const Hash
   if (roots_.size() >= prune_at_) prune_roots();
   const auto [name, is_new] =
       root_ids_.try_emplace(std::string(root), static_cast<uint32_t>(roots_.size()));
-  if (is_new) roots_.push_back({&name->first, kNoEntry, scope});
+  if (is_new) roots_.push_back({&name->first, kNoEntry});
   for (int64_t i = 0; i < columns.indices.size; ++i) {
     const auto b = static_cast<size_t>(columns.indices[i]);
     if (it.row_of(b) == kNoRow) {
@@ -79,7 +68,6 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root, const Hash
     const uint32_t r = it.row_of(b);
     Row& row = it.rows[r];
     row.block = static_cast<uint32_t>(columns.indices[i]);
-    it.changed[0][row.block / kRangeBlocks] = 1;
     row.root = name->second;
     row.generation = columns.generations[i];
     row.parent = static_cast<Block>(columns.parent_indices[i]);
@@ -89,12 +77,11 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root, const Hash
   }
 }
 
-// What is told for months must not keep the root of each namespace that there ever was.
+// Shards that report again and again must not keep the root of each namespace that there ever was.
 void Rebuild::prune_roots() {
   std::vector<uint8_t> is_named(roots_.size());
   for (Shard& it : shards_)
-    for (uint32_t r = 0; r < it.rows.size(); ++r)
-      if (it.rows[r].generation > 0) is_named[it.rows[r].root] = 1;
+    for (uint32_t r = 0; r < it.rows.size(); ++r) is_named[it.rows[r].root] = 1;
   std::vector<uint32_t> now(roots_.size(), 0);
   std::vector<Root> kept;
   for (size_t i = 0; i < roots_.size(); ++i) {
@@ -110,48 +97,6 @@ void Rebuild::prune_roots() {
     for (uint32_t r = 0; r < it.rows.size(); ++r) it.rows[r].root = now[it.rows[r].root];
   roots_ = std::move(kept);
   prune_at_ = std::max(kFewRoots, 2 * roots_.size());
-}
-
-std::string Rebuild::records(uint32_t shard, Tier tier, uint32_t begin, uint32_t end) const {
-  const Shard& it = shards_[shard];
-  const std::string unpublished(1 + 4 + 8 + 2 * sizeof(Hash) + block_size_ * sizeof(int32_t), 0);
-  std::string out;
-  for (uint32_t b = begin; b < end; ++b) {
-    const int64_t generation = it.generations[tier - 1][b];
-    append(out, &generation);
-    if (tier == kHost) continue;
-    const uint32_t r = it.row_of(b);
-    if (r == kNoRow || generation == 0 || it.rows[r].generation != generation) {
-      out += unpublished;
-      continue;
-    }
-    const Row& row = it.rows[r];
-    out.push_back(1);
-    append(out, &row.parent);
-    append(out, &row.parent_generation);
-    append(out, roots_[row.root].scope.data(), sizeof(Hash));
-    append(out, row.hash.data(), sizeof(Hash));
-    append(out, it.tokens.row(r), block_size_);
-  }
-  return out;
-}
-
-std::vector<int32_t> Rebuild::take_changed(uint32_t shard, Tier tier, uint32_t begin,
-                                           uint32_t end) {
-  std::vector<uint8_t>& changed = shards_[shard].changed[tier - 1];
-  std::vector<int32_t> taken;
-  for (uint32_t range = begin; range < end; ++range)
-    if (std::exchange(changed[range], uint8_t{0})) taken.push_back(static_cast<int32_t>(range));
-  return taken;
-}
-
-void Rebuild::forget(uint32_t shard, Tier tier, uint32_t begin, uint32_t end) {
-  Shard& it = shards_[shard];
-  for (uint32_t b = begin; b < end; ++b) {
-    it.generations[tier - 1][b] = 0;
-    it.changed[tier - 1][b / kRangeBlocks] = 1;
-    if (tier == kDevice && it.row_of(b) != kNoRow) it.rows[it.row_of(b)].generation = -1;
-  }
 }
 
 bool Rebuild::has_all_shards() const {

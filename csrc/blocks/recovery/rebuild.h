@@ -5,10 +5,6 @@
 // same, its hash follows from its tokens, and its parent is restored too. Equal hashes never join
 // blocks; of two blocks that hold one prefix the later is left out. Nothing is made for a block:
 // columns and chunks of rows only.
-//
-// What a shard has said can be compared with what it holds, range by range: a range's records are
-// what digests are made of (kvplane/wire/block_digests.py), and a range that differs is forgotten
-// and reported again.
 #pragma once
 
 #include <future>
@@ -24,8 +20,6 @@
 
 namespace kvplane::blocks {
 
-// Blocks of one digest.
-constexpr uint32_t kRangeBlocks = 64;
 // That are not worth looking for those that no block names any more.
 constexpr size_t kFewRoots = 1024;
 
@@ -49,20 +43,7 @@ class Rebuild {
   // Parts of its report; what it says of a block again replaces what it said before. Throw
   // ColumnError, and nothing has changed then.
   void add_blocks(uint32_t shard, Tier tier, Span<int32_t> indices, Span<int64_t> generations);
-  // `scope` stands for the root in records.
-  void add_publications(uint32_t shard, std::string_view root, const Hash& scope,
-                        const PublicationColumns& columns);
-  uint32_t num_blocks(uint32_t shard, Tier tier) const {
-    return shards_[shard].num_blocks[tier - 1];
-  }
-  // One record for each of the blocks [begin, end): the generation as an int64; on the device tier
-  // also a byte that says whether it is published, and, zeros where it is not, the parent's index
-  // (int32) and generation (int64), the scope, the hash, and the tokens.
-  std::string records(uint32_t shard, Tier tier, uint32_t begin, uint32_t end) const;
-  // Which of the ranges [begin, end) were told of since they were taken last.
-  std::vector<int32_t> take_changed(uint32_t shard, Tier tier, uint32_t begin, uint32_t end);
-  // Forgets what the shard has said of the blocks [begin, end).
-  void forget(uint32_t shard, Tier tier, uint32_t begin, uint32_t end);
+  void add_publications(uint32_t shard, std::string_view root, const PublicationColumns& columns);
 
   // The pool has as many blocks as the smallest shard. All have reported; parts that come later do
   // not count. `config` has what is known of generations.
@@ -82,7 +63,7 @@ class Rebuild {
   struct Row {
     uint32_t block = 0;
     uint32_t root = 0;
-    int64_t generation = 0;  // -1: forgotten
+    int64_t generation = 0;
     Block parent = kNoBlock;
     int64_t parent_generation = 0;
     Hash hash{};
@@ -90,10 +71,9 @@ class Rebuild {
   struct Shard {
     bool started = false;
     uint32_t num_blocks[2] = {0, 0};
-    Zeros<int64_t> generations[2];    // 0: not reported
-    std::vector<uint8_t> changed[2];  // by range
-    Zeros<uint32_t> row_after;        // by block, the row's number + 1; 0: none
-    Slab<Row> rows;                   // in the order of their blocks' first reports
+    Zeros<int64_t> generations[2];  // 0: not reported
+    Zeros<uint32_t> row_after;      // by block, the row's number + 1; 0: none
+    Slab<Row> rows;                 // in the order of their blocks' first reports
     Slab<int32_t, 0> tokens{1};
 
     uint32_t row_of(size_t block) const { return row_after[block] - 1; }  // kNoRow: none
@@ -101,7 +81,6 @@ class Rebuild {
   struct Root {
     const std::string* name;
     EntryId entry;  // while building
-    Hash scope;
   };
   enum class Phase { kCollect, kLearn, kMake, kAgree, kLink, kEnter, kIdle, kRest, kClose, kDone };
 

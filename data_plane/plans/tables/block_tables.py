@@ -33,7 +33,6 @@ from data_plane.places import Place, group_of, place_of, tier_of
 from data_plane.plans.tables.publications import Publications
 from kvplane.errors import InternalError, SequenceNotFoundError
 from kvplane.v1 import types_pb2 as pb
-from kvplane.wire.block_digests import RANGE_BLOCKS, num_ranges
 
 Array: TypeAlias = NDArray[Any]
 _VERSION = attrgetter("version")  # of publications; each layer of each step asks for it
@@ -97,18 +96,10 @@ class BlockTables:
         """[num_blocks] for each place: leading slots written in the block's present generation; see
         ``written_slots``.
         """
-        self.changed_ranges = {
-            place: np.ones(num_ranges(n), np.bool_) for place, n in num_blocks.items()
-        }
-        """Of each place, whether a block of the range has been allocated, published or withdrawn
-        since its digest was computed; see ``data_plane/block_digests.py``.
-        """
         self.num_taken = 0
         """Counts the plans that made entries stale, which make earlier checks outdated."""
         self.publications = tuple(
-            Publications(
-                n, block_size_tokens, group_of(place), changed_ranges=self.changed_ranges[place]
-            )
+            Publications(n, block_size_tokens, group_of(place))
             for place, n in num_blocks.items()
             if tier_of(place) == pb.TIER_DEVICE
         )
@@ -209,7 +200,6 @@ class BlockTables:
         their publications are dropped. ``blocks``: ascending; where one is listed twice, its last
         generation counts.
         """
-        self.changed_ranges[place][blocks // RANGE_BLOCKS] = True
         self._set(self.generations[place], blocks, generations)
         self._set(self.num_written[place], blocks, 0)
         if tier_of(place) == pb.TIER_DEVICE:

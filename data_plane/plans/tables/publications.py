@@ -15,7 +15,7 @@ from data_plane.plans.plan_columns import Mask, ints, refuse
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
-from kvplane.wire import block_digests, columns
+from kvplane.wire import columns
 
 _HASH_BYTES = 16
 _MAX_SCOPE_CHARACTERS = 256
@@ -27,23 +27,13 @@ Scope = tuple[str, str, str]
 class Publications:
     """The publications of one layer group. Not thread-safe: the executor's lock guards it."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size_tokens: int,
-        group: int = 0,
-        *,
-        changed_ranges: Mask | None = None,
-    ) -> None:
-        """``changed_ranges``: where ranges whose blocks are published or withdrawn are marked."""
+    def __init__(self, num_blocks: int, block_size_tokens: int, group: int = 0) -> None:
         self.published: Mask = np.zeros(num_blocks, np.bool_)
         """[num_blocks]: whether the block's present generation was published."""
         self.version = 0
         """Counts the messages that published a block, which make earlier checks outdated."""
         self.on_keep: Callable[[], None] = lambda: None
         """Is called when some were kept."""
-        num_ranges = block_digests.num_ranges(num_blocks)
-        self._changed = np.zeros(num_ranges, np.bool_) if changed_ranges is None else changed_ranges
         self._group = group
         self._block_size_tokens = block_size_tokens
         self._parents = np.zeros(num_blocks, np.int32)
@@ -53,15 +43,7 @@ class Publications:
         # The order in which blocks were last published.
         self._order = np.zeros(num_blocks, np.int64)
         self._next_order = 0
-        self._record = np.dtype(
-            [
-                *(("generation", "<i8"), ("published", "u1"), ("parent", "<i4")),
-                *(("parent_generation", "<i8"), ("scope", "u1", block_digests.DIGEST_BYTES)),
-                *(("hash", "u1", _HASH_BYTES), ("tokens", "<i4", block_size_tokens)),
-            ]
-        )
         self._scope_of_block = np.zeros(num_blocks, np.int64)
-        self._scope_digests = np.zeros((num_blocks, block_digests.DIGEST_BYTES), np.uint8)
         self._scopes: dict[Scope, int] = {}
         self._next_scope = 0
         self._prune_at = 64
@@ -90,11 +72,7 @@ class Publications:
         self._next_order += num_kept
         scope = (message.tenant, message.namespace, message.hash_algorithm)
         self._scope_of_block[blocks] = self._number_of(scope)
-        self._scope_digests[blocks] = np.frombuffer(
-            block_digests.scope_of(message.tenant, message.namespace), np.uint8
-        )
         self.published[blocks] = True
-        self._changed[blocks // block_digests.RANGE_BLOCKS] = True
         self.version += 1
         self.on_keep()
         return num_kept
@@ -110,7 +88,6 @@ class Publications:
         indices, own = self._check_blocks(message.indices, message.generations, field)
         blocks = indices[(own == generations[indices]) & self.published[indices]]
         self.published[blocks] = False
-        self._changed[blocks // block_digests.RANGE_BLOCKS] = True
         return len(blocks)
 
     def contents(self, blocks: NDArray[np.int32]) -> tuple[Scope, NDArray[np.int32]]:
@@ -121,35 +98,13 @@ class Publications:
         scope = next(scope for scope, n in self._scopes.items() if n == number)
         return scope, self._token_ids[blocks]
 
-    def records(self, generations: NDArray[np.int64], begin: int) -> bytes:
-        """Of the blocks from ``begin`` on, whose present generations are given, what digests are
-        made of.
-        """
-        held = slice(begin, begin + len(generations))
-        published = self.published[held]
-        rows = np.zeros(len(generations), self._record)
-        rows["generation"] = generations
-        rows["published"] = published
-        for name, values in (
-            ("parent", self._parents),
-            ("parent_generation", self._parent_generations),
-            ("scope", self._scope_digests),
-            ("hash", self._hashes),
-            ("tokens", self._token_ids),
-        ):
-            rows[name][published] = values[held][published]
-        return rows.tobytes()
-
     def report(
-        self,
-        generations: NDArray[np.int64],
-        blocks_per_message: int,
-        among: NDArray[np.int64] | None = None,
+        self, generations: NDArray[np.int64], blocks_per_message: int
     ) -> Iterator[pb.Publications]:
-        """All publications, or those of the blocks ``among``, by scope, in their order of arrival.
-        ``generations``: the present one of each block.
+        """All publications by scope, in their order of arrival. ``generations``: the present one of
+        each block.
         """
-        blocks = np.flatnonzero(self.published) if among is None else among[self.published[among]]
+        blocks = np.flatnonzero(self.published)
         blocks = blocks[np.argsort(self._order[blocks])]
         numbers = self._scope_of_block[blocks]
         of_number = {number: scope for scope, number in self._scopes.items()}

@@ -39,10 +39,7 @@ class Gate:
     """
 
     stands_by = False
-    """Whether another server serves instead: all calls of the contract are refused then, but those
-    of ``open_while_standing_by``.
-    """
-    open_while_standing_by: frozenset[str] = frozenset()
+    """Whether another server serves instead: all calls of the contract are refused then."""
 
     def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
         self._access = access
@@ -76,8 +73,10 @@ class Gate:
         roles = self._roles.get(method)
         if roles is None:
             return counts_as
-        if self.stands_by and method not in self.open_while_standing_by:
-            raise stands_by_error()
+        if self.stands_by:
+            raise PlaneUnavailableError(
+                "this server stands by: call the one that leads, which is the one that is SERVING"
+            )
         name = _certificate_name(context)
         who = self._access.caller(name, _bearer_token(context))
         if roles and not roles & who.roles:
@@ -90,13 +89,6 @@ class Gate:
             counts_as = f"tenant {who.tenant}"
         _PAYER.set(counts_as)
         return counts_as
-
-
-def stands_by_error() -> PlaneUnavailableError:
-    """Of a call that is for the server that leads."""
-    return PlaneUnavailableError(
-        "this server stands by: call the one that leads, which is the one that is SERVING"
-    )
 
 
 def _certificate_name(context: Any) -> str | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from planes_keys import why_lost
 from planes_known import (
     DEVICE,
     HOST,
@@ -62,7 +61,7 @@ class Engine:
         opened = wire(control.core.open_session(request, owner[0]))
         self.ref, self.grant = opened.session, opened.grant
         self.epochs = [info.epoch for info in opened.shards]
-        self.key_id = control.core._pools[POOL].keys.present_id
+        self.key = control.core._pools[POOL].key
         self.num_restarts = control.num_restarts
         self.number = 0
         self.sequences: dict[int, Known] = {}
@@ -392,7 +391,7 @@ class Engine:
             return "another process"
         if executor.incarnation != self.ref.incarnation:
             return "another control plane"
-        if not self.world.keys.are_successive(executor.keys.id, self.key_id):
+        if executor.key_id != signing.key_id(self.key):
             return "another key"
         return "an ended session" if self.id in process.ended else ""
 
@@ -404,8 +403,6 @@ class Engine:
             assert not refusal, f"opened, though it is of {refusal}"
             started = executor.start(self.id, wire(made.signed))
         except _REFUSALS as error:
-            session = self.control.core._sessions.get(self.id)
-            refusal = refusal or why_lost(session, made.number, error)
             assert refusal, f"session {self.id} plan {made.number} is refused: {error!r}"
             assert not isinstance(error, StaleGenerationError)
             self.world.happened[f"plans refused: {refusal}"] += 1

@@ -296,24 +296,11 @@ class PlanesMachine(LateDuplicates):
 
     # Keys
 
-    @rule()
-    def rotate_the_key(self) -> None:
-        """It is time for another key, for as many rotations as the streams let pass."""
-        control = self.rng.choice([self.world.control] * 4 + self.world.controls)
-        for _ in range(self.rng.randint(1, 3)):
-            if control.pool is not None:
-                self.world.keys.rotate(control.core, control.pool, self.world.clock.now)
-                control.flush()
-            if self.rng.random() < 0.6:
-                self.world.deliver(self.rng, self.rng.randint(1, 8))
-            else:
-                self.world.deliver_all()
-
-    @precondition(lambda self: self.has_begun and self.world.keys.former and self.engines)
+    @precondition(lambda self: self.has_begun and self.engines)
     @rule()
     def forge_a_plan(self) -> None:
-        """With a key that was replaced. A data plane that has dropped it refuses."""
-        key = self.rng.choice(self.world.keys.former)
+        """With the key of a session. A data plane that has another one refuses."""
+        key = self.rng.choice(self.engines + self.gone).key
         engine = self.pick()
         plan = tpb.Plan(
             version=protocol.PAYLOAD_VERSION,
@@ -328,7 +315,7 @@ class PlanesMachine(LateDuplicates):
         )
         for process in self.world.processes:
             executor = process.executor
-            if signing.key_id(key) in (executor.keys.id, executor.keys.newer_id):
+            if signing.key_id(key) == executor.key_id:
                 continue
             before = process.snapshot()
             try:
@@ -336,7 +323,7 @@ class PlanesMachine(LateDuplicates):
             except (BadSignatureError, StaleError, PoolNotReadyError):
                 self.world.happened["forged plans refused"] += 1
             else:
-                raise AssertionError("a plan is taken that a dropped key signed")
+                raise AssertionError("a plan is taken that another key signed")
             assert process.snapshot() == before
 
     @rule()

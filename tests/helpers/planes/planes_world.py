@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 from google.protobuf.message import Message
-from planes_keys import KEY_LIFETIME_S, Successions
 from planes_values import (
     LAYOUT,
     LAYOUT_MESSAGE,
@@ -36,7 +35,7 @@ from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnatio
 from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import columns, protocol
+from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
 
 POOL = "pool"
@@ -101,7 +100,6 @@ class ControlProcess:
                 lease_s=LEASE_S,
                 max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
                 watermark=world.watermark,
-                key_lifetime_s=KEY_LIFETIME_S,
             ),
             clock=world.clock,
             new_session_id=world.new_session_id,
@@ -168,8 +166,6 @@ class ControlProcess:
                 if request.report.last:
                     accepted = cpb.RegisterResponse(report_accepted=cpb.ReportAccepted())
                     stream.to_data.append(accepted)
-            elif request.HasField("keys_held"):
-                self.core.keys_held(POOL, stream.index, stream.epoch, request.keys_held)
             else:
                 self.core.fence_done(POOL, stream.index, stream.epoch, request.fence_done)
         except (InvalidRequestError, StaleEpochError):
@@ -232,9 +228,7 @@ class DataProcess:
             num_host_blocks=self.num_host,
             address=f"shard{self.shard.index}:1",
             incarnation=executor.incarnation,
-            key_id=executor.keys.id,
-            newer_key_id=executor.keys.newer_id,
-            rotates_keys=True,
+            key_id=executor.key_id,
         )
         self.hellos.append(hello)
         return hello
@@ -260,12 +254,6 @@ class DataProcess:
             done = cpb.FenceDone(session=fence.session)
             self.fences_done.append(done)
             stream.to_control.append(wire(cpb.RegisterRequest(fence_done=done)))
-        elif kind == "key_offer":
-            self.executor.keys.add(response.key_offer.key)
-            self.tell_keys(stream)
-        elif kind == "key_retirement":
-            self.executor.keys.retire(response.key_retirement)
-            self.tell_keys(stream)
         elif kind == "report_request":
             self.report(stream)
         else:
@@ -276,7 +264,7 @@ class DataProcess:
         if welcome.resumed:
             shards = stream.control.core._pools[POOL].shards
             is_resumed = executor.incarnation == welcome.incarnation
-            is_resumed &= shards.keys.present_id in (executor.keys.id, executor.keys.newer_id)
+            is_resumed &= signing.key_id(shards.key) == executor.key_id
             assert is_resumed or not stream.is_read_by_control, "resumed with another key"
             return
         try:
@@ -287,12 +275,6 @@ class DataProcess:
         self.ended |= self.opened
         self.fences.clear()
         self.report(stream)
-
-    def tell_keys(self, stream: Stream) -> None:
-        """Confirm a step of a rotation."""
-        executor = self.executor
-        held = cpb.KeysHeld(key_id=executor.keys.id, newer_key_id=executor.keys.newer_id)
-        stream.to_control.append(wire(cpb.RegisterRequest(keys_held=held)))
 
     def report(self, stream: Stream) -> None:
         """Send what all blocks hold."""
@@ -320,7 +302,6 @@ class World:
         self.shards = [self._shard(i, num_shards, by_layers) for i in range(num_shards)]
         self.sizes = [(num_device, num_host)] * num_shards
         self.controls: list[ControlProcess] = []
-        self.keys = Successions()
         self.processes: list[DataProcess] = []
         self.restart_control(1)
         for index in range(num_shards):
@@ -488,8 +469,8 @@ class World:
         for block, owner, parent, tokens in self._findable(pool):
             prefixes[block] = [*prefixes.get(parent, []), *tokens]
             for process in views:
-                key_id = b"" if process is None else process.executor.keys.id
-                if process is None or not self.keys.are_successive(key_id, pool.keys.present_id):
+                key_id = b"" if process is None else process.executor.key_id
+                if process is None or key_id != signing.key_id(pool.key):
                     continue
                 wanted = process.view.blocks(values_of(owner, prefixes[block]))[:, -1:]
                 found = process.executor.pools.device_tier[block][:, None].numpy()

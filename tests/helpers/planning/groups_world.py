@@ -89,7 +89,7 @@ class World:
             ],
             address="here:1",
             incarnation=executor.incarnation,
-            key_id=executor.keys.id,
+            key_id=executor.key_id,
         )
         executor.install(self.incarnation, self.core.register(hello).key)
         for part in executor.report(3):

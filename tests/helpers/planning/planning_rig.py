@@ -137,7 +137,7 @@ class PlanningRig:
             plan_number=number,
             plan_digest=session.plans[number].digest,
         ).SerializeToString()
-        signature = signing.sign(self.pool.keys.present, signing.RECEIPT, payload)
+        signature = signing.sign(self.pool.key, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
     def check(self) -> None:

@@ -6,16 +6,16 @@ Each takes pytest's monkeypatch and plants itself for one test.
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from control_plane.planning import core, queries
-from control_plane.planning.pools import registration, rotation, shards
-from control_plane.planning.pools.keys import PoolKeys
+from control_plane.planning.pools import registration, shards
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.session import Session
-from control_plane.planning.steps import planner, receipts
+from control_plane.planning.steps import planner
 from control_plane.planning.steps.abort import abort_from
 from control_plane.planning.steps.numbering import Answer, Numbering
 from control_plane.planning.steps.pieces import finished
@@ -24,7 +24,7 @@ from data_plane.plans.sessions import Sessions
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.tables.publications import Publications
 from data_plane.plans.verifier import Verifier
-from data_plane.pool_keys import HeldKeys
+from kvplane.errors import BadSignatureError
 from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
@@ -83,7 +83,7 @@ def key_ignored_on_resume(patch: pytest.MonkeyPatch) -> None:
     original = registration.Registration._can_resume
 
     def can_resume(self: Any, pool: Pool, hello: Any) -> bool:
-        hello.key_id = pool.shards.keys.present_id
+        hello.key_id = signing.key_id(pool.key)
         return original(self, pool, hello)
 
     patch.setattr(registration.Registration, "_can_resume", can_resume)
@@ -211,69 +211,24 @@ def shards_may_overlap(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def key_signs_before_all_hold_it(patch: pytest.MonkeyPatch) -> None:
-    """A new key signs once the first shard has confirmed it."""
-    original = rotation.unconfirmed
-
-    def unconfirmed(pool: Pool) -> list[int]:
-        waits_for, keys = original(pool), pool.keys
-        states = pool.shards.states.values()
-        return [] if keys.next and any(keys.next_id in s.key_ids for s in states) else waits_for
-
-    patch.setattr(rotation, "unconfirmed", unconfirmed)
-
-
-def _without_column(patch: pytest.MonkeyPatch, name: str) -> None:
-    original = HeldKeys.retire
-
-    def retire(self: HeldKeys, retirement: Any) -> None:
-        retirement.ClearField(name)
-        original(self, retirement)
-
-    patch.setattr(HeldKeys, "retire", retire)
-
-
-def key_dropped_while_its_plans_are_in_flight(patch: pytest.MonkeyPatch) -> None:
-    """What a former key signed is refused, though its engine has yet to present it."""
-    _without_column(patch, "plan_digests")
-
-
-def key_dropped_with_its_grants(patch: pytest.MonkeyPatch) -> None:
-    """Open sessions cannot present their grants again."""
-    _without_column(patch, "grant_digests")
-
-
 def former_keys_accepted(patch: pytest.MonkeyPatch) -> None:
-    """A data plane confirms that it dropped a key, and goes on accepting what it signs."""
-    original = signing.verify_any
+    """A data plane takes another key, and goes on accepting what the former one signs."""
+    original = signing.verify
     known: list[bytes] = []
-    add_key = Verifier.add_key
+    install = Verifier.install
 
-    def add(self: Verifier, key: bytes) -> None:
-        known.extend(each for each in self._keys if each not in known)
-        add_key(self, key)
+    def install_another(self: Verifier, incarnation: int, key: bytes) -> None:
+        install(self, incarnation, key)
+        known.append(key)
 
-    def verify_any(keys: Any, *args: Any, **kwargs: Any) -> tuple[int, bytes]:
-        return original([*keys, *known], *args, **kwargs)
+    def verify(key: bytes, *args: Any, **kwargs: Any) -> bytes:
+        for former in known:
+            with suppress(BadSignatureError):
+                return original(former, *args, **kwargs)
+        return original(key, *args, **kwargs)
 
-    patch.setattr(Verifier, "add_key", add)
-    patch.setattr(signing, "verify_any", verify_any)
-
-
-def former_keys_forgotten_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Receipts of plans that a former key signed are refused."""
-    original = PoolKeys.switch
-
-    def switch(self: PoolKeys) -> None:
-        original(self)
-        self._former.clear()
-
-    patch.setattr(PoolKeys, "switch", switch)
-
-
-def settled_receipts_need_their_key(patch: pytest.MonkeyPatch) -> None:
-    """A request that is repeated is refused for a receipt whose key was forgotten."""
-    patch.setattr(receipts, "_has_settled", lambda session, signed: False)
+    patch.setattr(Verifier, "install", install_another)
+    patch.setattr(signing, "verify", verify)
 
 
 QUICK = (
@@ -285,7 +240,7 @@ QUICK = (
     append_position_unchecked,
     sessions_outlive_a_shard,
     shards_may_overlap,
-    key_dropped_while_its_plans_are_in_flight,
+    former_keys_accepted,
 )
 SLOW = (
     fence_forgotten,
@@ -297,9 +252,4 @@ SLOW = (
     fence_not_awaited,
     tokens_taken_by_sequence_id,
     stale_publication_kept,
-    key_signs_before_all_hold_it,
-    key_dropped_with_its_grants,
-    former_keys_accepted,
-    former_keys_forgotten_at_once,
-    settled_receipts_need_their_key,
 )

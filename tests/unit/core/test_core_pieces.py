@@ -106,7 +106,7 @@ def receipt(session: Session, number: int) -> tpb.SignedPayload:
     """The data plane's, of a plan in flight."""
     payload = session.receipt_of(number, 0)
     assert payload is not None
-    signature = signing.sign(session.pool.keys.present, signing.RECEIPT, payload)
+    signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
     return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 

@@ -86,7 +86,7 @@ def test_a_retention_out_of_range_is_refused(
 def test_a_grant_is_signed_with_the_pools_key(rig: PlanningRig) -> None:
     signed = sign_grant(rig.session, max_plans_in_flight=3)
     signing.verify(
-        rig.pool.keys.present,
+        rig.pool.key,
         signing.GRANT,
         signed.type,
         signed.payload,

@@ -32,7 +32,7 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
     rig.step()
     signed = rig.answer(ops.admit(2, range(100, 109))).plan
     signing.verify(
-        rig.pool.keys.present,
+        rig.pool.key,
         signing.PLAN,
         signed.type,
         signed.payload,

@@ -40,7 +40,7 @@ def changed(rig: PlanningRig, change: Callable[[tpb.Receipt], object]) -> tpb.Si
 
 
 def signed(rig: PlanningRig, payload: bytes) -> tpb.SignedPayload:
-    signature = signing.sign(rig.pool.keys.present, signing.RECEIPT, payload)
+    signature = signing.sign(rig.pool.key, signing.RECEIPT, payload)
     return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 

@@ -10,7 +10,6 @@ from plan_author import BLOCK_SIZE, DEVICE, HOST, blocks_of, publications
 
 from data_plane.plans.tables.block_report import block_report
 from data_plane.plans.tables.block_tables import BlockTables
-from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 
@@ -40,23 +39,6 @@ def test_parts_add_up_to_all_generations(
 
 def test_without_blocks_one_part_says_that_it_is_the_last() -> None:
     assert block_report(tables_of({}), 8) == [control_pb2.BlockReport(last=True)]
-
-
-@pytest.mark.parametrize(
-    ("ranges", "field"),
-    [
-        (control_pb2.BlockRanges(tier=DEVICE, ranges=b"\1\0\0\0"), "ranges[0].ranges"),
-        (control_pb2.BlockRanges(tier=DEVICE, ranges=b"\xff" * 4), "ranges[0].ranges"),
-        (control_pb2.BlockRanges(tier=DEVICE, ranges=b"\0"), "ranges[0].ranges"),
-        (control_pb2.BlockRanges(tier=3, ranges=b""), "ranges[0]"),
-        (control_pb2.BlockRanges(group=1, tier=DEVICE, ranges=b""), "ranges[0]"),
-        (control_pb2.BlockRanges(group=-1, tier=DEVICE, ranges=b""), "ranges[0]"),
-    ],
-)
-def test_ranges_that_are_not_there_are_refused(ranges: control_pb2.BlockRanges, field: str) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        block_report(tables_of({}), 8, [ranges])
-    assert refused.value.field == f"report_request.{field}"
 
 
 @pytest.mark.parametrize("blocks_per_part", [1, 2, 8])

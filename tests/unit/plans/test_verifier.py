@@ -18,7 +18,6 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
@@ -137,37 +136,3 @@ def test_each_process_and_each_verifier_in_it_has_a_higher_epoch() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         Verifier(POOL_ID, 0, 1, epoch=2**64)
     assert refused.value.field == "epoch"
-
-
-def test_two_keys_are_held_at_most_and_what_is_listed_outlives_its_key() -> None:
-    author = PlanAuthor(epoch=5)
-    verifier = Verifier(POOL_ID, 0, 1, epoch=5)
-    verifier.install(1, author.key)
-    former, plans = author.key, [author.plan(number) for number in (1, 2, 3)]
-    grants = [author.grant(1), author.grant(2)]
-    author.key = signing.new_key()
-    for _ in range(2):
-        verifier.add_key(author.key)
-    with pytest.raises(InvalidRequestError):
-        verifier.add_key(signing.new_key())
-    assert verifier.plan(author.plan(4))[0].number == 4
-    assert verifier.plan(plans[0])[0].number == 1
-    author.read_receipt(verifier.receipt(author.session(1), 1, bytes(32)))  # of the newer key
-    retirement = cpb.KeyRetirement(
-        key_id=signing.key_id(author.key),
-        grant_digests=signing.digest(grants[0].payload),
-        plan_digests=signing.digest(plans[0].payload),
-    )
-    for _ in range(2):
-        verifier.retire_keys(retirement, [signing.digest(plans[1].payload)])
-    assert (verifier.key_id, verifier.newer_key_id) == (retirement.key_id, b"")
-    assert [verifier.plan(plan)[0].number for plan in plans[:2]] == [1, 2]
-    assert verifier.grant(grants[0]).session == author.session(1)
-    for read, payload in ((verifier.plan, plans[2]), (verifier.grant, grants[1])):
-        with pytest.raises(BadSignatureError):
-            read(payload)
-    mislabelled = pb.SignedPayload(type=signing.PLAN, payload=grants[0].payload)
-    with pytest.raises(BadSignatureError):
-        verifier.plan(mislabelled)
-    with pytest.raises(InvalidRequestError):
-        verifier.retire_keys(cpb.KeyRetirement(key_id=signing.key_id(former)), [])

@@ -43,10 +43,10 @@ def test_it_says_what_is_missing_until_nothing_is() -> None:
 def test_sessions_are_counted_from_one_for_each_key() -> None:
     shards = PoolShards(1, LAYOUT)
     assert [shards.next_ordinal() for _ in range(3)] == [1, 2, 3]
-    before = shards.keys.present_id
+    before = shards.key
     shards.start_over(1, LAYOUT)
     assert shards.next_ordinal() == 1
-    assert shards.keys.present_id != before
+    assert shards.key != before
 
 
 def test_layers_that_a_group_does_not_have_are_no_part_of_a_shard() -> None:
