@@ -192,7 +192,6 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
         key=files.key,
         port_file=port_file,
         logger=logging.getLogger(__name__),
-        cut=lambda why: None,
     )
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(20):
