@@ -27,6 +27,7 @@ from data_plane.places import place_of
 from data_plane.server.files.tier import FileTier
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
+    InvalidRequestError,
     KvplaneError,
     PlaneUnavailableError,
     ProtocolMismatchError,
@@ -78,8 +79,8 @@ class RegistrationClient:
         self._executor = executor
         self._worker = worker
         self._control_plane = control_plane
-        self._channel = open_channel(control_plane, tls, health_of=_SERVICE)
-        self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
+        self._open = partial(open_channel, control_plane, tls, health_of=_SERVICE)
+        self._channel = self._open()
         self._address = address
         self._on_change = on_change
         self._files = files
@@ -108,12 +109,24 @@ class RegistrationClient:
                     await self._on_change(False)
                 await asyncio.sleep(self._delay_s * random.uniform(0.5, 1.5))
                 self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
+                await self._reopen()
         finally:
             await self._channel.close(None)
 
+    async def _reopen(self) -> None:
+        """With the TLS files as they are by now; those that are wrong change nothing."""
+        try:
+            channel = self._open()
+        except InvalidRequestError as error:
+            _LOGGER.error("not renewed control_plane=%s error=%s", self._control_plane, error)
+            return
+        await self._channel.close(None)
+        self._channel = channel
+
     async def _register(self) -> None:
         """One stream from its Hello to its end. Raises KvplaneError."""
-        stream = RegistrationStream(self._stub.Register())
+        stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
+        stream = RegistrationStream(stub.Register())
         try:
             await stream.send(pb.RegisterRequest(hello=_hello_of(self._executor, self._address)))
             welcome = (await stream.expect("welcome")).welcome

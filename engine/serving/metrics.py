@@ -44,12 +44,6 @@ class ServingMetrics:
             registry=registry,
             buckets=_SECONDS,
         )
-        self.cut = Counter(
-            "kvplane_engine_cut_connections_total",
-            "Connections of clients that were closed, by why.",
-            ["reason"],
-            registry=registry,
-        )
         gauge = Gauge("kvplane_engine_open_requests", "Requests that are open.", registry=registry)
         gauge.set_function(num_open)
 

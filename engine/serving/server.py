@@ -57,7 +57,6 @@ async def _serve(app: ServingApp, config: ServeConfig, worker: EngineWorker) -> 
         key=config.tls_key,
         port_file=config.port_file,
         logger=_LOGGER,
-        cut=lambda why: app.metrics.cut.labels(why).inc(),
         when_told=worker.give_up,
     )
 

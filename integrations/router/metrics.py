@@ -47,13 +47,6 @@ FIRST_BYTE: Final = Declaration(
     (),
     _SECONDS,
 )
-CUT: Final = Declaration(
-    "counter",
-    "kvplane_router_cut_connections_total",
-    "Connections of clients that were closed: too_many, no_request that came in time, a rest of a"
-    " request (unread_body), an answer that was not_read, or not_http.",
-    ("reason",),
-)
 OPEN: Final = Declaration("gauge", "kvplane_router_open_requests", "Requests that are open.")
 ENGINE_UP: Final = Declaration(
     "gauge", "kvplane_router_engine_up", "Whether an engine answers.", ("engine",)
@@ -89,7 +82,7 @@ POOL_BLOCKS: Final = Declaration(
     ("pool",),
 )
 DECLARATIONS: Final = (
-    *(REQUESTS, SENT, RETRIES, PROMPT_TOKENS, CACHED_TOKENS, FIRST_BYTE, CUT, OPEN),
+    *(REQUESTS, SENT, RETRIES, PROMPT_TOKENS, CACHED_TOKENS, FIRST_BYTE, OPEN),
     *(ENGINE_UP, ENGINE_WAIT, ENGINE_RATE, POOL_FOLLOWED, POOL_LOST, POOL_BLOCKS),
 )
 
@@ -107,7 +100,6 @@ class RouterMetrics(Collector):
         self.requests = self._counter(REQUESTS)
         self.sent = self._counter(SENT)
         self.retries = self._counter(RETRIES)
-        self.cut = self._counter(CUT)
         self.prompt_tokens = self._counter(PROMPT_TOKENS)
         self.cached_tokens = self._counter(CACHED_TOKENS)
         self.first_byte = Histogram(

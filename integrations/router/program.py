@@ -94,7 +94,6 @@ async def _route(config: RouterConfig) -> None:
             key=config.tls_key,
             port_file=config.port_file,
             logger=_LOGGER,
-            cut=lambda why: metrics.cut.labels(why).inc(),
         )
         await server.serve()
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
 
-from kvplane.serving.http_connection import Cut, HttpConnection
 from kvplane.serving.server import most_connections
 from kvplane.transport.renewed import renewed_context
 
@@ -30,22 +28,18 @@ class HttpServer(uvicorn.Server):
         key: Path | None,
         port_file: Path | None,
         logger: logging.Logger,
-        cut: Cut,
-        max_connections: int = 0,
         when_told: Callable[[], None] = lambda: None,
     ) -> None:
-        """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None. ``cut`` is
-        called with why a connection was closed. ``max_connections``: 0 for as many as the limit of
-        open files allows, where each client may need a connection to an engine too. ``when_told``
-        is called when it is told to stop, before it waits for open requests.
+        """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None.
+        ``when_told`` is called when it is told to stop, before it waits for open requests. Beyond
+        the connections that the limit of open files has room for, where each client may need one
+        to an engine too, requests get status 503.
         """
         host, _, port = bind.rpartition(":")
-        connection = partial(HttpConnection, max_connections or most_connections(), cut)
         super().__init__(
             uvicorn.Config(
                 app,
-                # Named, as other packages that are installed change what is chosen.
-                http=connection,  # type: ignore[arg-type]
+                http="h11",  # bounds a request's head, as httptools does not
                 ws="none",
                 host=host.strip("[]"),
                 port=int(port),
@@ -54,6 +48,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 ssl_certfile=certificate,
                 ssl_keyfile=key,
+                limit_concurrency=most_connections(),
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )

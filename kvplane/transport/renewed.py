@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -24,27 +23,19 @@ T = TypeVar("T")
 class Renewed(Generic[T]):
     """A value made from files. Thread-safe."""
 
-    def __init__(
-        self, make: Callable[[], T], files: Sequence[Path | None], *, interval_s: float = 0.0
-    ) -> None:
+    def __init__(self, make: Callable[[], T], files: Sequence[Path | None]) -> None:
         """``make`` raises OSError or InvalidRequestError for files that are wrong; at first it is
-        called here. ``interval_s``: how often the files are looked at, at most.
+        called here.
         """
         self._make = make
         self._files = [file for file in files if file is not None]
-        self._interval_s = interval_s
-        self._next_look_s = 0.0
         self._lock = threading.Lock()
         self._stamps = self._look()
         self._value = make()
 
     def get(self) -> T:
         """The value that the files have, or had when they were right last."""
-        now_s = time.monotonic()
-        if now_s < self._next_look_s:
-            return self._value
         with self._lock:
-            self._next_look_s = now_s + self._interval_s
             stamps = self._look()
             if stamps == self._stamps:
                 return self._value

@@ -13,7 +13,6 @@ import grpc.aio
 
 from kvplane.errors import InvalidRequestError
 from kvplane.transport.renewed import server_context
-from kvplane.transport.renewed_channel import RenewedChannel
 from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 
@@ -106,10 +105,7 @@ def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") ->
     name = tls.server_name or (hosts[0] if len(hosts) > 1 else "")
     if name:
         options["grpc.ssl_target_name_override"] = name
-    every = [*options.items()]
-    return RenewedChannel(
-        lambda: grpc.aio.secure_channel(target, tls.credentials(), options=every), tls.files
-    )
+    return grpc.aio.secure_channel(target, tls.credentials(), options=[*options.items()])
 
 
 def _by_turns(health_of: str) -> str:

@@ -99,9 +99,7 @@ class Routed:
 
 
 @asynccontextmanager
-async def routed(
-    *engines: Engine, engine_key: str = "", max_connections: int = 0, **how: Any
-) -> AsyncIterator[Routed]:
+async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIterator[Routed]:
     """The first engine is picked first, then the next."""
     servers = [await asyncio.start_server(engine.serve, "127.0.0.1", 0) for engine in engines]
     for engine, server in zip(engines, servers, strict=True):
@@ -125,8 +123,6 @@ async def routed(
         key=None,
         port_file=None,
         logger=logging.getLogger("router"),
-        cut=lambda why: metrics.cut.labels(why).inc(),
-        max_connections=max_connections,
     )
     serving = asyncio.create_task(router._serve())  # without the handling of signals
     async with asyncio.timeout(PATIENCE_S):

@@ -24,10 +24,10 @@ FAULTS = {
         "                pass\n",
         TESTS,
     ),
-    "calls_end_with_the_certificate": Fault(
-        "kvplane/transport/renewed_channel.py",
-        "if channel is not self._present and not self._calls[channel]:",
-        "if channel is not self._present:",
+    "a_data_plane_keeps_its_first_certificate": Fault(
+        "data_plane/server/registration_client.py",
+        "                await self._reopen()\n",
+        "",
         TESTS,
     ),
     "connections_keep_the_first_context": Fault(

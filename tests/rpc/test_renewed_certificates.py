@@ -14,13 +14,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx2
 import pytest
+from data_server import config_of
 from sdk_peers import interceptor
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
+from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.integrations.router.config import RouterConfig
@@ -28,7 +29,6 @@ from kvplane.integrations.router.program import engine_client
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
-from kvplane.transport import renewed_channel
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 
@@ -96,11 +96,6 @@ def files(tmp_path: Path, pairs: list[tuple[bytes, bytes]]) -> Files:
     files = Files(tmp_path, "server")
     files.put(pairs[0])
     return files
-
-
-@pytest.fixture(autouse=True)
-def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renewed_channel, "_LOOK_INTERVAL_S", 0.0)
 
 
 @pytest.fixture
@@ -192,7 +187,6 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
         key=files.key,
         port_file=port_file,
         logger=logging.getLogger(__name__),
-        cut=lambda why: None,
     )
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(20):
@@ -248,39 +242,86 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
 
 
 class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer):
-    """Tells the tenant that it takes the caller for, and answers each step."""
+    """Tells the tenant that it takes the caller for, and ends each registration."""
+
+    def __init__(self) -> None:
+        self.registered: list[str] = []
 
     async def ListPools(self, request: Any, context: Any) -> pb.ListPoolsResponse:
         return pb.ListPoolsResponse(pool_ids=[caller().tenant])
 
-    async def Step(self, requests: Any, context: Any) -> AsyncIterator[pb.StepResponse]:
-        async for _ in requests:
-            yield pb.StepResponse()
+    async def Register(self, requests: Any, context: Any) -> AsyncIterator[pb.RegisterResponse]:
+        await anext(aiter(requests))
+        self.registered.append(caller().tenant)
+        for never in ():
+            yield never
 
 
-async def test_a_client_shows_its_new_certificate_at_its_next_call(
-    authority: Authority, pairs: list[tuple[bytes, bytes]], files: Files, tmp_path: Path
-) -> None:
+@asynccontextmanager
+async def who_am_i(authority: Authority, files: Files) -> AsyncIterator[tuple[str, WhoAmI]]:
+    """Served to who shows a certificate."""
     server_tls = serving.ServerTls(files.certificate, files.key, authority.ca)
     server = serving.build(
         "127.0.0.1:0", tls=server_tls, max_message_bytes=1 << 20, interceptors=[interceptor()]
     )
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(WhoAmI(), server.grpc_server)
-    await server.start([])
-    own = Files(tmp_path, "client")
-    own.put(pairs[0])
-    tls = tls_of(authority, cert_file=own.certificate, key_file=own.key)
-    async with ControlClient(server.address, tls=tls) as client:
-        stream = client._stub.Step(timeout=60)
-        for pair, name in [(pairs[0], "first"), (pairs[1], "second"), (pairs[1], "second")]:
-            own.put(pair)
-            assert await client.list_pools() == [name]
-            await stream.write(pb.StepRequest())
-            assert isinstance(await stream.read(), pb.StepResponse)
-        own.certificate.write_bytes(pairs[0][0])  # its key is another's
-        assert await client.list_pools() == ["second"]
-        own.certificate.unlink()
-        assert await client.list_pools() == ["second"]
-        assert not stream.done()
-    assert await asyncio.wait_for(stream.code(), 10) == grpc.StatusCode.CANCELLED
+    plane = WhoAmI()
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server.grpc_server)
+    await server.start([pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name])
+    yield server.address, plane
     await server.stop(0)
+
+
+async def test_a_client_shows_its_new_certificate_when_it_is_opened_again(
+    authority: Authority, pairs: list[tuple[bytes, bytes]], files: Files, tmp_path: Path
+) -> None:
+    own = Files(tmp_path, "client")
+    tls = tls_of(authority, cert_file=own.certificate, key_file=own.key)
+    async with who_am_i(authority, files) as (address, _):
+        own.put(pairs[0])
+        async with ControlClient(address, tls=tls) as former:
+            own.put(pairs[1])
+            async with ControlClient(address, tls=tls) as later:
+                assert await later.list_pools() == ["second"]
+            assert await former.list_pools() == ["first"]
+        own.certificate.write_bytes(pairs[0][0])  # its key is another's
+        with pytest.raises(InvalidRequestError, match="cert_file"):
+            ControlClient(address, tls=tls)
+
+
+async def test_a_data_plane_shows_its_new_certificate_when_it_registers_again(
+    authority: Authority,
+    pairs: list[tuple[bytes, bytes]],
+    files: Files,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = Files(tmp_path, "plane")
+    own.put(pairs[0])
+    async with who_am_i(authority, files) as (address, plane):
+        data = await DataPlaneServer.start(
+            config_of(
+                tmp_path,
+                address,
+                control_plane_tls=True,
+                control_plane_ca=authority.ca,
+                control_plane_name=NAME,
+                tls_certificate=own.certificate,
+                tls_key=own.key,
+            )
+        )
+
+        async def until_registered(name: str) -> None:
+            plane.registered.clear()
+            async with asyncio.timeout(20):
+                while name not in plane.registered:
+                    await asyncio.sleep(0.01)
+
+        await until_registered("first")
+        own.put(pairs[1])
+        await until_registered("second")
+        own.certificate.unlink()
+        async with asyncio.timeout(20):
+            while "not renewed control_plane=" not in caplog.text:
+                await asyncio.sleep(0.01)
+        await until_registered("second")
+        await data.stop()
