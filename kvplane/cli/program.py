@@ -113,7 +113,6 @@ async def sequences(context: Context, session: int, pool: str) -> int:
 
 
 @_command
-@_command
 @_with_tokens
 @_with_pool
 @_with_namespace
