@@ -10,8 +10,8 @@ after every call and every piece, one that raises too.
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first; answer, or takes_long and in_pieces, for any of them
-    queries        check_operations, block_table, common_prefix, find_prefix, lookup_prefix,
-                   explain_prefix, describe_*, observe_pools, check_integrity
+    queries        check_operations, block_table, find_prefix, lookup_prefix, explain_prefix,
+                   describe_*, observe_pools, check_integrity
 """
 
 from __future__ import annotations
@@ -336,12 +336,6 @@ class ControlPlane:
     ) -> cpb.DescribeSequenceResponse:
         """A sequence's positions and blocks."""
         return queries.describe_sequence(self._session(request.session, tenant), request)
-
-    def common_prefix(
-        self, request: cpb.CommonPrefixRequest, tenant: str
-    ) -> cpb.CommonPrefixResponse:
-        """How many leading blocks several sequences share."""
-        return queries.common_prefix(self._session(request.session, tenant), request)
 
     def lookup_prefix(
         self, request: cpb.LookupPrefixRequest, tenant: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, cast
+from typing import cast
 
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import (
@@ -19,9 +19,6 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import duration_of
-
-# Sequences in one question.
-_MAX_SEQUENCES: Final = 65_536
 
 
 def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceStates:
@@ -89,22 +86,6 @@ def list_sessions(
             sequences=states(session) if request.session_id else None,
         )
     return response
-
-
-def common_prefix(session: Session, request: cpb.CommonPrefixRequest) -> cpb.CommonPrefixResponse:
-    """Leading blocks that sequences share. Raises InvalidRequestError, SequenceNotFoundError."""
-    ids = columns.read(INT64, request.sequence_ids, "sequence_ids")
-    if not ids or len(ids) > _MAX_SEQUENCES or len(set(ids)) != len(ids):
-        raise InvalidRequestError(
-            f"must be from 1 to {_MAX_SEQUENCES} distinct ids", field="sequence_ids"
-        )
-    for i, sequence_id in enumerate(ids):
-        _require_live(session, sequence_id, f"sequence_ids[{i}]")
-    num_blocks = session.pool.lead.common_prefix(session.slot, request.sequence_ids)
-    known = columns.read(INT64, states(session, request.sequence_ids).num_tokens, "num_tokens")
-    return cpb.CommonPrefixResponse(
-        num_blocks=num_blocks, num_tokens=min(num_blocks * session.pool.block_size, *known)
-    )
 
 
 def lookup_prefix(session: Session, request: cpb.LookupPrefixRequest) -> cpb.LookupPrefixResponse:

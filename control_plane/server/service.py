@@ -246,11 +246,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.ExplainPrefixResponse:
         return self._core.explain_prefix(request, caller().tenant)
 
-    async def CommonPrefix(
-        self, request: pb.CommonPrefixRequest, context: _Context
-    ) -> pb.CommonPrefixResponse:
-        return self._core.common_prefix(request, caller().tenant)
-
     async def ListSessions(
         self, request: pb.ListSessionsRequest, context: _Context
     ) -> pb.ListSessionsResponse:

@@ -15,7 +15,6 @@ from kvplane.results import (
 from kvplane.transport.connection import Connection
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SessionRef
-from kvplane.wire.columns import INT64
 
 
 class SessionQueries:
@@ -45,17 +44,6 @@ class SessionQueries:
         request = pb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
         response: pb.GetBlockTableResponse = await self._connection.call(
             self._stub.GetBlockTable, request, timeout_s
-        )
-        return response
-
-    async def common_prefix(
-        self, sequence_ids: ops.Column, *, timeout_s: float | None = None
-    ) -> pb.CommonPrefixResponse:
-        """The leading blocks that all these sequences share. Raises SequenceNotFoundError."""
-        column = ops.pack(INT64, sequence_ids, "sequence_ids")
-        request = pb.CommonPrefixRequest(session=self.ref, sequence_ids=column)
-        response: pb.CommonPrefixResponse = await self._connection.call(
-            self._stub.CommonPrefix, request, timeout_s
         )
         return response
 

@@ -58,7 +58,6 @@ class Session(Portal[sessions.Session]):
     wait_for_news = blocking(sessions.Session.wait_for_news)
     check = blocking(sessions.Session.check)
     block_table = blocking(sessions.Session.block_table)
-    common_prefix = blocking(sessions.Session.common_prefix)
     lookup_prefix = blocking(sessions.Session.lookup_prefix)
     explain_prefix = blocking(sessions.Session.explain_prefix)
     describe_sequence = blocking(sessions.Session.describe_sequence)

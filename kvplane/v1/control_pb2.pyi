@@ -738,22 +738,6 @@ class ExplainPrefixResponse(_message.Message):
     num_cached_tokens: int
     def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., num_hits: _Optional[bytes] = ..., ages_ms: _Optional[bytes] = ..., idle_ms: _Optional[bytes] = ..., priorities: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
-class CommonPrefixRequest(_message.Message):
-    __slots__ = ("session", "sequence_ids")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    session: _types_pb2.SessionRef
-    sequence_ids: bytes
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
-
-class CommonPrefixResponse(_message.Message):
-    __slots__ = ("num_blocks", "num_tokens")
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    num_tokens: int
-    def __init__(self, num_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
-
 class WatchRequest(_message.Message):
     __slots__ = ("pool_id", "namespace", "since_revision", "incarnation")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]

@@ -135,11 +135,6 @@ class ControlPlaneServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_control__pb2.ExplainPrefixRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_control__pb2.ExplainPrefixResponse.FromString,
                 _registered_method=True)
-        self.CommonPrefix = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/CommonPrefix',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.CommonPrefixRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.CommonPrefixResponse.FromString,
-                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/kvplane.v1.ControlPlaneService/Watch',
                 request_serializer=kvplane_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
@@ -303,13 +298,6 @@ class ControlPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CommonPrefix(self, request, context):
-        """Says how many leading blocks several sequences share, for attention that reads them once. NOT_FOUND (SEQUENCE_NOT_FOUND).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Watch(self, request, context):
         """Follows a pool's prefix index, of the caller's tenant and one namespace: a snapshot, then every change. A follower that applies
         them in order has what the pool has. FAILED_PRECONDITION (REVISION_TOO_OLD) when the changes since the revision asked for are not
@@ -424,11 +412,6 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ExplainPrefix,
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.ExplainPrefixRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_control__pb2.ExplainPrefixResponse.SerializeToString,
-            ),
-            'CommonPrefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.CommonPrefix,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.CommonPrefixRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.CommonPrefixResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -904,33 +887,6 @@ class ControlPlaneService(object):
             '/kvplane.v1.ControlPlaneService/ExplainPrefix',
             kvplane_dot_v1_dot_control__pb2.ExplainPrefixRequest.SerializeToString,
             kvplane_dot_v1_dot_control__pb2.ExplainPrefixResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CommonPrefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/CommonPrefix',
-            kvplane_dot_v1_dot_control__pb2.CommonPrefixRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.CommonPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

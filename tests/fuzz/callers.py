@@ -94,9 +94,6 @@ class Engine:
             "LookupPrefix": lambda: [cpb.LookupPrefixRequest(session=ref_, token_ids=bytes(128))],
             "FindPrefix": lambda: [cpb.FindPrefixRequest(token_ids=bytes(64), pool_ids=["pool"])],
             "ExplainPrefix": lambda: [cpb.ExplainPrefixRequest(session=ref_, token_ids=bytes(64))],
-            "CommonPrefix": lambda: [
-                cpb.CommonPrefixRequest(session=ref_, sequence_ids=ops.pack("q", [1, 2], ""))
-            ],
             "Watch": lambda: [cpb.WatchRequest(pool_id="pool")],
             "DescribeSequence": lambda: [cpb.DescribeSequenceRequest(session=ref_, sequence_id=1)],
             "ListSessions": lambda: [cpb.ListSessionsRequest(pool_id="pool")],

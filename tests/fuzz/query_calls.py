@@ -13,7 +13,6 @@ def ask(world: World, session: Session) -> None:
     core.explain(world.root(), tokens)
     core.match_hashes(b"a", world.data.ConsumeBytes(40))
     core.table(session.slot, world.some_id(session))
-    core.common_prefix(session.slot, world.some_ids(session, 2))
 
 
 def announce(world: World, _: Session) -> None:

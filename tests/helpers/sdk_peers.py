@@ -77,7 +77,7 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
         return await self._answer(request, context)
 
     RunStep = AbortPlan = SubmitReceipts = DescribeSequence = DescribePool = Resync
-    CheckOperations = CommonPrefix = ExplainPrefix = FindPrefix = Resync
+    CheckOperations = ExplainPrefix = FindPrefix = Resync
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)

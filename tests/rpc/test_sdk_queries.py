@@ -60,16 +60,6 @@ async def test_operations_are_checked_without_a_number(plane, session) -> None:
     assert session.last_number == 0
 
 
-async def test_sequences_are_asked_for_what_they_share(plane, session) -> None:
-    plane.script = lambda _: pb.CommonPrefixResponse(num_blocks=3, num_tokens=48)
-    shared = await session.common_prefix([4, 2**40])
-    assert (shared.num_blocks, shared.num_tokens) == (3, 48)
-    assert list(columns.read(INT64, plane.requests[0].sequence_ids, "")) == [4, 2**40]
-    with pytest.raises(InvalidRequestError) as caught:
-        await session.common_prefix([2**63])
-    assert caught.value.field == "sequence_ids"
-
-
 async def test_a_cached_prefix_is_explained_block_by_block(plane, session) -> None:
     plane.script = lambda _: pb.ExplainPrefixResponse(
         tiers=columns.pack(UINT8, [HOST]),

@@ -381,15 +381,6 @@ void bind_sessions(py::class_<P>& pool) {
 void bind_queries(PoolClass& pool) {
   pool.def("table", &table, py::arg("slot"), py::arg("sequence_id"));
   pool.def(
-      "common_prefix",
-      [](const Pool& self, Slot slot, const py::bytes& sequence_ids) {
-        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        if (!ids.size) throw ColumnError("sequence_ids", -1, "must name at least one sequence");
-        for (int64_t i = 0; i < ids.size; ++i) sequence_of(self, slot, ids[i]);
-        return self.common_prefix(slot, ids);
-      },
-      py::arg("slot"), py::arg("sequence_ids"));
-  pool.def(
       "match_hashes",
       [](const Pool& self, const py::bytes& root, const py::bytes& hashes) {
         return match(self,

@@ -168,24 +168,6 @@ std::vector<const Sequence*> Pool::sequences_of(Slot slot) const {
   return found;
 }
 
-int64_t Pool::common_prefix(Slot slot, Span<int64_t> ids) const {
-  const Sequence& first = *find(slot, ids[0]);
-  int64_t num = first.num_trimmed ? 0 : first.table.size;
-  for (int64_t k = 1; k < ids.size; ++k) {
-    const Sequence& other = *find(slot, ids[k]);
-    num = other.tier == first.tier && !other.num_trimmed ? std::min(num, other.table.size) : 0;
-    for (int64_t i = 0; i < num; ++i) {
-      const auto piece = static_cast<size_t>(i / Table::kItems);
-      if (i % Table::kItems == 0 && first.table.pieces[piece] == other.table.pieces[piece]) {
-        i += Table::kItems - 1;
-      } else if (first.table.at(table_store_, i) != other.table.at(table_store_, i)) {
-        num = i;
-      }
-    }
-  }
-  return num;
-}
-
 std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens, int64_t most) const {
   std::vector<EntryId> found;
   std::vector<uint8_t> present;

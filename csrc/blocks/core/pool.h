@@ -123,7 +123,6 @@ class Pool final : private Listener {
   std::vector<const Sequence*> sequences_of(Slot slot) const;  // ids ascending
   std::vector<uint32_t> indices_of(Slot slot) const;           // in the same order
   std::vector<Block> table_of(const Sequence& sequence) const;
-  int64_t common_prefix(Slot slot, Span<int64_t> ids) const;
   // Leading full blocks that are cached: their entries.
   std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens,
                              int64_t most = std::numeric_limits<int64_t>::max()) const;

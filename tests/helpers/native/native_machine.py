@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from native_pool import DEVICE, HOST, Code, Kind, View
+from native_pool import DEVICE, HOST, Code, Kind
 from native_sessions import Engine, Group, Known, World
 
 
@@ -392,27 +392,13 @@ class Walk:
         pool, root = self.world.pool, engine.caller.root
         tokens = self.prompt()
         num_device, num_host, _ = pool.match(root, _bytes(tokens))
-        for core, group, view in zip(
-            self.world.cores, self.world.groups, engine.views, strict=True
-        ):
+        for core, group in zip(self.world.cores, self.world.groups, strict=True):
             found = core.match(root, _bytes(tokens))
             if not group.window:  # then all leading blocks are there
                 assert core.match_hashes(root, found[2]) == found
                 assert len(core.explain(root, _bytes(tokens))[0]) == found[0] + found[1]
                 assert num_device + num_host <= found[0] + found[1]
-            self.ask_what_is_common(view, sorted(engine.sequences))
         assert self.world.dump() == before
-
-    def ask_what_is_common(self, view: View, sequence_ids: list[int]) -> None:
-        if not sequence_ids:
-            return
-        num = 0
-        for refs in zip(*(view.table(i) for i in sequence_ids), strict=False):
-            if None in refs or len(set(refs)) > 1:
-                break
-            num += 1
-        asked = view.pool.common_prefix(view.slot, b"".join(_id(i) for i in sequence_ids))
-        assert asked == num
 
     def open(self) -> None:
         if len(self.world.engines) < 3:

@@ -199,7 +199,6 @@ def test_forks_copy_neither_tokens_nor_tables() -> None:
         (Kind.FORK, 3, 2),
     ]
     assert caller.pool.num_blocks_held(caller.slot) == num_held
-    assert caller.pool.common_prefix(caller.slot, b"".join(_ids(1, 2, 3))) == 150
 
 
 def test_children_differ_from_where_they_grow() -> None:
@@ -212,8 +211,6 @@ def test_children_differ_from_where_they_grow() -> None:
     ran(caller)
     assert caller.table(3)[:149] == caller.table(1)[:149]
     assert caller.table(3)[149] != caller.table(1)[149] == caller.table(2)[149]
-    ids = b"".join(_ids(1, 2, 3))
-    assert caller.pool.common_prefix(caller.slot, ids) == 149
     caller.begin()
     caller.free(1, 2)
     ran(caller)
@@ -324,10 +321,6 @@ def test_unpublished_blocks_are_reused_before_published_ones_and_tails_before_he
     taken = [ref.index for ref in caller.table(2) if ref]
     assert one[0] not in taken and set(one[1:]) < set(taken)
     assert taken.index(one[3]) < taken.index(one[2]) < taken.index(one[1])
-
-
-def _ids(*ids: int) -> list[bytes]:
-    return [i.to_bytes(8, "little") for i in ids]
 
 
 def test_a_sequence_goes_on_when_it_is_scheduled_receipted_moved_or_given_blocks() -> None:

@@ -45,7 +45,6 @@ BAD: list[tuple[str, int, Call]] = [
     ("sequence_ids", -1, lambda p, s: p.fork(s, ONE, ODD)),
     ("sequence_ids", -1, lambda p, s: p.free(s, ODD)),
     ("sequence_ids", -1, lambda p, s: p.swap(s, ODD, HOST)),
-    ("sequence_ids", -1, lambda p, s: p.common_prefix(s, b"")),
     ("admitted_by", -1, lambda p, s: p.deferred_tokens(s, ONE, b"", ONE, FEW, FEW)),
     ("num_tokens", 0, lambda p, s: p.deferred_tokens(s, ONE, ONE, ONE, i32([0]), b"")),
     ("token_ids", 0, lambda p, s: p.deferred_tokens(s, ONE, ONE, ONE, FEW, i32([-1]))),

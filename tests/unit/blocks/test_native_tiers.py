@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvplane_blocks._native import ColumnError
-from native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, i64, new_pool
+from native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
 
 PROMPT = list(range(6))
 
@@ -286,32 +286,6 @@ def test_a_trimmed_sequence_is_swapped_forked_and_sent_whole() -> None:
         assert plan is not None and plan.resync
         assert [(c.kind, c.first, c.num) for c in plan.changes] == [change] * 2
     caller.pool.check_integrity()
-
-
-def test_trimmed_entries_are_no_common_prefix() -> None:
-    caller = with_prompt(list(range(16)), window=6)
-    caller.begin()
-    caller.fork((1, 2))
-    ran(caller)
-    ids = i64([1, 2])
-    assert caller.pool.common_prefix(caller.slot, ids) == 4
-    caller.begin()
-    caller.append((1, 16, 1, [16], 0), (2, 16, 1, [17], 0))
-    ran(caller)
-    assert caller.pool.common_prefix(caller.slot, ids) == 0
-
-
-def test_a_common_prefix_is_of_one_tier() -> None:
-    caller = with_prompt(PROMPT)
-    caller.begin()
-    caller.fork((1, 2))
-    ran(caller)
-    assert caller.pool.common_prefix(caller.slot, i64([1])) == 2
-    assert caller.pool.common_prefix(caller.slot, i64([1, 2])) == 2
-    caller.begin()
-    caller.swap([2], HOST)
-    ran(caller)
-    assert caller.pool.common_prefix(caller.slot, i64([1, 2])) == 0
 
 
 def test_blocks_behind_the_window_are_trimmed_before_what_follows_is_published() -> None:
