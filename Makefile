@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api manifests metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -101,13 +101,6 @@ api: setup build/api-tools  ## Write the reference of the Python API to build/ap
 	@PYTHONPATH=build/api-tools $(BIN)/python -m scripts.api_reference
 
 build/api-tools: requirements/api.txt
-	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
-	@touch $@
-
-manifests: setup build/manifest-tools  ## Check deploy/kubernetes against Kubernetes' schemas
-	@PYTHONPATH=build/manifest-tools $(BIN)/python -m scripts.check_manifests
-
-build/manifest-tools: requirements/kubernetes.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
 
