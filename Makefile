@@ -64,7 +64,7 @@ newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, page, comma
 	@$(BIN)/python -m pytest -n 0 -v $(NEWCOMER:%=tests/e2e/test_%.py) $(PYTEST_ARGS)
 
 gpu-wheels:  ## Make .whl, the wheels that the first minutes on a GPU take along; needs nvcc
-	@scripts/gpu_wheels.sh
+	@benchmarks/gpu/gpu_wheels.sh
 
 lint: setup node_modules  ## Check style, types, C++ format, protos and shell scripts
 	$(BIN)/ruff check $(PYTHON_SOURCES)
