@@ -15,7 +15,7 @@ from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient
 from kvplane.cli.bench import Traffic, bench
-from scripts.browser import Browser
+from tests.helpers.browser import Browser
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "page.png"
