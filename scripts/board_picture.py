@@ -25,7 +25,7 @@ from benchmarks.common.cpu import cpu_name
 from kvplane import ControlClient
 from kvplane.cli.bench import Traffic, bench
 from scripts import boards
-from scripts.monitored_stack import ROOT, MonitoredStack
+from tests.helpers.monitored_stack import ROOT, MonitoredStack
 
 PICTURE = ROOT / "docs" / "board.png"
 INTERVAL = "5s"

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from monitored_stack import ROOT, MonitoredStack
 from tools import needs
 
 from kvplane import (
@@ -23,7 +24,6 @@ from kvplane import (
 from kvplane.cli.bench import Traffic, bench
 from kvplane.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
-from scripts.monitored_stack import ROOT, MonitoredStack
 
 POOL = "default"
 NUM_BLOCKS = 96
@@ -66,7 +66,7 @@ async def test_every_metric_has_a_value_or_is_named_with_why_not(tmp_path: Path)
             await bench(control, POOL, TRAFFIC)
             await mistakes(control, stack.data)
             await overload(control, stack.data)
-            stack.kill("data_plane")
+            stack.planes["data_plane"].kill()
             stack.start_plane("data_plane")
             await control.wait_ready(POOL, timeout_s=PATIENCE_S)
             await bench(control, POOL, TRAFFIC)
