@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api manifests metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -64,7 +64,7 @@ newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, page, comma
 	@$(BIN)/python -m pytest -n 0 -v $(NEWCOMER:%=tests/e2e/test_%.py) $(PYTEST_ARGS)
 
 gpu-wheels:  ## Make .whl, the wheels that the first minutes on a GPU take along; needs nvcc
-	@scripts/gpu_wheels.sh
+	@benchmarks/gpu/gpu_wheels.sh
 
 lint: setup node_modules  ## Check style, types, C++ format, protos and shell scripts
 	$(BIN)/ruff check $(PYTHON_SOURCES)
@@ -101,13 +101,6 @@ api: setup build/api-tools  ## Write the reference of the Python API to build/ap
 	@PYTHONPATH=build/api-tools $(BIN)/python -m scripts.api_reference
 
 build/api-tools: requirements/api.txt
-	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
-	@touch $@
-
-manifests: setup build/manifest-tools  ## Check deploy/kubernetes against Kubernetes' schemas
-	@PYTHONPATH=build/manifest-tools $(BIN)/python -m scripts.check_manifests
-
-build/manifest-tools: requirements/kubernetes.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
 

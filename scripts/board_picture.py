@@ -24,7 +24,7 @@ from benchmarks.common.cpu import cpu_name
 from examples.load import Load
 from kvplane import ControlClient
 from scripts import boards
-from scripts.monitored_stack import ROOT, MonitoredStack
+from tests.helpers.monitored_stack import ROOT, MonitoredStack
 
 PICTURE = ROOT / "docs" / "board.png"
 INTERVAL = "5s"

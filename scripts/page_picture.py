@@ -15,7 +15,7 @@ from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from examples.load import Load
 from kvplane import ControlClient
-from scripts.browser import Browser
+from tests.helpers.browser import Browser
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "page.png"

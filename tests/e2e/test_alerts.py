@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import yaml
+from monitored_stack import ROOT, RULES, MonitoredStack
 from tools import needs
 
 from examples.load import Load
@@ -19,7 +21,6 @@ from kvplane.session import Session
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.v1.types_pb2 import SignedPayload
-from scripts.monitored_stack import ROOT, RULES, MonitoredStack
 
 POOL = "default"
 NAMES = [
@@ -59,7 +60,7 @@ async def test_a_lost_plane_an_expired_lease_and_a_forged_plan_raise_alarms_that
         await (await session_of(control)).detach()
         await forge(stack.data)
         await stack.until_firing("KvplaneLeasesExpiring", "KvplaneStaleReferences")
-        stack.kill("data_plane")
+        stack.planes["data_plane"].kill()
         await stack.until_firing("KvplanePlaneDown", "KvplaneShardLost")
         stack.start_plane("data_plane")
         await control.wait_ready(POOL, timeout_s=20)
@@ -128,17 +129,19 @@ async def slow_steps(stack: MonitoredStack, control: ControlClient) -> None:
 
 
 async def stopped_processes(stack: MonitoredStack) -> None:
+    pid = stack.planes["control_plane"].pid
+
     async def stutter() -> None:
         while True:
-            stack.kill("control_plane", signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(0.4)
-            stack.kill("control_plane", signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(0.6)
 
     fault = asyncio.create_task(stutter())
     await stack.until_firing("KvplaneLoopLag")
     await end(fault)
-    stack.kill("control_plane", signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     await stack.until_cleared("KvplaneLoopLag")
 
 

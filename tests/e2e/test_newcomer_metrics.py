@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from monitored_stack import ROOT, MonitoredStack
 from tools import needs
 
 from examples.load import Load
@@ -24,7 +25,6 @@ from kvplane import (
 )
 from kvplane.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
-from scripts.monitored_stack import ROOT, MonitoredStack
 
 POOL = "default"
 NUM_BLOCKS = 96
@@ -68,7 +68,7 @@ async def test_every_metric_has_a_value_or_is_named_with_why_not(tmp_path: Path)
             await moves(control, stack.data)
             await mistakes(control, stack.data)
             await overload(control, stack.data)
-            stack.kill("data_plane")
+            stack.planes["data_plane"].kill()
             stack.start_plane("data_plane")
             await control.wait_ready(POOL, timeout_s=PATIENCE_S)
             await Load(**TRAFFIC).run(control, POOL)

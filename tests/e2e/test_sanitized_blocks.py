@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(1800)
 def test_the_tests_of_the_blocks_pass_under_sanitizers() -> None:
     done = subprocess.run(
-        ["scripts/sanitize_blocks.sh"],
+        ["tests/cpp/sanitize_blocks.sh"],
         cwd=ROOT,
         env=os.environ | {"KVPLANE_PYTHON": sys.executable},
         capture_output=True,

@@ -134,7 +134,7 @@ def fuzz(
         "BUILD": str(build),
         "PYTHONPATH": str(atheris),
     }
-    command = ["scripts/sanitize_blocks.sh", sys.executable, str(PROGRAM), target]
+    command = ["tests/cpp/sanitize_blocks.sh", sys.executable, str(PROGRAM), target]
     return subprocess.run(
         [*command, *OPTIONS, *options, str(corpus)],
         cwd=ROOT,

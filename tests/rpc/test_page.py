@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from both_planes import LAYOUT, POOL, Planes, StartServer, run_step
+from browser import Browser
 from tools import needs
 
 from control_plane.planning.views import STATES
@@ -22,7 +23,6 @@ from control_plane.server.page import page_server
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Execution, Session, ops
 from kvplane.wire import columns
-from scripts.browser import Browser
 
 TLS = Path(__file__).parent / "tls"
 

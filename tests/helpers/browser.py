@@ -11,33 +11,27 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 PATIENCE_S = 30.0
-END_PATIENCE_S = 10.0
-_POLL_S = 0.1
 
 
 class Browser:
-    """A context manager: one tab. ``width``, ``height``: of the window, in pixels."""
+    """A context manager: one tab. ``height``: of the window, in pixels."""
 
-    def __init__(self, url: str, *, width: int = 1200, height: int = 900) -> None:
+    def __init__(self, url: str, *, height: int = 900) -> None:
         self._url = url
-        self._size = f"--window-size={width},{height}"
+        self._size = f"--window-size=1200,{height}"
         self._number = 0
         self._session = ""
-        self._stack = ExitStack()
 
     def __enter__(self) -> Browser:
-        with self._stack:
-            profile = self._stack.enter_context(
-                tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-            )
+        with ExitStack() as stack:
+            profile = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             theirs_in, ours_out = os.pipe()
             ours_in, theirs_out = os.pipe()
-            self._in = self._stack.enter_context(os.fdopen(ours_in, "rb"))
-            self._out = self._stack.enter_context(os.fdopen(ours_out, "wb"))
+            self._in = stack.enter_context(os.fdopen(ours_in, "rb"))
+            self._out = stack.enter_context(os.fdopen(ours_out, "wb"))
             # Chromium takes its orders from descriptor 3, and answers to 4.
             shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
             flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
@@ -52,19 +46,14 @@ class Browser:
             )
             os.close(theirs_in)
             os.close(theirs_out)
-            self._stack.callback(_end, process)
+            stack.callback(_end, process)
             target = self._call("Target.createTarget", url=self._url)["targetId"]
             attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
             self._session = attached["sessionId"]
-            self._stack = self._stack.pop_all()
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def evaluate(self, script: str) -> Any:
@@ -79,7 +68,7 @@ class Browser:
             if time.monotonic() > deadline_s:
                 text = self.evaluate("document.body.innerText")
                 raise TimeoutError(f"{script} did not become true; the page says: {text}")
-            time.sleep(_POLL_S)
+            time.sleep(0.1)
 
     def take_picture(self, path: Path) -> None:
         """Write what the window shows, as PNG."""
@@ -92,12 +81,11 @@ class Browser:
             message["sessionId"] = self._session
         self._out.write(json.dumps(message).encode() + b"\0")
         self._out.flush()
-        while True:
-            answer = self._read()
-            if answer.get("id") == self._number:
-                if "error" in answer:
-                    raise RuntimeError(f"{method}: {answer['error']}")
-                return answer["result"]
+        while (answer := self._read()).get("id") != self._number:
+            pass  # an event
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
 
     def _read(self) -> Any:
         text = bytearray()
@@ -112,7 +100,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End the browser and all that it started: what still runs writes into its profile."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(END_PATIENCE_S)
+        process.wait(10)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

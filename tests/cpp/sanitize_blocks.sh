@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds kvplane-blocks with AddressSanitizer and UndefinedBehaviorSanitizer, apart from the
 # installed one, and runs a command that finds this build. Without one, it runs the tests of it.
-#     scripts/sanitize_blocks.sh [COMMAND...]
+#     tests/cpp/sanitize_blocks.sh [COMMAND...]
 #
 #   KVPLANE_PYTHON=.venv/bin/python   the interpreter that has what builds the module
 #   KVPLANE_COVERAGE=FILE             a source that tells a fuzzer which code ran
@@ -9,7 +9,7 @@
 #   SOURCES=csrc/blocks               what to build
 #   CXX=g++                           the compiler, GCC
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 PYTHON=${KVPLANE_PYTHON:-.venv/bin/python}
 BUILD=$(realpath -m "${BUILD:-build/blocks-asan}")

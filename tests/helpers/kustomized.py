@@ -1,6 +1,7 @@
 """What kustomize makes of a folder of deploy/kubernetes, as far as these folders use kustomize.
 
-Names get no suffix and objects no namespace; `make manifests` compares the rest with kubectl's.
+Names get no suffix and objects no namespace; test_kubernetes_schemas.py compares the rest with
+kubectl's.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 #
 #   PYTHON312=/opt/bin/python3.12  the interpreter (default: python3.12, or one that pyenv has)
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 . scripts/packages.sh
 
 ARCH=90-real
