@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bare_packets import SPIN_S, Echo
-from demo.processes import Planes
+from examples.planes import Planes
 from kvplane import LayerGroup, Layout, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.sync.loop_thread import LoopThread

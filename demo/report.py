@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from demo.processes import Planes
 from demo.reference import LOGITS_TOLERANCE, Comparison, Verdict
 from demo.workload import ANSWER_LETTERS, Question
 from engine.llm import LLM
 from engine.request import RequestOutput
 from engine.stats import EngineStats
+from examples.planes import Planes
 from kvplane.v1 import control_pb2 as pb
 
 MIN_RIGHT_SHARE: Final = 0.95

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from demo.config import DemoConfig
-from demo.processes import DATA_PLANE, Planes
 from demo.reference import Comparison, Reference
 from demo.report import Report, make_report, print_report
 from demo.workload import Question, questions
 from engine.llm import LLM
 from engine.request import RequestOutput
+from examples.planes import DATA_PLANE, Planes
 from kvplane.serving.observability import logs
 
 BLOCK_SIZE_TOKENS = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from demo.recall import VALUE_LETTERS, Facts
 from engine.request import SamplingParams
+from models.recall_task import VALUE_LETTERS, Facts
 
 ANSWER_LETTERS = VALUE_LETTERS + 1  # the value and the semicolon that ends it
 

@@ -1,7 +1,7 @@
 """A small inference engine that uses kvplane as any other client would.
 
-Names are imported when they are first used, so that ``--help`` and ``demo.recall`` do not wait
-for torch. Imports within the package are relative: in the wheel it is ``kvplane.engine``.
+Names are imported when they are first used, so that ``--help`` does not wait for torch. Imports
+within the package are relative: in the wheel it is ``kvplane.engine``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python models/train_recall.py --out models/recall --minutes 8
 
 Two CPU cores are enough. The loss counts only letters that the context determines (see
-``demo/recall.py``). Training starts from a rough sketch of the circuit that copies, which already
-gives most letters of short contexts; gradient descent makes it sharp and lets contexts grow.
+``models/recall_task.py``). Training starts from a rough sketch of the circuit that copies, which
+already gives most letters of short contexts; gradient descent makes it sharp and lets contexts
+grow.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.recall import FACT_BYTES, Facts
+from models.recall_task import FACT_BYTES, Facts
 
 BYTE_OFFSET = 3  # ByT5's ids: pad, eos, unk, then the 256 bytes
 IGNORE = -100

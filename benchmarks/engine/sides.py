@@ -13,9 +13,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.engine.share import StepTimes
-from demo.processes import Planes
 from engine import LLM, SamplingParams
 from engine.models.linears import PackedLinear, pack_linears
+from examples.planes import Planes
 from kvplane.sync.passing_thread import call_in_passing
 from kvplane.transformers import PlaneCache, close_planes
 

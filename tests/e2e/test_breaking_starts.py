@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engine_planes import ROOT, save_byte_model
 
-from demo.processes import Planes
+from examples.planes import Planes
 from kvplane.errors import InvalidRequestError
 
 

@@ -19,7 +19,7 @@ import pytest
 from go_stubs import go, write_stubs
 from tools import needs
 
-from demo.processes import Planes
+from examples.planes import Planes
 from kvplane import LayerGroup, Layout
 
 ROOT = Path(__file__).resolve().parent.parent.parent

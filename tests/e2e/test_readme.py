@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.processes import Planes
+from examples.planes import Planes
 from kvplane import LayerGroup, Layout
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 
-from demo.processes import Planes
+from examples.planes import Planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = str(ROOT / "models" / "recall")

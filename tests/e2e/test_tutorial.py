@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.processes import Planes
+from examples.planes import Planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = ROOT / "models" / "recall"

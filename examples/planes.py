@@ -21,9 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
-from demo.config import ROOT
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 
+ROOT: Final = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 10.0
 CONTROL_PLANE: Final = ("-m", "control_plane")
