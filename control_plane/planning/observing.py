@@ -23,8 +23,7 @@ class PoolObservation:
     one has not, by shard index. ``oldest_plan_s``: the age of the plan that waits longest for a
     receipt, 0 for none. ``oldest_release_s``: how long the blocks have been retired that have been
     so longest. ``key_age_s``: since the key began to sign. ``num_unconfirmed_key_shards``: those
-    that a rotation of it waits for. ``tenant_blocks``: of each tenant with a floor, blocks that
-    hold its prefixes, and those that others' allocations cannot evict.
+    that a rotation of it waits for.
     """
 
     pool_id: str
@@ -40,7 +39,6 @@ class PoolObservation:
     num_followers: int
     key_age_s: float
     num_unconfirmed_key_shards: int
-    tenant_blocks: dict[str, tuple[int, int]]
     block_times: dict[tpb.Tier, BlockTimes]
     statistics: PoolStatistics
 
@@ -66,7 +64,6 @@ def observe(
         num_followers=len(pool.followers),
         key_age_s=now_s - (now_s if pool.keys.since_s is None else pool.keys.since_s),
         num_unconfirmed_key_shards=len(unconfirmed(pool)),
-        tenant_blocks=pool.floors.blocks(pool.groups),
         block_times=pool.block_times(),
         statistics=pool.statistics,
     )

@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 
 # These take seconds, and several times as long under sanitizers. Of the walks those stay that have
-# a quota, or a floor and a window, or several groups; the others are walked at night.
+# a quota, or several groups; the others are walked at night.
 LONG = (
     "shortened or allocate_again or TestWatching or memory_grows"
-    " or (walk and not (in_a_walk or 16+5w0 or 14+5w3 or 12+5w6-0-4))"
+    " or (walk and not (in_a_walk or 16+5w0 or 14+6w3-6 or 12+5w6-0))"
 )
 
 
