@@ -199,8 +199,7 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
     )
     by_quota = shortage.reason == pb.SHORTAGE_REASON_QUOTA
     if failure.status == pb.OPERATION_STATUS_NEVER:
-        by_tenant = by_quota or shortage.reason == pb.SHORTAGE_REASON_FLOOR
-        whose = "tenant may" if by_tenant else "pool can"
+        whose = "tenant may" if by_quota else "pool can"
         return NeverFitsError(f"{text}: the {whose} never hold this many; ask for fewer tokens")
     if failure.status != pb.OPERATION_STATUS_LATER:
         return InternalError(f"operation status {failure.status} is not known")

@@ -81,9 +81,6 @@ class Blocks:
     def num_obtainable(self, session: int) -> int:
         return self._num_free() + self._num_retired[session]
 
-    def num_usable(self, session: int) -> int:
-        return self.num_blocks
-
     def num_pending(self, session: int) -> int:
         return self.num_retired - self._num_retired[session]
 

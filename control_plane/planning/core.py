@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 from kvplane_blocks import PlainStep
@@ -91,7 +91,6 @@ class ControlPlane:
         self._sessions: dict[int, Session] = {}
         self._sharing: dict[str, Sharing] = {}  # by pool
         self._quotas = Quotas(config, self._sessions)
-        self._cached_shares: Mapping[str, float] = {}
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
         self._next_tick_s: float | None = None
         registry = self._registration = Registration(
@@ -113,18 +112,6 @@ class ControlPlane:
             config, self._quotas, observer, self._sharing_of, self._require_open
         )
         self._plain_steps = PlainSteps(config, self._sharing_of, is_observed=observer is not None)
-
-    def set_cached_shares(self, shares: Mapping[str, float]) -> None:
-        """Keep so much of what each of these tenants has cached from all others' allocations.
-
-        ``shares``: of each pool's device blocks; they add up to less than 1.
-        """
-        if shares is self._cached_shares:
-            return
-        self._cached_shares = shares
-        for pool in self._pools.values():
-            pool.floors.set_shares(pool.groups, shares)
-            self._sharing_of(pool).serve()
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -170,7 +157,6 @@ class ControlPlane:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
         unfenced = (i for each in self._pools.values() for i in each.shards.fenced_sessions)
         self._quotas.require_session(tenant, sum(self._ended.knows(i, tenant) for i in unfenced))
-        pool.floors.set_shares(pool.groups, self._cached_shares)  # it may be newer than they are
         root = root_of(fingerprint, tenant, request.namespace)
         pool.require_can_open(tenant, root)
         session = Session(

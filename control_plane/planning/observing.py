@@ -21,8 +21,7 @@ class PoolObservation:
     swap-ins in the line. ``num_missing_receipts``: plans that another shard has receipted and this
     one has not, by shard index. ``oldest_plan_s``: the age of the plan that waits longest for a
     receipt, 0 for none. ``oldest_release_s``: how long the blocks have been retired that have been
-    so longest. ``tenant_blocks``: of each tenant with a floor, blocks that hold its
-    prefixes, and those that others' allocations cannot evict.
+    so longest.
     """
 
     pool_id: str
@@ -36,7 +35,6 @@ class PoolObservation:
     oldest_plan_s: float
     oldest_release_s: float
     num_followers: int
-    tenant_blocks: dict[str, tuple[int, int]]
     block_times: dict[tpb.Tier, BlockTimes]
     statistics: PoolStatistics
 
@@ -60,7 +58,6 @@ def observe(
         oldest_plan_s=now_s - min(made_s, default=now_s),
         oldest_release_s=max(group.oldest_release_s() for group in pool.groups),
         num_followers=len(pool.followers),
-        tenant_blocks=pool.floors.blocks(pool.groups),
         block_times=pool.block_times(),
         statistics=pool.statistics,
     )

@@ -62,16 +62,6 @@ OLDEST_RETIRED: Final = _gauge(
     "oldest_retired_age_seconds",
     "How long the blocks have been retired that have been so longest; 0 for none.",
 )
-TENANT_BLOCKS: Final = _gauge(
-    "tenant_cached_blocks",
-    "Blocks that hold prefixes of a tenant that has a floor, of both tiers, in use or not.",
-    "tenant",
-)
-TENANT_PROTECTED: Final = _gauge(
-    "tenant_protected_blocks",
-    "Of these, device blocks that are not in use and that only the tenant itself can evict.",
-    "tenant",
-)
 FOLLOWERS: Final = _gauge("followers", "Streams that follow the prefix index.")
 
 OPERATIONS: Final = Declaration(

@@ -157,9 +157,6 @@ def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
         (declared.FOLLOWERS, pool.num_followers),
     ):
         samples.add(declaration, value, pool_id)
-    for tenant, (num_cached, num_protected) in pool.tenant_blocks.items():
-        samples.add(declared.TENANT_BLOCKS, num_cached, pool_id, tenant)
-        samples.add(declared.TENANT_PROTECTED, num_protected, pool_id, tenant)
     for shard, num_missing in enumerate(pool.num_missing_receipts):
         samples.add(declared.MISSING_RECEIPTS, num_missing, pool_id, str(shard))
     for live_on, num_sequences in pool.num_sequences.items():

@@ -20,7 +20,6 @@ from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
 from control_plane.server.trace_writer import TraceWriter
 from kvplane import __version__
-from kvplane.serving.callers.access import AccessList
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
@@ -105,7 +104,7 @@ class ControlPlaneServer(PlaneServer):
             )
             self._gate.stands_by = True
         await self._serve(serving=elector is None)
-        self.ticks = asyncio.create_task(_tick(self.core, self._servicer, self._access))
+        self.ticks = asyncio.create_task(_tick(self.core, self._servicer))
         self.work = asyncio.create_task(self._servicer.work())
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, self.core.incarnation)
         if elector is not None:
@@ -163,12 +162,11 @@ class ControlPlaneServer(PlaneServer):
             await asyncio.to_thread(self._trace.close)
 
 
-async def _tick(core: ControlPlane, service: ControlPlaneService, access: AccessList) -> None:
-    """End leases that run out and sequences whose blocks others wait for; take note of floors."""
+async def _tick(core: ControlPlane, service: ControlPlaneService) -> None:
+    """End leases that run out and sequences whose blocks others wait for."""
     while True:
         delay_s = _LONGEST_TICK_S
         try:
-            core.set_cached_shares(access.cached_shares)
             delay_s = min(core.tick(), delay_s)
             service.flush()
         except Exception as error:  # a bug; it must not stop this loop

@@ -34,7 +34,6 @@ class ShortageReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SHORTAGE_REASON_LINE: _ClassVar[ShortageReason]
     SHORTAGE_REASON_GROWTH: _ClassVar[ShortageReason]
     SHORTAGE_REASON_QUOTA: _ClassVar[ShortageReason]
-    SHORTAGE_REASON_FLOOR: _ClassVar[ShortageReason]
 CUT_REASON_UNSPECIFIED: CutReason
 CUT_REASON_GROWTH: CutReason
 CUT_REASON_TURN: CutReason
@@ -52,7 +51,6 @@ SHORTAGE_REASON_HEADROOM: ShortageReason
 SHORTAGE_REASON_LINE: ShortageReason
 SHORTAGE_REASON_GROWTH: ShortageReason
 SHORTAGE_REASON_QUOTA: ShortageReason
-SHORTAGE_REASON_FLOOR: ShortageReason
 
 class DescribeControlPlaneRequest(_message.Message):
     __slots__ = ()

@@ -108,7 +108,6 @@ class World:
         self.sessions = [self.open(b"a"), self.open(b"a")]
         self.ending: list[int] = []
         self.ended: list[int] = []
-        self.floors = dict.fromkeys(OWNERS.values(), 0)  # in tenths
         self.now_s = 0.0
         self.followers: dict[bytes, Any] = {}
 

@@ -1,10 +1,8 @@
-"""Calls that concern cached prefixes: retention, forgetting, and floors of owners."""
+"""Calls that concern cached prefixes: retention and forgetting."""
 
 from __future__ import annotations
 
-from pool_world import DEVICE, OWNERS, Call, Session, World
-
-TENTHS = 10
+from pool_world import Call, Session, World
 
 
 def retain(world: World, session: Session) -> None:
@@ -44,32 +42,9 @@ def tick(world: World, _: Session) -> None:
     world.core().set_time(world.data.PickValueInList([-1.0, float("nan"), float("inf"), 1e12]))
 
 
-def set_floor(world: World, _: Session) -> None:
-    """A share of the device blocks in each group, where all have shares that fit; or what is not a
-    floor.
-    """
-    owner = world.data.PickValueInList([*world.floors])
-    num_left = TENTHS - sum(world.floors.values()) + world.floors[owner]
-    world.floors[owner] = share = world.data.ConsumeIntInRange(0, num_left)
-    for core in world.cores:
-        core.set_floor(owner, core.usage(DEVICE)[0] * share // TENTHS)
-    core = world.core()
-    core.set_floor(world.data.PickValueInList([1, 2**20]), core.usage(DEVICE)[0] + 1)
-
-
-def own_root(world: World, _: Session) -> None:
-    root = world.root()
-    for core in world.cores:
-        core.own_root(root, OWNERS[root])
-        core.own_root(b"no such root", 1)
-    world.core().own_root(root, 2**20)
-
-
 def count(world: World, _: Session) -> None:
-    core, owner, root = world.core(), world.unsigned(4, 32), world.root()
+    core, owner = world.core(), world.unsigned(4, 32)
     assert core.num_retained(owner) >= 0
-    assert 0 <= core.num_reserved(owner) <= core.usage(DEVICE)[0]
-    assert core.num_published(root) >= 0
     assert core.num_owned(owner) >= 0
     assert core.oldest_release_s() >= 0
 
@@ -80,5 +55,5 @@ def _prefix(world: World) -> bytes:
 
 
 PREFIX_CALLS: tuple[Call, ...] = (
-    retain, release, forget, forget_roots, forget_some, tick, set_floor, own_root, count,
+    retain, release, forget, forget_roots, forget_some, tick, count,
 )  # fmt: skip

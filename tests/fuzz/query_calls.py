@@ -44,12 +44,7 @@ def count(world: World, session: Session) -> None:
     slot, tier = session.slot, world.tier()
     for pool in (world.pool, world.core()):
         pool.usage(tier)
-        for num in (
-            pool.num_obtainable,
-            pool.num_pending,
-            pool.num_usable,
-            pool.num_own_retired,
-        ):
+        for num in (pool.num_obtainable, pool.num_pending, pool.num_own_retired):
             num(slot, tier)
         assert pool.num_blocks_held(slot) >= 0
         assert pool.num_tokens_in_flight(slot) >= 0

@@ -30,12 +30,6 @@ BASIC = {
         SOCKETS,
         "another_tenants_grant",
     ),
-    "floors_are_not_set": Fault(
-        "control_plane/planning/pools/floors.py",
-        "core.set_floor(owner, int(share * core.usage(tpb.TIER_DEVICE)[0]))",
-        "pass",
-        "tests/unit/core/test_core_floors.py",
-    ),
     "who_moves_too_much_is_not_refused": Fault(
         "kvplane/serving/limits/byte_quota.py",
         "if may_refuse and overdrawn_s > 0:",
@@ -58,24 +52,12 @@ MORE = {
         "tests/rpc/test_control_registration.py",
         "nobody_takes_the_shard",
     ),
-    "any_share_of_a_pool_may_be_promised": Fault(
-        "kvplane/serving/callers/access.py",
-        "if (total := sum(shares.values())) > _MAX_TOTAL_SHARE + 1e-9:",
-        "if (total := 0):",
-        LIST,
-    ),
     "an_execution_fails_at_its_quota": Fault(
         "kvplane/clients/execution.py",
         "attempt, waits_for_quota=True)",
         "attempt)",
         MOVED,
         "waits_for_its_quota",
-    ),
-    "floors_are_not_read_again": Fault(
-        "control_plane/server/server.py",
-        "core.set_cached_shares(access.cached_shares)",
-        "pass",
-        "tests/attacks/test_cache_floors.py",
     ),
     "what_a_request_holds_is_not_counted": Fault(
         "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE

@@ -18,7 +18,6 @@ TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (
     "admit", "growth", "tokens", "tiers", "aborts", "input", "plain", "walk",
 )]  # fmt: skip
 TESTS[:0] = [
-    "tests/unit/blocks/test_floors.py",
     "tests/unit/blocks/test_forgetting.py",
     "tests/unit/blocks/test_touched.py",
 ]

@@ -33,8 +33,6 @@ WITHOUT_SAMPLES = {
     "kvplane_file_tier_misses_total",
     "kvplane_file_tier_write_errors_total",
     "kvplane_pushes_total",
-    "kvplane_tenant_cached_blocks",
-    "kvplane_tenant_protected_blocks",
 }
 
 Families = dict[str, Metric]

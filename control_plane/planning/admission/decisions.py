@@ -22,9 +22,6 @@ class PoolView(Protocol):
     def num_obtainable(self, session: int) -> int:
         """Blocks that the session could allocate now: free, evictable, its own retired ones."""
 
-    def num_usable(self, session: int) -> int:
-        """Blocks that the session could have at most: all but other tenants' floors."""
-
     def num_pending(self, session: int) -> int:
         """Other blocks that receipts and fences will bring back."""
 

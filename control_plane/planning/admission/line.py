@@ -126,11 +126,6 @@ class Line:
         if waiting is not None and waiting.sequence == sequence:
             del self._waiting[session]
 
-    def waits_in_vain(self, session: int) -> bool:
-        """Whether it waits for more than it could ever have, as after a floor was raised."""
-        waiting = self._waiting.get(session)
-        return waiting is not None and waiting.num_needed > self._pool.num_usable(session)
-
     # Sequences
 
     def started(self, session: int, sequence: int, now_s: float) -> None:
@@ -159,7 +154,7 @@ class Line:
         if is_oldest and num_needed <= pool.num_obtainable(session):
             turns.unblock(growing, now_s)
             return True
-        if pool.num_held(session, sequence) + num_needed > pool.num_usable(session):
+        if pool.num_held(session, sequence) + num_needed > pool.num_blocks:
             turns.unblock(growing, now_s)
         else:
             turns.block(growing, num_needed, now_s)
@@ -190,11 +185,6 @@ class Line:
 
         Each sequence of a Cut has left the line; call ``close`` for each EndSession.
         """
-        for growing in self._turns.blocked():
-            session = growing.session.id
-            num_held = self._pool.num_held(session, growing.id)
-            if num_held + growing.num_blocked > self._pool.num_usable(session):
-                self._turns.unblock(growing, now_s)  # a floor was raised: see ``may_grow``
         decisions = decide(
             self._turns,
             self._waiting,

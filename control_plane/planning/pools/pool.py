@@ -18,7 +18,6 @@ from kvplane_blocks import GroupedPool
 from kvplane_blocks import Pool as NativePool
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.pools.floors import Floors
 from control_plane.planning.pools.publications import (
     MAX_PUBLICATIONS,
     owner_of,
@@ -95,7 +94,6 @@ class Pool:
         self._config = config
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
-        self.floors = Floors(self._owners, self._roots)
         # Slots of ended sessions that are being fenced, and since when; of these, the sessions that
         # still have sequences, and whether they are fenced by now.
         self._ended_slots: dict[int, tuple[int, float]] = {}
@@ -231,7 +229,6 @@ class Pool:
         self._roots.clear()
         for root in self.roots():
             self._roots.setdefault(owner_of(root)[0], set()).add(root)
-        self.floors.apply(groups)
         self._keeps_changes = False
         if self.followers:
             self.keep_changes()

@@ -25,9 +25,6 @@ class DeviceBlocks:
     def num_obtainable(self, session: int) -> int:
         return self._pool.native.num_obtainable(self._slot(session), _DEVICE)
 
-    def num_usable(self, session: int) -> int:
-        return self._pool.native.num_usable(self._slot(session), _DEVICE)
-
     def num_pending(self, session: int) -> int:
         return self._pool.native.num_pending(self._slot(session), _DEVICE)
 

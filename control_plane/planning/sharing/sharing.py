@@ -34,7 +34,6 @@ from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.groups import Group
-from control_plane.planning.sharing.growth import lacking, most_growth
 from control_plane.planning.sharing.member import Member, Waiting
 from control_plane.planning.steps import checks
 from control_plane.planning.traffic import TrafficObserver
@@ -49,12 +48,13 @@ Done = tuple[int, int, int]
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _ON_DEVICE: Final = bytes([_DEVICE])
-LATER: Final = (_native.LATER, _native.LATER_HEADROOM, _native.LATER_FLOOR)
+LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
 _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # No pool has so many blocks: the core refuses, and says how many are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
 _HELD_S: Final = 0.01  # until a request in pieces may have ended
+_ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
     Reason.TURN: cpb.CUT_REASON_TURN,
@@ -275,7 +275,6 @@ class Sharing:
             return math.inf, ended
         if self.is_held:
             return _HELD_S, ended
-        self._give_up_in_vain()
         for decision in self._line.tick(now_s):
             member = self.members[decision.session]
             if isinstance(decision, Pressure):
@@ -295,23 +294,11 @@ class Sharing:
 
     # Helpers
 
-    def _give_up_in_vain(self) -> None:
-        """Whoever waits for more than the floors leave by now must not keep others waiting."""
-        for member in self.members.values():
-            waiting = member.waiting
-            if waiting is not None and self._line.waits_in_vain(member.session.id):
-                self._line.withdraw(member.session.id, waiting.key)
-                member.waiting = None
-                if waiting.message is not None:
-                    member.tell_cut(waiting.message.sequence_id, cpb.CUT_REASON_IMPOSSIBLE)
-
     def _headroom(self) -> int:
         return self._line.num_headroom()
 
     def _ask(self, member: Member, key: int, num_needed: int, *, wait: bool) -> Place | None:
-        # Over groups, what is needed was rounded up, and what is usable down.
-        num_usable = self._pool.native.num_usable(member.session.slot, _DEVICE)
-        num_needed = min(num_needed, num_usable)
+        num_needed = min(num_needed, self._pool.num_blocks(_DEVICE))
         place = self._line.admit(member.session.id, key, num_needed, self._pool.now_s, wait=wait)
         if place is not None and place.sequence != key:
             return Place(place.reason)  # the session's place is for another sequence
@@ -369,7 +356,8 @@ class Sharing:
             (num_needed,) = columns.read(INT32, growth, "growth")
             (sequence_id,) = columns.read(INT64, ids, "sequence_ids")
             if num_needed and not self._may_grow(member, sequence_id, num_needed):
-                failures.append((item, *lacking(native, slot, num_needed)))
+                num_obtainable = native.num_obtainable(slot, _DEVICE)
+                failures.append((item, _native.LATER, num_needed, num_obtainable, _DEVICE))
                 done += bytes(4)
             else:
                 token_ids = message.token_ids[begin:end]
@@ -498,3 +486,18 @@ def _require_other_ids(waiting: Waiting, message: cpb.Admit) -> None:
         if waiting.names(sequence_id):
             field = f"fork_sequence_ids[{i - 1}]" if i else "sequence_id"
             raise SequenceExistsError(f"sequence {sequence_id} waits to be admitted", field=field)
+
+
+def most_growth(message: cpb.Append, block_size_tokens: int) -> int:
+    """No append takes more blocks than this, as far as can be said without a look at it."""
+    num = columns.count(INT64, message.sequence_ids)
+    if message.num_slots == _ONES[: 4 * num] and not message.num_lookahead_slots:
+        return 2 * num
+    num_slots = sum(
+        sum(columns.read(INT32, column, name))
+        for name, column in (
+            ("num_slots", message.num_slots),
+            ("num_lookahead_slots", message.num_lookahead_slots),
+        )
+    )
+    return 2 * num + num_slots // block_size_tokens

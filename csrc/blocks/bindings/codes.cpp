@@ -14,8 +14,6 @@ void bind_codes(pybind11::module_& module) {
       {"LATER_HEADROOM", Code::kLaterHeadroom},
       {"LATER_QUOTA", Code::kLaterQuota},
       {"NEVER_QUOTA", Code::kNeverQuota},
-      {"LATER_FLOOR", Code::kLaterFloor},
-      {"NEVER_FLOOR", Code::kNeverFloor},
       {"NOT_FOUND", Code::kNotFound},
       {"EXISTS", Code::kExists},
       {"BAD_ID", Code::kBadId},

@@ -121,11 +121,6 @@ inline std::vector<int64_t> read_generations(const py::bytes& column) {
   return {span.data, span.data + span.size};
 }
 
-// Something is kept for each owner below the highest.
-inline void check_owner(uint32_t owner) {
-  if (owner >= 1u << 20) throw py::value_error("owner must be below 2^20");
-}
-
 inline void check_num_blocks(uint32_t num_device_blocks, uint32_t num_host_blocks) {
   constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();  // indices are int32
   if (num_device_blocks > kMost || num_host_blocks > kMost)

@@ -68,35 +68,6 @@ void bind_retention(PoolClass& pool) {
   pool.def("num_retained", &Pool::num_retained, py::arg("owner"));
 }
 
-void bind_floors(PoolClass& pool) {
-  pool.def(
-      "set_floor",
-      [](Pool& self, uint32_t owner, uint32_t num_blocks) {
-        check_owner(owner);
-        if (num_blocks > self.num_blocks(kDevice))
-          throw py::value_error("num_blocks must be at most the device blocks");
-        self.set_floor(owner, num_blocks);
-      },
-      py::arg("owner"), py::arg("num_blocks"));
-  pool.def(
-      "own_root",
-      [](Pool& self, const py::bytes& root, uint32_t owner) {
-        check_owner(owner);
-        self.own_root(std::string_view(root), owner);
-      },
-      py::arg("root"), py::arg("owner"));
-  pool.def(
-      "num_reserved",
-      [](const Pool& self, uint32_t owner) { return self.store(kDevice).num_reserved(owner); },
-      py::arg("owner"));
-  pool.def(
-      "num_published",
-      [](const Pool& self, const py::bytes& root) {
-        return self.num_published(std::string_view(root));
-      },
-      py::arg("root"));
-}
-
 void bind_forgetting(PoolClass& pool) {
   pool.def("roots", [](const Pool& self) {
     py::list names;
@@ -264,7 +235,6 @@ void bind_extras(py::module_& module) {
   auto pool = py::reinterpret_borrow<PoolClass>(module.attr("Pool"));
   bind_prefixes(pool);
   bind_retention(pool);
-  bind_floors(pool);
   bind_forgetting(pool);
   bind_metrics(pool);
   bind_watching(pool);

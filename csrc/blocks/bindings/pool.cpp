@@ -355,12 +355,6 @@ void bind_sessions(py::class_<P>& pool) {
       },
       py::arg("slot"), py::arg("tier"));
   pool.def(
-      "num_usable",
-      [](const P& self, Slot slot, int tier) {
-        return self.num_usable(checked(self, slot), tier_of(tier));
-      },
-      py::arg("slot"), py::arg("tier"));
-  pool.def(
       "num_own_retired",
       [](const P& self, Slot slot, int tier) {
         return self.num_own_retired(checked(self, slot), tier_of(tier));

@@ -134,14 +134,6 @@ int64_t GroupedPool::num_coming(Slot slot, Tier tier) const {
   return num - num_obtainable(slot, tier);
 }
 
-int64_t GroupedPool::num_usable(Slot slot, Tier tier) const {
-  const Proportion proportion(groups(), tier);
-  int64_t num = proportion.smallest();
-  for (const Pool* pool : pools_)
-    num = std::min(num, proportion.down(*pool, pool->store(tier).num_usable(slot)));
-  return num;
-}
-
 int64_t GroupedPool::num_own_retired(Slot slot, Tier tier) const {
   const Proportion proportion(groups(), tier);
   int64_t num = 0;

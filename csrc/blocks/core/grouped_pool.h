@@ -57,7 +57,6 @@ class GroupedPool {
   int64_t num_blocks(Tier tier) const { return Proportion(groups(), tier).smallest(); }
   int64_t num_obtainable(Slot slot, Tier tier) const;
   int64_t num_coming(Slot slot, Tier tier) const;
-  int64_t num_usable(Slot slot, Tier tier) const;
   int64_t num_own_retired(Slot slot, Tier tier) const;
   int64_t num_in(Tier tier, State state) const;
   int64_t num_held(Slot slot, int64_t sequence_id) const;

@@ -18,8 +18,6 @@ enum class Code : int32_t {
   kLaterHeadroom = 4,
   kLaterQuota = 5,
   kNeverQuota = 6,
-  kLaterFloor = 7,
-  kNeverFloor = 8,
   kNotFound = 10,
   kExists = 11,
   kBadId = 12,
@@ -38,8 +36,7 @@ enum class Code : int32_t {
 };
 
 inline bool is_later(Code code) {
-  return code == Code::kLater || code == Code::kLaterHeadroom || code == Code::kLaterQuota ||
-         code == Code::kLaterFloor;
+  return code == Code::kLater || code == Code::kLaterHeadroom || code == Code::kLaterQuota;
 }
 
 struct Failure {

@@ -81,8 +81,7 @@ Slot Pool::open_session(std::string_view root, uint32_t owner) {
   session.owner = owner;
   if (held_.size() <= owner) held_.resize(owner + 1);
   session.root = index_.open_root(root);
-  index_.set_owner(session.root, owner);
-  for (auto& blocks : stores_) blocks->open(slot, owner);
+  for (auto& blocks : stores_) blocks->open(slot);
   return slot;
 }
 
@@ -232,40 +231,6 @@ double Pool::oldest_release_s() const {
   for (const Session& session : sessions_)
     if (!session.releases.empty()) since_s = std::min(since_s, session.releases.front().since_s);
   return now_s_ - since_s;
-}
-
-// Floors
-
-void Pool::own_root(std::string_view name, uint32_t owner) {
-  const EntryId root = index_.find_root(name);
-  if (root != kNoEntry) index_.set_owner(root, owner);
-}
-
-// Cached blocks join the reserve heads first as far as there is room: of a prefix that fits in part
-// it has the beginning. The store takes them tails first, in the order of eviction.
-void Pool::set_floor(uint32_t owner, uint32_t num_blocks) {
-  BlockStore& device = store(kDevice);
-  device.set_floor(owner, num_blocks);
-  auto room = static_cast<size_t>(num_blocks - device.num_reserved(owner));
-  std::vector<Block> blocks;
-  std::vector<EntryId> stack = room ? index_.roots() : std::vector<EntryId>{};
-  stack.erase(std::remove_if(stack.begin(), stack.end(),
-                             [&](EntryId root) { return index_.owner_of(root) != owner; }),
-              stack.end());
-  while (!stack.empty() && blocks.size() < room) {
-    const EntryId e = stack.back();
-    stack.pop_back();
-    if (const Block b = index_[e].block(kDevice); b != kNoBlock && device.awaits_eviction(b))
-      blocks.push_back(b);
-    for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next) stack.push_back(c);
-  }
-  std::reverse(blocks.begin(), blocks.end());
-  device.reserve(blocks);
-}
-
-int64_t Pool::num_published(std::string_view name) const {
-  const EntryId root = index_.find_root(name);
-  return root == kNoEntry ? 0 : index_.num_blocks_below(root);
 }
 
 // Rebuilding

@@ -157,13 +157,6 @@ class Pool final : private Listener {
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
 
-  // Floors: see block_store.h. Walks the owner's prefixes until the reserve is full, all at most.
-  void set_floor(uint32_t owner, uint32_t num_blocks);
-  // Whose the prefixes of a root are, where no session has said it yet.
-  void own_root(std::string_view name, uint32_t owner);
-  // Blocks that hold a prefix of the root, of both tiers, in use or not.
-  int64_t num_published(std::string_view name) const;
-
   // For metrics.
   const BlockTimes& block_times(Tier tier) const { return block_times_[tier - 1]; }
   int64_t num_sequences_in(Tier tier) const;
@@ -201,7 +194,6 @@ class Pool final : private Listener {
   int64_t num_in(Tier tier, State state) const { return store(tier).num_in(state); }
   int64_t num_obtainable(Slot slot, Tier tier) const { return store(tier).num_obtainable(slot); }
   int64_t num_coming(Slot slot, Tier tier) const { return store(tier).num_coming(slot); }
-  int64_t num_usable(Slot slot, Tier tier) const { return store(tier).num_usable(slot); }
   int64_t num_own_retired(Slot slot, Tier tier) const { return store(tier).num_own_retired(slot); }
   int64_t num_held(Slot slot, int64_t id) const { return held_by(*find(slot, id)); }
   int64_t num_blocks_held(Slot slot) const { return sessions_[slot].num_held; }
@@ -274,7 +266,7 @@ class Pool final : private Listener {
   static Failure in_proportion(Groups groups, const Pool& pool, Failure failure);
   static bool fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& columns,
                            int64_t item);
-  int64_t max_tokens(Slot slot) const;
+  int64_t max_tokens() const;
   bool is_in_place(const Session& session, const Sequence& sequence, int64_t first,
                    int64_t num_slots) const;
   Failure check_append(const Session& session, const AppendColumns& columns, int64_t item,
@@ -299,7 +291,7 @@ class Pool final : private Listener {
   int64_t num_replaced(const Sequence& sequence, const Sketch& now, int64_t first,
                        int64_t end) const;
   int64_t num_allowed(const Session& session) const;
-  Failure never_fits(const Session& session, Tier tier, int64_t item, int64_t needed) const;
+  Failure never_fits(Tier tier, int64_t item, int64_t needed) const;
   Failure no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                   int64_t available, int64_t headroom) const;
   int64_t obtainable(const Session& session, Tier tier) const;

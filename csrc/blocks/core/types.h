@@ -20,9 +20,6 @@ constexpr Slot kNoSlot = 0xFFFFFFFF;
 // Where a block concerns several sessions.
 constexpr Slot kManySlots = 0xFFFFFFFE;
 
-// A tenant, as the caller numbers them.
-constexpr uint32_t kNoOwner = 0xFFFFFFFF;
-
 // As on the wire.
 enum Tier : uint8_t { kDevice = 1, kHost = 2 };
 

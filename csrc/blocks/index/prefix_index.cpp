@@ -141,7 +141,6 @@ EntryId PrefixIndex::detach(EntryId top, bool moves_all) {
       roots_.erase(roots_.find(*name));
     } else {
       const EntryId fresh = add_root(hashes_[top]);
-      set_owner(fresh, owner_of(top));
       roots_.find(*name)->second = fresh;
       root_names_[fresh] = name;
       const uint32_t num_users = users->second;
@@ -149,7 +148,6 @@ EntryId PrefixIndex::detach(EntryId top, bool moves_all) {
       root_users_[fresh] = num_users;
     }
     root_names_[top] = nullptr;
-    set_owner(top, kNoOwner);
     last_named_ = kNoEntry;
     return top;
   }

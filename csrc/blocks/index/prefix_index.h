@@ -46,8 +46,8 @@ struct alignas(64) Entry {
   // The live sequence that will fill the block at this place of its table, for others of its
   // session.
   uint32_t leader = kNoEntry;
-  uint32_t leader_uid = 0;  // of a root: its owner and 1, or 0
-  uint32_t num_uses = 0;    // hits; of a root: blocks below it, spares too
+  uint32_t leader_uid = 0;
+  uint32_t num_uses = 0;  // hits; of a root: blocks below it, spares too
   uint32_t num_arriving
       : 30;                // plans in flight that copy the block to the host tier; see hold_root
   uint32_t has_hash : 1;   // it has been computed
@@ -89,9 +89,6 @@ class PrefixIndex {
   EntryId find_root(std::string_view name) const;  // kNoEntry: nothing is published under it
   const std::string& root_name(EntryId root) const { return *root_names_.at(root); }
   EntryId root_of(EntryId entry) const { return entries_[entry].root; }
-  // Whose a root's prefixes are; kNoOwner: nobody's, as of one that was detached.
-  void set_owner(EntryId root, uint32_t owner) { entries_[root].leader_uid = owner + 1; }
-  uint32_t owner_of(EntryId entry) const { return entries_[entries_[entry].root].leader_uid - 1; }
   uint32_t num_blocks_below(EntryId root) const { return entries_[root].num_uses; }
   uint32_t num_blocks_of(EntryId e) const;  // spares too
   // Not if it was detached.

@@ -33,8 +33,8 @@ BlockStore::BlockStore(Tier tier, uint32_t num_blocks, std::vector<int64_t> gene
 }
 
 int64_t BlockStore::num_obtainable(Slot slot) const {
-  return int64_t{num_in(State::kFree)} + num_in(State::kCached) - num_reserved_by_others(slot) +
-         own_[slot].plain.size + own_[slot].kept.size;
+  return int64_t{num_in(State::kFree)} + num_in(State::kCached) + own_[slot].plain.size +
+         own_[slot].kept.size;
 }
 
 int64_t BlockStore::num_coming(Slot slot) const {
@@ -42,9 +42,8 @@ int64_t BlockStore::num_coming(Slot slot) const {
          own_[slot].kept.size;
 }
 
-void BlockStore::open(Slot slot, uint32_t owner) {
+void BlockStore::open(Slot slot) {
   if (own_.size() <= slot) own_.resize(slot + 1);
-  own_[slot].owner = owner;
 }
 
 void BlockStore::close(Slot slot) { own_[slot] = Own{}; }
@@ -78,8 +77,8 @@ int64_t BlockStore::take(Slot slot, Block* blocks, int64_t most) {
   } else if (own.plain.size) {
     b = own.plain.tail;
     leave(b);
-  } else if (num_idle_ + num_retained_ + num_reserved(own.owner)) {
-    return evict(own.owner, blocks, most);
+  } else if (num_idle_ + num_retained_) {
+    return evict(blocks, most);
   } else {
     b = own.kept.head;
     leave(b);
@@ -94,8 +93,8 @@ int64_t BlockStore::take(Slot slot, Block* blocks, int64_t most) {
   return 1;
 }
 
-int64_t BlockStore::evict(uint32_t owner, Block* blocks, int64_t most) {
-  const int64_t num = pop_cached(owner, blocks, most);
+int64_t BlockStore::evict(Block* blocks, int64_t most) {
+  const int64_t num = pop_cached(blocks, most);
   touched(static_cast<size_t>(num));
   for (int64_t i = 0; i < num; ++i) {
     prefetch(blocks[i]);
@@ -113,25 +112,19 @@ int64_t BlockStore::evict(uint32_t owner, Block* blocks, int64_t most) {
 }
 
 // The cached blocks to be evicted next, no longer known to the policy; one by one where a spare may
-// take the place of one, which the policy must know before it gives another. Of the owner's reserve
-// after all others of its priority.
-int64_t BlockStore::pop_cached(uint32_t owner, Block* blocks, int64_t most) {
+// take the place of one, which the policy must know before it gives another.
+int64_t BlockStore::pop_cached(Block* blocks, int64_t most) {
   if (num_idle_) {
     const int64_t num = index_.num_spares() ? 1 : std::min(most, int64_t{num_idle_});
     policy_->pop(blocks, static_cast<size_t>(num));
     num_idle_ -= static_cast<uint32_t>(num);
     return num;
   }
-  const Reserve* own = reserve_of(owner);
-  int priority = 0;
-  while (!retained_[priority].size && !(own && own->lists[priority].size)) ++priority;
-  Block b = retained_[priority].head;
-  if (retained_[priority].size) {
-    remove(retained_[priority], b);
-    --num_retained_;
-  } else {
-    b = pop_reserved(*reserves_[owner]);
-  }
+  int priority = 1;
+  while (!retained_[priority].size) ++priority;
+  const Block b = retained_[priority].head;
+  remove(retained_[priority], b);
+  --num_retained_;
   policy_->unpublish(b);
   blocks[0] = b;
   return 1;
@@ -328,13 +321,6 @@ void BlockStore::leave(Block b) {
       remove(retained_[infos_[b].priority], b);
       --num_retained_;
       break;
-    case kReserved: {
-      Reserve& reserve = *reserves_[infos_[b].reserved_by];
-      remove(reserve.lists[infos_[b].priority], b);
-      --reserve.size;
-      --num_reserved_;
-      break;
-    }
   }
   infos_[b].place = kNowhere;
 }
@@ -353,7 +339,14 @@ void BlockStore::enter(Block b) {
     }
   } else if (infos_[b].published) {
     infos_[b].state = State::kCached;
-    enter_cached(b);
+    if (infos_[b].priority) {
+      push_back(retained_[infos_[b].priority], b);
+      ++num_retained_;
+      infos_[b].place = kRetained;
+    } else {
+      idle_.push_back(b);
+      infos_[b].place = kPolicy;
+    }
   } else {
     infos_[b].state = State::kFree;
     index_.clear_block(tier, b);  // a spare that nobody holds is lost
@@ -362,67 +355,13 @@ void BlockStore::enter(Block b) {
   ++num_in_[static_cast<int>(infos_[b].state)];
 }
 
-// The newest blocks of an owner with a floor are its reserve; one that it pushes out takes their
-// place among all others.
-void BlockStore::enter_cached(Block b) {
-  if (reserves_.empty()) return await_eviction(b);
-  const uint32_t owner = index_.owner_of(index_.entry_of(tier, b));
-  if (floor_of(owner) == 0) return await_eviction(b);
-  Reserve& reserve = *reserves_[owner];
-  push_back(reserve.lists[infos_[b].priority], b);
-  ++reserve.size;
-  ++num_reserved_;
-  infos_[b].place = kReserved;
-  infos_[b].reserved_by = owner;
-  if (reserve.size > reserve.floor) await_eviction(pop_reserved(reserve));
-}
-
-void BlockStore::await_eviction(Block b) {
-  if (infos_[b].priority) {
-    push_back(retained_[infos_[b].priority], b);
-    ++num_retained_;
-    infos_[b].place = kRetained;
-  } else {
-    idle_.push_back(b);
-    infos_[b].place = kPolicy;
-  }
-}
-
-// The oldest of the lowest priority, in no place any more.
-Block BlockStore::pop_reserved(Reserve& reserve) {
-  int priority = 0;
-  while (!reserve.lists[priority].size) ++priority;
-  const Block b = reserve.lists[priority].head;
-  remove(reserve.lists[priority], b);
-  --reserve.size;
-  --num_reserved_;
-  infos_[b].place = kNowhere;
-  return b;
-}
-
-void BlockStore::set_floor(uint32_t owner, uint32_t num_blocks) {
-  if (reserves_.size() <= owner) reserves_.resize(owner + 1);
-  if (!reserves_[owner]) reserves_[owner] = std::make_unique<Reserve>();
-  Reserve& reserve = *reserves_[owner];
-  floors_ += int64_t{num_blocks} - reserve.floor;
-  reserve.floor = num_blocks;
-  while (reserve.size > num_blocks) await_eviction(pop_reserved(reserve));
-  tell_policy();
-}
-
-void BlockStore::reserve(const std::vector<Block>& blocks) {
-  for (const Block b : blocks) settle(b);
-  tell_policy();
-}
-
 void BlockStore::check() const {
   const std::string name = tier == kDevice ? "device" : "host";
   auto require = [&](bool ok, Block b, const char* what) {
     if (!ok) throw std::logic_error(name + " block " + std::to_string(b) + ": " + what);
   };
   uint32_t num_in[kNumStates] = {};
-  uint32_t num_policy = 0, num_retained = 0, num_reserved = 0;
-  std::vector<uint32_t> num_reserved_by(reserves_.size());
+  uint32_t num_policy = 0, num_retained = 0;
   std::vector<uint32_t> num_plain(own_.size()), num_kept(own_.size());
   for (Block b = 0; b < num_blocks; ++b) {
     const bool published = index_.is_published(tier, b);
@@ -443,15 +382,12 @@ void BlockStore::check() const {
     const bool kept = infos_[b].keep || published;
     const Place place = want == State::kRetired && infos_[b].owner != kManySlots
                             ? (kept ? kKept : kPlain)
-                        : want != State::kCached       ? kNowhere
-                        : infos_[b].place == kReserved ? kReserved
-                        : infos_[b].priority           ? kRetained
-                                                       : kPolicy;
+                        : want != State::kCached ? kNowhere
+                        : infos_[b].priority     ? kRetained
+                                                 : kPolicy;
     require(infos_[b].place == place, b, "in another list than its state says");
     num_policy += place == kPolicy;
     num_retained += place == kRetained;
-    num_reserved += place == kReserved;
-    if (place == kReserved) ++num_reserved_by[infos_[b].reserved_by];
     if (place == kPlain) ++num_plain[infos_[b].owner];
     if (place == kKept) ++num_kept[infos_[b].owner];
     require(want != State::kFree || index_.entry_of(tier, b) == kNoEntry, b, "free and a spare");
@@ -462,14 +398,6 @@ void BlockStore::check() const {
   require(num_idle_ == num_policy && policy_->num_idle() == num_policy, 0,
           "the policy has other blocks");
   require(num_retained == num_retained_, 0, "retained blocks are miscounted");
-  require(num_reserved == num_reserved_, 0, "reserved blocks are miscounted");
-  int64_t floors = 0;
-  for (uint32_t owner = 0; owner < reserves_.size(); ++owner) {
-    floors += floor_of(owner);
-    require(this->num_reserved(owner) == num_reserved_by[owner], 0, "a reserve is miscounted");
-    require(num_reserved_by[owner] <= floor_of(owner), 0, "a reserve is larger than its floor");
-  }
-  require(floors == floors_, 0, "floors are miscounted");
   for (size_t slot = 0; slot < own_.size(); ++slot)
     require(own_[slot].plain.size == num_plain[slot] && own_[slot].kept.size == num_kept[slot], 0,
             "what a session could allocate at once differs");

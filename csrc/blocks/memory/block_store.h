@@ -14,11 +14,6 @@
 //      |                                                            |       free blocks run short
 //      +------------------------ allocate <-------------------------+
 //
-// Of the cached blocks of an owner with a floor, as many as that says are its reserve, which no
-// other owner's allocations evict: those of the highest priority, the newest of these. What it
-// pushes out is evicted as any other block is. Blocks of the owner that are in use leave the
-// reserve, and come back to it as its newest; none but blocks that become idle take their place.
-//
 // A release is remembered with the session's plan until that plan has finished: `num_pending`
 // counts them, one integer a block however many sessions share it. A retired block that a single
 // session released can be allocated by that session at once, since its plans run in order.
@@ -74,26 +69,9 @@ class BlockStore {
   int64_t num_coming(Slot slot) const;
   // Retired blocks that this session alone could allocate at once.
   int64_t num_own_retired(Slot slot) const { return own_[slot].plain.size + own_[slot].kept.size; }
-  // Blocks that it could obtain if nothing else held any, and other owners' caches were as large as
-  // their floors.
-  int64_t num_usable(Slot slot) const { return num_blocks - floors_ + floor_of(own_[slot].owner); }
-  // Cached blocks that it may not evict.
-  int64_t num_reserved_by_others(Slot slot) const {
-    return int64_t{num_reserved_} - num_reserved(own_[slot].owner);
-  }
-  int64_t num_reserved(uint32_t owner) const {
-    const Reserve* reserve = reserve_of(owner);
-    return reserve ? reserve->size : 0;
-  }
-  int64_t floor_of(uint32_t owner) const {
-    const Reserve* reserve = reserve_of(owner);
-    return reserve ? reserve->floor : 0;
-  }
   // Whether `num_obtainable` counts the block.
   bool is_obtainable(Block b, Slot slot) const {
-    return infos_[b].state == State::kFree ||
-           (infos_[b].state == State::kCached &&
-            (infos_[b].place != kReserved || infos_[b].reserved_by == own_[slot].owner)) ||
+    return infos_[b].state == State::kFree || infos_[b].state == State::kCached ||
            (infos_[b].state == State::kRetired && infos_[b].owner == slot);
   }
   // Whether it would count the block, once the session has released the last reference.
@@ -111,7 +89,7 @@ class BlockStore {
   }
 
   // Sessions
-  void open(Slot slot, uint32_t owner);
+  void open(Slot slot);
   void close(Slot slot);  // nothing of it is pending
 
   // Changes
@@ -145,14 +123,6 @@ class BlockStore {
   // lower priority and those of this one so far; 0: it is not retained.
   void set_priority(Block b, uint8_t priority);
   uint8_t priority(Block b) const { return infos_[b].priority; }
-  // How many blocks of the owner's cache others leave to it; 0 at first. Blocks beyond a lower
-  // floor than before leave its reserve. Those that are cached already join it by `reserve`, which
-  // takes them in the order of eviction.
-  void set_floor(uint32_t owner, uint32_t num_blocks);
-  bool awaits_eviction(Block b) const {
-    return infos_[b].place == kPolicy || infos_[b].place == kRetained;
-  }
-  void reserve(const std::vector<Block>& blocks);
   // While a pool is rebuilt: `restored` for each block that was entered in the index, parents
   // first; then `restored_idle` for each, in the order of eviction; then `restored_rest` for every
   // block of the tier, the last first.
@@ -182,14 +152,8 @@ class BlockStore {
   struct Own {
     List plain;
     List kept;
-    uint32_t owner = kNoOwner;
   };
-  enum Place : uint8_t { kNowhere, kPlain, kKept, kPolicy, kRetained, kReserved };
-  struct Reserve {
-    uint32_t floor = 0;
-    uint32_t size = 0;
-    List lists[kNumPriorities];  // oldest first
-  };
+  enum Place : uint8_t { kNowhere, kPlain, kKept, kPolicy, kRetained };
   // A block: what an operation needs of it lies together.
   struct Info {
     int64_t generation = 0;
@@ -204,9 +168,8 @@ class BlockStore {
     State state = State::kFree;
     Place place = kNowhere;
     bool keep = false;
-    bool published = false;           // as the index has it
-    uint8_t priority = 0;             // 0: not retained
-    uint32_t reserved_by = kNoOwner;  // of one in a reserve
+    bool published = false;  // as the index has it
+    uint8_t priority = 0;    // 0: not retained
   };
   static_assert(sizeof(Info) == 48, "a block's record has grown");
 
@@ -218,16 +181,10 @@ class BlockStore {
   void settle(Block b);
   void leave(Block b);
   void enter(Block b);
-  void enter_cached(Block b);
-  void await_eviction(Block b);
-  Block pop_reserved(Reserve& reserve);
-  const Reserve* reserve_of(uint32_t owner) const {
-    return owner < reserves_.size() ? reserves_[owner].get() : nullptr;
-  }
   void tell_policy();
   int64_t take(Slot slot, Block* blocks, int64_t most);
-  int64_t evict(uint32_t owner, Block* blocks, int64_t most);
-  int64_t pop_cached(uint32_t owner, Block* blocks, int64_t most);
+  int64_t evict(Block* blocks, int64_t most);
+  int64_t pop_cached(Block* blocks, int64_t most);
 
   PrefixIndex& index_;
   std::unique_ptr<EvictionPolicy> policy_;
@@ -238,10 +195,7 @@ class BlockStore {
   std::vector<Own> own_;           // by slot
   List retained_[kNumPriorities];  // cached ones, oldest first
   uint32_t num_retained_ = 0;
-  uint32_t num_idle_ = 0;                           // of the policy
-  std::vector<std::unique_ptr<Reserve>> reserves_;  // by owner; null: it never had a floor
-  uint32_t num_reserved_ = 0;
-  int64_t floors_ = 0;  // their sum
+  uint32_t num_idle_ = 0;  // of the policy
   uint32_t num_in_[kNumStates] = {};
   uint64_t num_evictions_ = 0;
   mutable uint64_t num_touched_ = 0;

@@ -75,8 +75,8 @@ std::variant<Admitted, Failure> Pool::admit_with(Groups groups, Slot slot,
         if (const Failure over = pool.over_quota(session, plan); over.code != Code::kOk)
           return over.code == Code::kLaterQuota ? in_proportion(groups, pool, over) : over;
       if (plan.needed > plan.available) {
-        if (plan.needed > pool.store(kDevice).num_usable(slot) && !plan.copies_last)
-          return pool.never_fits(session, kDevice, 0, plan.needed);
+        if (plan.needed > pool.store(kDevice).num_blocks && !plan.copies_last)
+          return pool.never_fits(kDevice, 0, plan.needed);
         const Failure here =
             pool.no_room(session, kDevice, 0, plan.needed, plan.available, headroom);
         if (failure.code != Code::kLater) failure.code = here.code;
@@ -136,8 +136,8 @@ Failure Pool::check_admission(const Session& session, const Admission& admission
   }
   const int64_t quota = config_.max_owner_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
-  if (most > store(kDevice).num_usable(session.slot) && !config_.window_tokens)
-    return never_fits(session, kDevice, 0, most);
+  if (most > store(kDevice).num_blocks && !config_.window_tokens)
+    return never_fits(kDevice, 0, most);
   if (quota && most > quota && !config_.window_tokens)
     return Failure{0, Code::kNeverQuota, most, quota, kDevice};
   const int64_t num_more = (1 + num_forks) * div_ceil(num_tokens, block_size_);

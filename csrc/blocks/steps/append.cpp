@@ -38,7 +38,7 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
   const bool is_plain = !groups[0]->dry_.on && !has_negatives && columns.num_lookahead.size == 0;
   std::vector<AppendPlan> plans;
   for (int64_t g = 0; g < groups.size; ++g)
-    plans.push_back({groups[g], &groups[g]->sessions_[slot], groups[g]->max_tokens(slot)});
+    plans.push_back({groups[g], &groups[g]->sessions_[slot], groups[g]->max_tokens()});
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
@@ -99,10 +99,10 @@ bool Pool::fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& col
   return true;
 }
 
-// That every sequence of the session may have.
-int64_t Pool::max_tokens(Slot slot) const {
-  const int64_t num_usable = store(kDevice).num_usable(slot), quota = config_.max_owner_blocks;
-  return (quota ? std::min(num_usable, quota) : num_usable) * block_size_;
+// That every sequence may have.
+int64_t Pool::max_tokens() const {
+  const int64_t num_blocks = store(kDevice).num_blocks, quota = config_.max_owner_blocks;
+  return (quota ? std::min(num_blocks, quota) : num_blocks) * block_size_;
 }
 
 // Whether the slots lie in one block that the sequence may write as it is.
@@ -141,8 +141,8 @@ Failure Pool::check_append(const Session& session, const AppendColumns& columns,
   if (first != now.num_scheduled) return {item, Code::kPosition, id, now.num_scheduled, first};
   const int64_t end = first + num_slots, cover = end + num_ahead;
   const int64_t longest = std::max(cover, now.num_tokens + num_given);
-  if (div_ceil(longest, block_size_) - now.num_trimmed > store(kDevice).num_usable(session.slot))
-    return never_fits(session, kDevice, item, div_ceil(longest, block_size_));
+  if (div_ceil(longest, block_size_) - now.num_trimmed > store(kDevice).num_blocks)
+    return never_fits(kDevice, item, div_ceil(longest, block_size_));
   const int64_t quota = config_.max_owner_blocks;
   if (quota && div_ceil(longest, block_size_) - now.num_trimmed > quota)
     return {item, Code::kNeverQuota, div_ceil(longest, block_size_), quota, kDevice};
@@ -249,7 +249,7 @@ Sketch Pool::look(const Session& session, int64_t id) const {
 
 std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const {
   const Session& session = sessions_[slot];
-  const int64_t num_fitting = store(kDevice).num_usable(slot);
+  const int64_t num_fitting = store(kDevice).num_blocks;
   std::vector<int32_t> needed;
   for (int64_t item = 0; item < columns.sequence_ids.size; ++item) {
     const Sequence* sequence = find(slot, columns.sequence_ids[item]);
@@ -446,23 +446,16 @@ void Pool::trim(Session& session, Sequence& sequence) {
   if (sequence.table_sent) session.draft.changes.cut(ChangeKind::kTrim, sequence.id, num);
 }
 
-// More is needed than the session could ever have.
-Failure Pool::never_fits(const Session& session, Tier tier, int64_t item, int64_t needed) const {
-  const BlockStore& blocks = store(tier);
-  if (needed > blocks.num_blocks) return {item, Code::kNever, needed, blocks.num_blocks, tier};
-  return {item, Code::kNeverFloor, needed, blocks.num_usable(session.slot), tier};
+// More is needed than there is.
+Failure Pool::never_fits(Tier tier, int64_t item, int64_t needed) const {
+  return {item, Code::kNever, needed, store(tier).num_blocks, tier};
 }
 
 Failure Pool::no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                       int64_t available, int64_t headroom) const {
-  const int64_t num_obtainable = obtainable(session, tier);
-  const bool is_headroom = headroom && needed <= num_obtainable;
-  const bool is_floor = needed - num_obtainable <= store(tier).num_reserved_by_others(session.slot);
-  return {item,
-          is_headroom ? Code::kLaterHeadroom
-          : is_floor  ? Code::kLaterFloor
-                      : Code::kLater,
-          needed, std::max<int64_t>(0, available), tier};
+  const bool is_headroom = headroom && needed <= obtainable(session, tier);
+  return {item, is_headroom ? Code::kLaterHeadroom : Code::kLater, needed,
+          std::max<int64_t>(0, available), tier};
 }
 
 int64_t Pool::obtainable(const Session& session, Tier tier) const {

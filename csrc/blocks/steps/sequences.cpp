@@ -340,8 +340,7 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, int64_t headr
       add_to_swap(sequence, i, shared, plan);
   }
   const auto needed = static_cast<int64_t>(plan.blocks.size());
-  if (needed > store(destination).num_usable(session.slot))
-    return never_fits(session, destination, 0, needed);
+  if (needed > store(destination).num_blocks) return never_fits(destination, 0, needed);
   if (const int64_t quota = config_.max_owner_blocks; quota && destination == kDevice) {
     if (needed > quota) return Failure{0, Code::kNeverQuota, needed, quota, destination};
     if (const int64_t allowed = num_allowed(session); needed > allowed)

@@ -15,9 +15,6 @@
     roles = ["plane"]
     pools = ["llama"]               # the pools that it may register for; "*" is any
 
-    [tenants.search]
-    min_cached_share = 0.2          # of each pool's device blocks: others leave so many cached
-
 The file is read again when it changes. One that is wrong then changes nothing, and is logged.
 """
 
@@ -47,8 +44,6 @@ _RELOAD_INTERVAL_S: Final = 1.0
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _FIELDS: Final = {"certificate", "token_sha256", "tenant", "roles", "pools"}
 _MAX_FILE_BYTES: Final = 1 << 24
-_MAX_SHARES: Final = 1024
-_MAX_TOTAL_SHARE: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +66,6 @@ class Caller:
         return pool_id in self.pool_ids or ANY_POOL in self.pool_ids
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What a file says. ``callers``: by "certificate NAME" or "token SHA256"."""
-
-    callers: Mapping[str, Caller]
-    cached_shares: Mapping[str, float]
-
-
 def everything(tenant: str) -> Caller:
     """A caller of a server that has no access list."""
     return Caller(tenant, frozenset(ROLES.values()), frozenset([ANY_POOL]))
@@ -91,7 +78,8 @@ class AccessList:
         """Raises InvalidRequestError naming what is wrong in the file."""
         self._path = path
         self._stamp = _stamp(path)
-        self._content = _Content({}, {}) if path is None else _read(path)
+        # By "certificate NAME" or "token SHA256".
+        self._callers: Mapping[str, Caller] = {} if path is None else _read(path)
         self._num_reloads = 0
         self._next_look_s = time.monotonic() + _RELOAD_INTERVAL_S
 
@@ -106,14 +94,6 @@ class AccessList:
         self._reload()
         return self._num_reloads
 
-    @property
-    def cached_shares(self) -> Mapping[str, float]:
-        """Of tenants with a floor, the share of each pool's device blocks that others leave
-        cached. The same object until the file has changed.
-        """
-        self._reload()
-        return self._content.cached_shares
-
     def caller(self, name: str | None, token: str | None) -> Caller:
         """Who has this certificate or, if the list has no such certificate, this bearer token.
         ``name``: the certificate's common name; None for a client without one.
@@ -123,8 +103,8 @@ class AccessList:
         if self._path is None:
             return everything(DEFAULT_TENANT if name is None else name)
         self._reload()
-        callers = self._content.callers
-        caller = None if name is None else self._content.callers.get(f"certificate {name}")
+        callers = self._callers
+        caller = None if name is None else callers.get(f"certificate {name}")
         if caller is None and token is not None:
             caller = callers.get(f"token {hashlib.sha256(token.encode()).hexdigest()}")
         if caller is None:
@@ -143,15 +123,15 @@ class AccessList:
             return
         self._stamp = stamp
         try:
-            self._content = _read(self._path)
+            self._callers = _read(self._path)
         except InvalidRequestError as error:
             _LOGGER.error("access list not read again: %s", error)
         else:
             self._num_reloads += 1
-            _LOGGER.info("access list read again num_callers=%d", len(self._content.callers))
+            _LOGGER.info("access list read again num_callers=%d", len(self._callers))
 
 
-def _read(path: Path) -> _Content:
+def _read(path: Path) -> dict[str, Caller]:
     """Raises InvalidRequestError naming what is wrong."""
     try:
         with path.open("rb") as file:
@@ -165,10 +145,10 @@ def _read(path: Path) -> _Content:
         raise InvalidRequestError(f"cannot be read: {error}", field="access_file") from error
     except ValueError as error:
         raise InvalidRequestError(f"{path} is not TOML: {error}", field="access_file") from error
-    entries, tenants = content.pop("callers", []), content.pop("tenants", {})
-    if content or not isinstance(entries, list) or not isinstance(tenants, dict):
+    entries = content.pop("callers", [])
+    if content or not isinstance(entries, list):
         raise InvalidRequestError(
-            f"{path} must hold [[callers]] and [tenants.NAME] and nothing else", field="access_file"
+            f"{path} must hold [[callers]] and nothing else", field="access_file"
         )
     callers: dict[str, Caller] = {}
     for i, entry in enumerate(entries):
@@ -177,31 +157,7 @@ def _read(path: Path) -> _Content:
         if key in callers:
             raise InvalidRequestError("is there twice", field=field)
         callers[key] = caller
-    return _Content(callers, _read_shares(tenants))
-
-
-def _read_shares(tenants: Mapping[str, Any]) -> dict[str, float]:
-    name, shares = "min_cached_share", dict[str, float]()
-    if len(tenants) > _MAX_SHARES:
-        raise InvalidRequestError(
-            f"at most {_MAX_SHARES} may be named", field="access_file.tenants"
-        )
-    for tenant, entry in tenants.items():
-        field = f"access_file.tenants.{tenant}"
-        if not isinstance(entry, dict) or not entry.keys() <= {name}:
-            raise InvalidRequestError(f"may have {name}", field=field)
-        share = entry.get(name, 0.0)
-        field += f".{name}"
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise InvalidRequestError("must be a number from 0 to 1", field=field)
-        shares[tenant] = float(share)
-        if (total := sum(shares.values())) > _MAX_TOTAL_SHARE + 1e-9:
-            raise InvalidRequestError(
-                f"makes the shares of all tenants add up to {total:g}: they may be at most "
-                f"{_MAX_TOTAL_SHARE:g} of a pool",
-                field=field,
-            )
-    return shares
+    return callers
 
 
 def _read_caller(entry: Any, field: str) -> tuple[str, Caller]:

@@ -20,17 +20,15 @@ from native_sessions import Engine, Group, Known, World
 
 @dataclass(frozen=True)
 class Shape:
-    """A pool: ``quota``: device blocks of an owner, 0 for any; ``floor``: those left to ann."""
+    """A pool: ``quota``: device blocks of an owner, 0 for any."""
 
     block_size: int
     groups: tuple[Group, ...]
     quota: int = 0
-    floor: int = 0
 
     def __str__(self) -> str:
         groups = "-".join(f"{g.num_device}+{g.num_host}w{g.window}" for g in self.groups)
-        floor = f"-{self.floor}" if self.floor else ""
-        return f"{self.block_size}-{groups}-{self.quota}{floor}"
+        return f"{self.block_size}-{groups}-{self.quota}"
 
 
 SHAPES = [
@@ -45,19 +43,15 @@ SHAPES = [
     Shape(1, (Group(200, 40, window=70),)),
     Shape(4, (Group(16, 5),), quota=7),
     Shape(2, (Group(14, 6, window=3),), quota=6),
-    Shape(4, (Group(12, 0),), floor=4),
-    Shape(2, (Group(14, 5, window=3),), floor=5),
 ]
 GROUPED_SHAPES = [
     Shape(4, (Group(12, 5), Group(12, 5, window=6))),
     Shape(4, (Group(10, 4, window=6), Group(16, 6))),
     Shape(2, (Group(20, 6), Group(12, 8, window=3), Group(14, 5, window=9))),
     Shape(1, (Group(200, 60), Group(120, 40, window=30))),
-    Shape(4, (Group(12, 5), Group(12, 5, window=6)), floor=4),
 ]
 ROOTS = [b"ann", b"ann", b"ann", b"bob"]
-WAITS = (Code.LATER, Code.LATER_HEADROOM, Code.LATER_QUOTA, Code.LATER_FLOOR)
-NEVER = (Code.NEVER, Code.NEVER_FLOOR)
+WAITS = (Code.LATER, Code.LATER_HEADROOM, Code.LATER_QUOTA)
 
 
 class Walk:
@@ -65,9 +59,9 @@ class Walk:
 
     def __init__(self, rng: Random, shape: Shape) -> None:
         self.rng = rng
-        self.world = World(shape.groups, shape.block_size, shape.quota, shape.floor)
+        self.world = World(shape.groups, shape.block_size, shape.quota)
         self.world.open()
-        self.world.open(b"bob" if shape.floor else b"ann")
+        self.world.open()
 
     ACTIONS: ClassVar = {
         "step": 40,
@@ -130,8 +124,7 @@ class Walk:
         before = self.world.dump()
         quota, core, owner = self.world.quota, self.world.cores[0], engine.caller.owner
         num_owned = core.num_owned(owner)
-        with self.world.floor_is_kept(owner):
-            answer = call()
+        answer = call()
         assert not quota or core.num_owned(owner) <= max(quota, num_owned)
         if failed(answer):
             assert self.world.dump() == before, f"{answer} changed something"
@@ -179,8 +172,8 @@ class Walk:
         def believe(answer: Any) -> None:
             if len(answer) == 5:
                 longest = max(len(tokens), options["max_total"])
-                never = longest > self.world.num_usable(caller.owner) * size
-                assert never or answer[1] not in NEVER
+                never = longest > self.world.sizes[DEVICE] * size
+                assert never or answer[1] != Code.NEVER
                 quota = self.world.quota * size
                 assert 0 < quota < longest or answer[1] != Code.NEVER_QUOTA
                 never = never or 0 < quota < longest
@@ -426,7 +419,7 @@ class Walk:
                 assert held == retired == 0
         engine = world.open(b"eve")
         engine.caller.begin()
-        num = min(world.num_usable(b"eve"[0]), world.quota or math.inf) * world.block_size
+        num = min(world.sizes[DEVICE], world.quota or math.inf) * world.block_size
         assert len(engine.caller.admit(1, [5] * num)) == 3, "a pool is too small for its size"
 
 

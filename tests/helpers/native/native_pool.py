@@ -33,8 +33,6 @@ class Code(enum.IntEnum):
     LATER_HEADROOM = 4
     LATER_QUOTA = 5
     NEVER_QUOTA = 6
-    LATER_FLOOR = 7
-    NEVER_FLOOR = 8
     NOT_FOUND = 10
     EXISTS = 11
     BAD_ID = 12

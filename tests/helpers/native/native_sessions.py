@@ -6,8 +6,7 @@ Written from the statements of docs/architecture.md ("What always holds"), not f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -15,7 +14,6 @@ from kvplane_blocks._native import GroupedPool, Pool
 from native_plane import Place, Plane, Table, allocated_by, changed, values_of
 from native_pool import DEVICE, HOST, Caller, MadePlan, Ref, Span, State, View, dump, ints
 
-OWNER_OF_FLOOR = b"ann"[0]
 Touched = tuple[int, Place]
 """Layer group and place."""
 
@@ -212,12 +210,10 @@ class Engine:
 
 class World:
     """One pool, its data plane, and the engines on it. ``pool`` is what sessions call; ``cores``
-    and ``planes`` have one for each group. ``floor``: of what ann has cached, in each group.
+    and ``planes`` have one for each group.
     """
 
-    def __init__(
-        self, groups: Sequence[Group], block_size: int = 4, quota: int = 0, floor: int = 0
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], block_size: int = 4, quota: int = 0) -> None:
         self.cores = [
             Pool(
                 block_size, group.num_device, group.num_host, b"", b"", "lru",
@@ -227,9 +223,6 @@ class World:
         ]  # fmt: skip
         self.pool = self.cores[0] if len(groups) == 1 else GroupedPool(self.cores)
         self.groups, self.block_size, self.quota = groups, block_size, quota
-        self.floor = floor
-        for core in self.cores:
-            core.set_floor(OWNER_OF_FLOOR, floor)
         self.has_windows = any(group.window for group in groups)
         self.sizes = {
             DEVICE: min(group.num_device for group in groups),
@@ -268,40 +261,6 @@ class World:
             plane.fence(engine.id)
         self.pool.session_fenced(engine.caller.slot)
         self.ended.remove(engine)
-
-    def num_usable(self, owner: int) -> int:
-        """Device blocks that an owner could have in all groups."""
-        return self.sizes[DEVICE] - (self.floor if owner != OWNER_OF_FLOOR else 0)
-
-    @contextmanager
-    def floor_is_kept(self, owner: int) -> Iterator[None]:
-        """While an owner's operation runs."""
-        before = self._num_of_floor()
-        host = [core.generations(HOST) for core in self.cores]
-        yield
-        if owner == OWNER_OF_FLOOR:
-            return
-        taken = [
-            sum(
-                a != b
-                for a, b in zip(ints(was, "q"), ints(core.generations(HOST), "q"), strict=True)
-            )
-            for was, core in zip(host, self.cores, strict=True)
-        ]
-        for (num, num_kept), now, num_taken in zip(
-            before, self._num_of_floor(), taken, strict=True
-        ):
-            assert now[1] == num_kept, "what nobody else may evict was evicted"
-            # Host blocks have no floor: what was cached in those that were taken may be gone.
-            assert now[0] >= min(num, self.floor) - num_taken, "a floor was broken"
-
-    def _num_of_floor(self) -> list[tuple[int, int]]:
-        """Of each group, blocks of either tier that hold ann's prefixes, and those that nobody else
-        may evict.
-        """
-        return [
-            (core.num_published(b"ann"), core.num_reserved(OWNER_OF_FLOOR)) for core in self.cores
-        ]
 
     def take_publications(self) -> None:
         """What is published, and what is withdrawn, reaches the data plane at once."""

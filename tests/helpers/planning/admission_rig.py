@@ -43,9 +43,6 @@ class Rig:
     def num_obtainable(self, session: int) -> int:
         return self.num_free() + self.retired[session]
 
-    def num_usable(self, session: int) -> int:
-        return self.num_blocks
-
     def num_pending(self, session: int) -> int:
         return sum(self.retired) - self.retired[session]
 

@@ -16,19 +16,6 @@ class Mutant:
 
 # Each of these is found by the tests of one pool.
 FAULTS = {
-    "floors_protect_nothing": Mutant(
-        "memory/block_store.cpp", "if (floor_of(owner) == 0) return", "return"
-    ),
-    "a_reserve_keeps_the_oldest": Mutant(
-        "memory/block_store.cpp",
-        "const Block b = reserve.lists[priority].head;",
-        "const Block b = reserve.lists[priority].tail;",
-    ),
-    "floors_are_no_reason_for_never": Mutant(
-        "steps/admit.cpp",
-        "if (most > store(kDevice).num_usable(session.slot) &&",
-        "if (most > store(kDevice).num_blocks &&",
-    ),
     "each_admission_looks_at_the_whole_pool": Mutant(
         "memory/block_store.cpp",
         "void BlockStore::share(const Block* blocks, size_t num) {\n",

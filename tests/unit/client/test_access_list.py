@@ -98,32 +98,12 @@ ENGINE = 'roles = ["engine"]'
             f'[[callers]]\ncertificate = "a"\npools = ["p"]\n{ENGINE}',
         ),
         ("access_file", "tenants = 1"),
-        ("access_file.tenants.a", "[tenants]\na = 1"),
-        ("access_file.tenants.a", "[tenants.a]\nmax_cached_share = 0.1"),
-        ("access_file.tenants.a.min_cached_share", "[tenants.a]\nmin_cached_share = true"),
-        ("access_file.tenants.a.min_cached_share", "[tenants.a]\nmin_cached_share = 1.1"),
-        ("access_file.tenants.a.min_cached_share", "[tenants.a]\nmin_cached_share = nan"),
-        (
-            "access_file.tenants.b.min_cached_share",
-            "[tenants.a]\nmin_cached_share = 0.5\n[tenants.b]\nmin_cached_share = 0.41",
-        ),
-        (
-            "access_file.tenants",
-            "\n".join(f"[tenants.t{i}]\nmin_cached_share = 0" for i in range(1025)),
-        ),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, field: str, text: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         listed(tmp_path, text)
     assert caught.value.field == field
-
-
-def test_tenants_have_floors_of_the_cache(tmp_path: Path) -> None:
-    text = "[tenants.a]\nmin_cached_share = 0.5\n[tenants.b]\nmin_cached_share = 0.4\n[tenants.c]"
-    shares = listed(tmp_path, text).cached_shares
-    assert shares == {"a": 0.5, "b": 0.4, "c": 0.0}
-    assert AccessList(None).cached_shares == {}
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
