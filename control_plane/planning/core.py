@@ -32,7 +32,6 @@ from control_plane.planning.pools.layouts import layout_fingerprint, mismatch
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
 from control_plane.planning.pools.registration import Registration
-from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import END_CAUSES, EndedSessions, Session, random_session_id
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.silent_shards import lost_sessions
@@ -91,7 +90,6 @@ class ControlPlane:
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
         self._sharing: dict[str, Sharing] = {}  # by pool
-        self._quotas = Quotas(config, self._sessions)
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
         self._next_tick_s: float | None = None
         registry = self._registration = Registration(
@@ -113,9 +111,7 @@ class ControlPlane:
         self._touch = registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
-        self._requests = Requests(
-            config, self._quotas, observer, self._sharing_of, self._require_open
-        )
+        self._requests = Requests(config, observer, self._sharing_of, self._require_open)
         self._plain_steps = PlainSteps(config, self._sharing_of, is_observed=observer is not None)
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
@@ -160,8 +156,13 @@ class ControlPlane:
         most = self._config.max_sessions
         if len(self._sessions) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
+        most = self._config.max_tenant_sessions
         unfenced = (i for each in self._pools.values() for i in each.shards.fenced_sessions)
-        self._quotas.require_session(tenant, sum(self._ended.knows(i, tenant) for i in unfenced))
+        if most and most <= (
+            sum(session.tenant == tenant for session in self._sessions.values())
+            + sum(self._ended.knows(i, tenant) for i in unfenced)
+        ):
+            raise QuotaExceededError(f"the tenant has {most} sessions: close one first")
         root = root_of(fingerprint, tenant, request.namespace)
         pool.require_can_open(tenant, root)
         session = Session(
@@ -312,7 +313,7 @@ class ControlPlane:
                 session = self._session(request.session, tenant)
             sharing = self._sharing_of(session.pool)
             member = sharing.members[session.id]
-            planner = Planner(member, sharing, self._quotas, is_check=True)
+            planner = Planner(member, sharing, is_check=True)
             end = min(begin + _CHECKED_AT_A_TIME, len(operations))
             check(planner, member, operations, range(begin, end), response)
         return response
@@ -433,7 +434,7 @@ class ControlPlane:
         sharing = self._sharing.get(pool.id)
         if sharing is None:
             config = AdmissionConfig(headroom=self._config.watermark)
-            sharing = self._sharing[pool.id] = Sharing(pool, config, self._quotas, self._observer)
+            sharing = self._sharing[pool.id] = Sharing(pool, config, self._observer)
         return sharing
 
     def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:

@@ -88,24 +88,12 @@ class ControlPlaneConfig(ServingConfig):
         unit="sessions",
         minimum=0,
     )
-    max_tenant_sequences: int = setting(
-        _CORE.max_tenant_sequences,
-        help="Live sequences of a tenant, over all its sessions; 0 means no quota.",
-        unit="sequences",
-        minimum=0,
-    )
     max_tenant_blocks: int = setting(
         _CORE.max_tenant_blocks,
         help="Device blocks of a pool that tables of a tenant's sessions refer to, each counted "
         "once; 0 means no quota.",
         unit="blocks",
         minimum=0,
-    )
-    max_tenant_steps_per_s: float = setting(
-        _CORE.max_tenant_steps_per_s,
-        help="Steps a second of a tenant, over all its sessions; 0 means no quota.",
-        unit="1/s",
-        minimum=0.0,
     )
     max_retained_share: float = setting(
         _CORE.max_retained_share,
@@ -256,9 +244,7 @@ class ControlPlaneConfig(ServingConfig):
             max_sessions=self.max_sessions,
             eviction_policy=self.eviction_policy,
             max_tenant_sessions=self.max_tenant_sessions,
-            max_tenant_sequences=self.max_tenant_sequences,
             max_tenant_blocks=self.max_tenant_blocks,
-            max_tenant_steps_per_s=self.max_tenant_steps_per_s,
             max_retained_share=self.max_retained_share,
             max_pools=self.max_pools,
             max_blocks=self.max_blocks,

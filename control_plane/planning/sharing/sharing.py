@@ -30,7 +30,6 @@ from control_plane.planning.admission.decisions import (
 )
 from control_plane.planning.admission.line import Line
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.groups import Group
@@ -69,7 +68,6 @@ class Sharing:
         self,
         pool: Pool,
         config: AdmissionConfig,
-        quotas: Quotas,
         observer: TrafficObserver | None = None,
     ) -> None:
         self.members: dict[int, Member] = {}
@@ -77,7 +75,6 @@ class Sharing:
         self.is_held = False  # while a session's request runs in pieces: nothing is decided
         self._pool = pool
         self._config = config
-        self._quotas = quotas
         self._observer = observer
         self._line = Line(DeviceBlocks(pool, self.members), config)
 
@@ -393,9 +390,6 @@ class Sharing:
             if waiting.lapses_s is None:
                 waiting.lapses_s = self._pool.now_s + self._config.grace_s
             return False
-        num_new = 1 + columns.count(INT64, message.fork_sequence_ids)
-        if not self._quotas.allows_sequences(session, num_new):
-            return self._refuse(member, waiting, message, cpb.CUT_REASON_QUOTA)
         done = session.native.grant(
             session.slot,
             waiting.number,
@@ -417,16 +411,11 @@ class Sharing:
             return True
         if done[1] in LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
+        # The head of the line cannot be admitted as things are: it leaves the line.
+        self._line.withdraw(session.id, waiting.key)
+        member.waiting = None
         by_quota = done[1] in _QUOTA
         reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE
-        return self._refuse(member, waiting, message, reason)
-
-    def _refuse(
-        self, member: Member, waiting: Waiting, message: cpb.Admit, reason: cpb.CutReason
-    ) -> bool:
-        """The head of the line cannot be admitted as things are: it leaves the line."""
-        self._line.withdraw(member.session.id, waiting.key)
-        member.waiting = None
         member.tell_cut(message.sequence_id, reason)
         return True
 

@@ -42,14 +42,8 @@ class PlainAnswer(NamedTuple):
 
 
 def may_be_plain(config: CoreConfig) -> bool:
-    """Whether plain steps are within the bounds of ``config`` for what one request holds. Quotas of
-    steps and sequences are left to ``Requests``.
-    """
-    return (
-        config.max_operations >= MAX_PLAIN_RECEIPTS
-        and not config.max_tenant_steps_per_s
-        and not config.max_tenant_sequences
-    )
+    """Whether plain steps are within the bounds of ``config`` for what one request holds."""
+    return config.max_operations >= MAX_PLAIN_RECEIPTS
 
 
 class PlainSteps:

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.queries import states
-from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
@@ -62,14 +61,12 @@ class Requests:
     def __init__(
         self,
         config: CoreConfig,
-        quotas: Quotas,
         observer: TrafficObserver | None,
         sharing_of: Callable[[Pool], Sharing],
         require_open: Callable[[Session], None],
     ) -> None:
         """``require_open`` raises why a session is over."""
         self._config = config
-        self._quotas = quotas
         self._observer = observer
         self._sharing_of = sharing_of
         self._require_open = require_open
@@ -117,8 +114,6 @@ class Requests:
         if answer is not None:
             self._take_again(session, request)
             return answer.result()
-        if type(request) is cpb.StepRequest:
-            self._quotas.take_step(session.tenant, session.pool.now_s)
         session.numbers.use()
         sharing = self._sharing_of(session.pool)
         member = sharing.members[session.id]
@@ -172,7 +167,7 @@ class Requests:
         result = response.result
         session.native.begin(session.slot, request.number)
         sharing = self._sharing_of(session.pool)
-        planner = Planner(member, sharing, self._quotas, in_pieces=in_pieces)
+        planner = Planner(member, sharing, in_pieces=in_pieces)
         run, add = observed(self._observer, session, planner.run), result.results.add
         num_tokens, payload = 0, b""
         for i, operation in enumerate(operations):

@@ -31,7 +31,7 @@ def run(
     session = rig.session
     session.numbers.use()
     session.native.begin(session.slot, session.numbers.last)
-    planner = Planner(rig.sharing.members[session.id], rig.sharing, rig.quotas)
+    planner = Planner(rig.sharing.members[session.id], rig.sharing)
     step = observed(observer, session, planner.run)
     observer.told = []
     for i, operation in enumerate(read_operations(operations, 1000)):
