@@ -41,7 +41,6 @@ from control_plane.planning.steps.plain_steps import PlainAnswer, PlainSteps
 from control_plane.planning.steps.planner import Planner, check, read_operations
 from control_plane.planning.steps.plans import sign_grant
 from control_plane.planning.steps.requests import Request, Requests
-from control_plane.planning.traffic import TrafficObserver, session_ends
 from control_plane.planning.views import view
 from control_plane.planning.watching import Follower, Followers
 from kvplane.errors import (
@@ -79,14 +78,12 @@ class ControlPlane:
         clock: Callable[[], float],
         new_key: Callable[[], bytes] = signing.new_key,
         new_session_id: Callable[[], int] = random_session_id,
-        observer: TrafficObserver | None = None,
     ) -> None:
         """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
         self.incarnation = incarnation
         self._config = config
         self._clock = clock
         self._new_session_id = new_session_id
-        self._observer = observer
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
         self._sharing: dict[str, Sharing] = {}  # by pool
@@ -111,8 +108,8 @@ class ControlPlane:
         self._touch = registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
-        self._requests = Requests(config, observer, self._sharing_of, self._require_open)
-        self._plain_steps = PlainSteps(config, self._sharing_of, is_observed=observer is not None)
+        self._requests = Requests(config, self._sharing_of, self._require_open)
+        self._plain_steps = PlainSteps(config, self._sharing_of)
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -434,7 +431,7 @@ class ControlPlane:
         sharing = self._sharing.get(pool.id)
         if sharing is None:
             config = AdmissionConfig(headroom=self._config.watermark)
-            sharing = self._sharing[pool.id] = Sharing(pool, config, self._observer)
+            sharing = self._sharing[pool.id] = Sharing(pool, config)
         return sharing
 
     def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:
@@ -460,8 +457,6 @@ class ControlPlane:
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
         sharing = self._sharing_of(session.pool)
         sharing.close(session.id)
-        if self._observer is not None:
-            session_ends(self._observer, session)
         statistics = session.pool.statistics
         statistics.num_expired_sessions += reason is SessionExpiredError
         statistics.reclaimed_blocks[END_CAUSES[reason]] += session.num_held()

@@ -172,17 +172,6 @@ class ControlPlaneConfig(ServingConfig):
         minimum=0.05,
         maximum=3600,
     )
-    trace_file: Path | None = setting(
-        None,
-        help="Where to write the traffic as a trace of requests: lengths, times and numbers of "
-        "prefixes, no tokens. A file that is there becomes FILE.1.",
-    )
-    trace_max_bytes: int = setting(
-        1 << 28,
-        help="Size at which the trace begins anew; the last whole file is kept as FILE.1.",
-        unit="bytes",
-        minimum=1 << 10,
-    )
     election: str = setting(
         "",
         help="Where several control planes elect the one that serves: file:/PATH on one machine,"

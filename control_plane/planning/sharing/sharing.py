@@ -17,7 +17,6 @@ from typing import Final
 
 from kvplane_blocks import _native
 
-from control_plane.planning import traffic
 from control_plane.planning.admission.decisions import (
     Admission,
     AdmissionConfig,
@@ -35,7 +34,6 @@ from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.groups import Group
 from control_plane.planning.sharing.member import Member, Waiting
 from control_plane.planning.steps import checks
-from control_plane.planning.traffic import TrafficObserver
 from kvplane.errors import SequenceExistsError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -68,14 +66,12 @@ class Sharing:
         self,
         pool: Pool,
         config: AdmissionConfig,
-        observer: TrafficObserver | None = None,
     ) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
         self.is_held = False  # while a session's request runs in pieces: nothing is decided
         self._pool = pool
         self._config = config
-        self._observer = observer
         self._line = Line(DeviceBlocks(pool, self.members), config)
 
     @property
@@ -406,7 +402,6 @@ class Sharing:
             member.tell_granted(message, done[0], done[1])
             member.is_drafted = True
             self._pool.num_granted_admissions += 1
-            traffic.begins(self._observer, session, message)
             self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
         if done[1] in LATER:
@@ -424,7 +419,6 @@ class Sharing:
         group.in_line = False
         member.wanted.pop(group.key, None)
         for sequence_id in sorted(group.members - group.swapped):
-            traffic.ends(self._observer, session, sequence_id)
             session.native.cut(session.slot, sequence_id)
             member.groups.remove(sequence_id)
             member.tell_cut(sequence_id, _REASONS[cut.reason])
