@@ -15,9 +15,8 @@ class CoreConfig:
     ``eviction_policy``: names the order in which cached blocks are evicted.
 
     A tenant's quotas, over all its sessions; 0 means none: ``max_tenant_sessions``,
-    ``max_tenant_sequences`` live ones, ``max_tenant_blocks`` of a pool's device tier that its
-    tables refer to, each counted once, ``max_tenant_steps_per_s``. ``max_retained_share``: of a
-    pool's device blocks, those that a tenant may retain.
+    ``max_tenant_blocks`` of a pool's device tier that its tables refer to, each counted once.
+    ``max_retained_share``: of a pool's device blocks, those that a tenant may retain.
 
     ``receipt_timeout_s``: after which a plan that some shards of a pool have receipted and others
     not ends its session.
@@ -38,9 +37,7 @@ class CoreConfig:
     max_sessions: int = 1024
     eviction_policy: str = "reuse-rate"
     max_tenant_sessions: int = 0
-    max_tenant_sequences: int = 0
     max_tenant_blocks: int = 0
-    max_tenant_steps_per_s: float = 0.0
     max_retained_share: float = 0.25
     max_followers: int = 64
     num_kept_changes: int = 65_536

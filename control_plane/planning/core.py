@@ -31,7 +31,6 @@ from control_plane.planning.pools.layouts import layout_fingerprint, mismatch
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
 from control_plane.planning.pools.registration import Registration
-from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import END_CAUSES, EndedSessions, Session, random_session_id
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.silent_shards import lost_sessions
@@ -41,7 +40,6 @@ from control_plane.planning.steps.plain_steps import PlainAnswer, PlainSteps
 from control_plane.planning.steps.planner import Planner, check, read_operations
 from control_plane.planning.steps.plans import sign_grant
 from control_plane.planning.steps.requests import Request, Requests
-from control_plane.planning.traffic import TrafficObserver, session_ends
 from control_plane.planning.views import view
 from control_plane.planning.watching import Follower, Followers
 from kvplane.errors import (
@@ -79,18 +77,15 @@ class ControlPlane:
         clock: Callable[[], float],
         new_key: Callable[[], bytes] = signing.new_key,
         new_session_id: Callable[[], int] = random_session_id,
-        observer: TrafficObserver | None = None,
     ) -> None:
         """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
         self.incarnation = incarnation
         self._config = config
         self._clock = clock
         self._new_session_id = new_session_id
-        self._observer = observer
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
         self._sharing: dict[str, Sharing] = {}  # by pool
-        self._quotas = Quotas(config, self._sessions)
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
         self._next_tick_s: float | None = None
         registry = self._registration = Registration(
@@ -108,10 +103,8 @@ class ControlPlane:
         self._touch = registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
-        self._requests = Requests(
-            config, self._quotas, observer, self._sharing_of, self._require_open
-        )
-        self._plain_steps = PlainSteps(config, self._sharing_of, is_observed=observer is not None)
+        self._requests = Requests(config, self._sharing_of, self._require_open)
+        self._plain_steps = PlainSteps(config, self._sharing_of)
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -155,8 +148,13 @@ class ControlPlane:
         most = self._config.max_sessions
         if len(self._sessions) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
+        most = self._config.max_tenant_sessions
         unfenced = (i for each in self._pools.values() for i in each.shards.fenced_sessions)
-        self._quotas.require_session(tenant, sum(self._ended.knows(i, tenant) for i in unfenced))
+        if most and most <= (
+            sum(session.tenant == tenant for session in self._sessions.values())
+            + sum(self._ended.knows(i, tenant) for i in unfenced)
+        ):
+            raise QuotaExceededError(f"the tenant has {most} sessions: close one first")
         root = root_of(fingerprint, tenant, request.namespace)
         pool.require_can_open(tenant, root)
         session = Session(
@@ -306,7 +304,7 @@ class ControlPlane:
                 session = self._session(request.session, tenant)
             sharing = self._sharing_of(session.pool)
             member = sharing.members[session.id]
-            planner = Planner(member, sharing, self._quotas, is_check=True)
+            planner = Planner(member, sharing, is_check=True)
             end = min(begin + _CHECKED_AT_A_TIME, len(operations))
             check(planner, member, operations, range(begin, end), response)
         return response
@@ -412,7 +410,7 @@ class ControlPlane:
         sharing = self._sharing.get(pool.id)
         if sharing is None:
             config = AdmissionConfig(headroom=self._config.watermark)
-            sharing = self._sharing[pool.id] = Sharing(pool, config, self._quotas, self._observer)
+            sharing = self._sharing[pool.id] = Sharing(pool, config)
         return sharing
 
     def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:
@@ -438,8 +436,6 @@ class ControlPlane:
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
         sharing = self._sharing_of(session.pool)
         sharing.close(session.id)
-        if self._observer is not None:
-            session_ends(self._observer, session)
         statistics = session.pool.statistics
         statistics.num_expired_sessions += reason is SessionExpiredError
         statistics.reclaimed_blocks[END_CAUSES[reason]] += session.num_held()

@@ -87,24 +87,12 @@ class ControlPlaneConfig(ServingConfig):
         unit="sessions",
         minimum=0,
     )
-    max_tenant_sequences: int = setting(
-        _CORE.max_tenant_sequences,
-        help="Live sequences of a tenant, over all its sessions; 0 means no quota.",
-        unit="sequences",
-        minimum=0,
-    )
     max_tenant_blocks: int = setting(
         _CORE.max_tenant_blocks,
         help="Device blocks of a pool that tables of a tenant's sessions refer to, each counted "
         "once; 0 means no quota.",
         unit="blocks",
         minimum=0,
-    )
-    max_tenant_steps_per_s: float = setting(
-        _CORE.max_tenant_steps_per_s,
-        help="Steps a second of a tenant, over all its sessions; 0 means no quota.",
-        unit="1/s",
-        minimum=0.0,
     )
     max_retained_share: float = setting(
         _CORE.max_retained_share,
@@ -176,17 +164,6 @@ class ControlPlaneConfig(ServingConfig):
         minimum=0.05,
         maximum=3600,
     )
-    trace_file: Path | None = setting(
-        None,
-        help="Where to write the traffic as a trace of requests: lengths, times and numbers of "
-        "prefixes, no tokens. A file that is there becomes FILE.1.",
-    )
-    trace_max_bytes: int = setting(
-        1 << 28,
-        help="Size at which the trace begins anew; the last whole file is kept as FILE.1.",
-        unit="bytes",
-        minimum=1 << 10,
-    )
     election: str = setting(
         "",
         help="Where several control planes elect the one that serves: file:/PATH on one machine,"
@@ -235,9 +212,7 @@ class ControlPlaneConfig(ServingConfig):
             max_sessions=self.max_sessions,
             eviction_policy=self.eviction_policy,
             max_tenant_sessions=self.max_tenant_sessions,
-            max_tenant_sequences=self.max_tenant_sequences,
             max_tenant_blocks=self.max_tenant_blocks,
-            max_tenant_steps_per_s=self.max_tenant_steps_per_s,
             max_retained_share=self.max_retained_share,
             max_pools=self.max_pools,
             max_blocks=self.max_blocks,

@@ -18,7 +18,6 @@ from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
-from control_plane.server.trace_writer import TraceWriter
 from kvplane import __version__
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
@@ -51,14 +50,10 @@ class ControlPlaneServer(PlaneServer):
     def __init__(self, config: ControlPlaneConfig) -> None:
         """Bind, but accept no calls yet; see ``start``."""
         incarnation = config.incarnation or time.time_ns()
-        self._trace = (
-            TraceWriter(config.trace_file, config.trace_max_bytes) if config.trace_file else None
-        )
         self.core = core = ControlPlane(
             incarnation=incarnation,
             config=config.core,
             clock=time.monotonic,
-            observer=self._trace,
         )
         self.metrics = ControlPlaneMetrics(incarnation)
         self._registrar = registrar = Registrar(
@@ -158,8 +153,6 @@ class ControlPlaneServer(PlaneServer):
         await self._page.stop()
         self.ticks.cancel()
         self.work.cancel()
-        if self._trace is not None:
-            await asyncio.to_thread(self._trace.close)
 
 
 async def _tick(core: ControlPlane, service: ControlPlaneService) -> None:

@@ -140,13 +140,6 @@ class DataPlaneConfig(ServingConfig):
     num_threads: int = setting(
         0, help="Threads of a CPU kernel; 0 for as many as torch uses.", unit="threads", minimum=0
     )
-    max_tenant_bytes_per_s: int = setting(
-        0,
-        help="Bytes a second of a tenant, or of a connection where tenants are not known: requests,"
-        " tensors in shared memory, and blocks that are read, sent or taken; 0 means no quota.",
-        unit="bytes/s",
-        minimum=0,
-    )
     num_local_regions: int = setting(
         16,
         help="Memory regions that engines on this machine may share with this process at the same"

@@ -46,8 +46,6 @@ class Layer:
     is_in_place: bool
     """Whether kernels read or write a region, which the client uses again once it is answered."""
     answer: pb.LayerOutput
-    num_shared_bytes: int = 0
-    """Of query, key and value, as far as they are in the region."""
     packet: bytes = b""
     """The answer, as a packet."""
     request: bytes = b""
@@ -70,17 +68,12 @@ _OVER_GRPC: Final = Layer(
 class ExecuteStream:
     """Used on the worker thread."""
 
-    def __init__(
-        self, executor: Executor, tenant: str | None, take_bytes: Callable[[int], None]
-    ) -> None:
-        """``tenant``: the caller's; None where callers do not say who they are. ``take_bytes``
-        counts what layers refer to in shared memory, or raises.
-        """
+    def __init__(self, executor: Executor, tenant: str | None) -> None:
+        """``tenant``: the caller's; None where callers do not say who they are."""
         self.session_id = 0
         """The session that it was opened for; 0 before."""
         self._executor = executor
         self._tenant = tenant
-        self.take_bytes = take_bytes
         self._plan_number: int | None = None
         self._pass_index: int | None = None  # of that plan, as it was begun here
         self._regions: dict[int, Region] = {}
@@ -227,33 +220,15 @@ class ExecuteStream:
                 out = output
             there = tpb.Tensor(dtype=request.query.dtype, shape=shape, memory=request.output)
             layer.output.CopyFrom(there)
-        num_shared_bytes = sum(
-            tensor.nbytes
-            for name, tensor in (("query", query), ("key", key), ("value", value))
-            if tensor is not None and (is_local or getattr(request, name).HasField("memory"))
-        )
         places = request.query.memory, request.key.memory, request.value.memory, request.output
         regions = [self._regions.get(place.region_id) for place in places]
         is_in_place = any(region is not None and region.is_on_device for region in regions)
-        return Layer(
-            request.layer,
-            query,
-            key,
-            value,
-            options,
-            output,
-            out,
-            is_in_place,
-            layer,
-            num_shared_bytes,
-        )
+        return Layer(request.layer, query, key, value, options, output, out, is_in_place, layer)
 
     def _run(self, layer: Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """The output, None where it is in the region, and the receipt."""
         session_id, plan_number, pass_index = self._running()
         executor = self._executor
-        if layer.num_shared_bytes:
-            self.take_bytes(layer.num_shared_bytes)
         query, key, value = layer.query, layer.key, layer.value
         if executor.device.type != "cpu":
             with device_errors():

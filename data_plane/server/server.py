@@ -21,7 +21,6 @@ from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import __version__
 from kvplane.errors import InternalError, KvplaneError
-from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
@@ -54,14 +53,12 @@ class DataPlaneServer(PlaneServer):
         self._worker = worker = WorkerThread(
             self.executor.use_own_stream, spin_s=config.local_spin_s
         )
-        quota = ByteQuota(config.max_tenant_bytes_per_s)
         self.files: FileTier | None = None
         """Blocks in files; None where there are none."""
         if config.file_tier_dir is not None:
             self.files = FileTier(
                 self.executor,
                 worker,
-                quota,
                 folder=config.file_tier_dir,
                 max_bytes=config.file_tier_bytes,
             )
@@ -80,7 +77,7 @@ class DataPlaneServer(PlaneServer):
         self.push: PushEndpoint | None = None
         """Blocks to and from other data planes; None where there are none."""
         if config.push_bind or config.push_to:
-            self.push = PushEndpoint(config, self.executor, worker, quota)
+            self.push = PushEndpoint(config, self.executor, worker)
         self.metrics.watch(
             self.executor, lambda: worker.num_waiting, self.local, self.push, self.files
         )
@@ -90,7 +87,6 @@ class DataPlaneServer(PlaneServer):
             version=__version__,
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
-            quota=quota,
             local=self.local,
             push=self.push,
             files=self.files,
@@ -102,7 +98,6 @@ class DataPlaneServer(PlaneServer):
             service,
             add_DataPlaneServiceServicer_to_server,
             self.metrics,
-            quota=quota,
         )
 
     @classmethod

@@ -32,7 +32,6 @@ from kvplane.errors import (
     PlaneUnavailableError,
 )
 from kvplane.serving.callers.identity import caller, payer
-from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.serving.observability.metrics import Counts
 from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
@@ -63,14 +62,12 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         version: str,
         max_message_bytes: int,
         rejected: Counts,
-        quota: ByteQuota,
         local: LocalEndpoint | None = None,
         push: PushEndpoint | None = None,
         files: FileTier | None = None,
         knows_callers: bool = False,
     ) -> None:
         """``rejected`` counts the requests of streams that are refused, by the error's reason.
-        ``quota`` counts the bytes of callers beside those of their requests.
         ``local``: where clients on this machine may go on; None for nowhere. ``push``: None where
         blocks are neither sent to other data planes nor taken from them. ``files``: None where
         blocks are not kept in files.
@@ -81,7 +78,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self._version = version
         self._max_message_bytes = max_message_bytes
         self._rejected = rejected
-        self._quota = quota
         self._local = local
         self._push = push
         self._files = files
@@ -112,8 +108,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def Execute(
         self, request_iterator: Requests, context: _Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        take_bytes = partial(self._quota.take, payer())
-        stream = ExecuteStream(self._executor, self._tenant(), take_bytes)
+        stream = ExecuteStream(self._executor, self._tenant())
         requests = self._streams.open(request_iterator)
         try:
             while True:
@@ -192,7 +187,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> pb.ReadBlocksResponse:
         self._check_answer_fits(request)
 
-        tenant, caller_of = self._tenant(), payer()
+        tenant = self._tenant()
 
         def command() -> pb.ReadBlocksResponse:
             session_id = self._executor.open(request.grant, tenant=tenant)
@@ -205,7 +200,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 first_layer=request.first_layer,
                 num_layers=request.num_layers,
             )
-            self._quota.add(caller_of, blocks.nbytes)
             return pb.ReadBlocksResponse(
                 blocks=tensor_to_message(blocks), table=table, source=self._executor.block_source()
             )

@@ -1,8 +1,8 @@
 """Executions: plans run layer by layer on a stream, and beside it through shared memory where the
 data plane is on the same machine.
 
-Who has moved more bytes than its tenant may in a second waits for as long as the data plane says,
-up to the call's deadline.
+Where too many bytes of requests wait to be answered there, an execution waits for as long as the
+data plane says, up to the call's deadline.
 
 Invariant: a lost connection, or a wait that was cancelled, loses nothing. The plan is presented
 again on a new stream and continues from where it is, and the layer is sent again; its slots then
@@ -26,7 +26,6 @@ from kvplane.errors import (
     KvplaneError,
     PlaneUnavailableError,
     PlanOutOfOrderError,
-    QuotaExceededError,
 )
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
@@ -212,9 +211,10 @@ class Execution:
             local.send(layer.packet)
             if begun is not None:
                 self._check_begun(_parse(local.receive(timeout_s)))
-            self._check_local(local.receive(timeout_s), layer)
-        except (PlaneUnavailableError, QuotaExceededError):
+            answer = local.receive(timeout_s)
+        except PlaneUnavailableError:
             return False
+        self._check_local(answer, layer)
         return True
 
     def call_now(self, layer: LocalLayer, call: LayerCall, addresses: Addresses) -> bool | None:
@@ -231,10 +231,10 @@ class Execution:
             if begun is not None:  # that was the plan's answer
                 self._check_begun(_parse(layer.usual if answer is None else answer))
                 answer = local.receive(timeout_s)
-            if answer is not None:
-                self._check_local(answer, layer)
-        except (PlaneUnavailableError, QuotaExceededError):
+        except PlaneUnavailableError:
             return None
+        if answer is not None:
+            self._check_local(answer, layer)
         return answer is None
 
     def share_now(self, cuda_device_uuid: str) -> tuple[pb.MemoryRegion, int] | None:
@@ -250,7 +250,7 @@ class Execution:
             if begun is not None:
                 self._check_begun(_parse(local.receive(timeout_s)))
             answer, file = local.receive_file(timeout_s)
-        except (PlaneUnavailableError, QuotaExceededError):
+        except PlaneUnavailableError:
             return None
         try:
             regions = _expect("joined", _parse(answer)).joined.regions

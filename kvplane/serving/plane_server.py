@@ -18,7 +18,6 @@ from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
 from kvplane.serving.config import ServingConfig
 from kvplane.serving.interceptor import ErrorInterceptor
-from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.serving.limits.message_bounds import MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import PlaneMetrics
@@ -52,14 +51,13 @@ class PlaneServer:
         *,
         max_counts: Mapping[str, int] | None = None,
         also_bind: str = "",
-        quota: ByteQuota | None = None,
         quick: Mapping[str, Callable[[bytes], Any | None]] | None = None,
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer.
         ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
-        ``also_bind``: a second address, or empty. ``quota``: of the bytes of each caller's
-        requests; None for none. ``quick``: by method's name, see ``Admission.quick``.
+        ``also_bind``: a second address, or empty. ``quick``: by method's name, see
+        ``Admission.quick``.
 
         Raises OSError when an address cannot be bound or a TLS file cannot be read, and
         InvalidRequestError when something is wrong in the access list.
@@ -74,11 +72,10 @@ class PlaneServer:
             f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
             for method in service_descriptor.methods
         }
-        quota = ByteQuota() if quota is None else quota
         quick = {f"/{service_name}/{name}": read for name, read in (quick or {}).items()}
         budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
         answers = ReceiveBudget(max_caller_bytes=config.max_caller_received_bytes)
-        admission = Admission(self._gate, bounds, budget, quick, quota, answers)
+        admission = Admission(self._gate, bounds, budget, quick, answers)
         metrics.rpc.received = budget
         self._server = serving.build(
             config.bind,

@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 
 from kvplane.errors import DeadlineExceededError, InvalidRequestError, KvplaneError
 from kvplane.serving.callers.identity import Gate
-from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.serving.limits.message_bounds import MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 
@@ -37,7 +36,6 @@ class Admission:
     quick: Mapping[str, Callable[[bytes], Any | None]] = field(default_factory=dict)
     """By method: reads requests of a common shape, which hold no more than they may, without a
     message. None of others."""
-    quota: ByteQuota = field(default_factory=ByteQuota)
     answers: ReceiveBudget = field(default_factory=ReceiveBudget)
     """Answers to unary calls that their callers have not read. gRPC keeps them until they do."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -65,8 +63,6 @@ class Requests:
         self._gate, self._budget, self._large = admission.gate, admission.budget, admission.large
         self._bounds = admission.bounds.get(method)  # None: not a method of the contract
         self._answers = admission.answers
-        self._quota = admission.quota
-        self._has_quota = self._bounds is not None and admission.quota.is_limited
         self._quick = admission.quick.get(method)
         self._method = method
         self._decode = decode
@@ -84,7 +80,7 @@ class Requests:
     async def __anext__(self) -> Any:
         """The next request; the one before counts as answered.
 
-        Raises QuotaExceededError when too much waits to be answered or came in the last second,
+        Raises QuotaExceededError when too much waits to be answered,
         InvalidRequestError for bytes that are no request or hold too much, and as the constructor
         when the access list changed.
         """
@@ -98,8 +94,6 @@ class Requests:
             self.check_caller()
         self._budget.take(self._caller, len(data))
         self._num_held = len(data)
-        if self._has_quota:
-            self._quota.take(self._caller, len(data))
         if self._quick is not None and len(data) < _LARGE_BYTES:
             quick = self._quick(data)
             if quick is not None:

@@ -44,7 +44,6 @@ class ControlPlaneServiceStub(object):
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
     MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
-    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """
@@ -176,7 +175,6 @@ class ControlPlaneServiceServicer(object):
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
     MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
-    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """
@@ -460,7 +458,6 @@ class ControlPlaneService(object):
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
     MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
-    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """

@@ -169,10 +169,8 @@ async def side(control: ControlClient, plane: DataPlaneServer, pool_id: str) -> 
 
 
 @asynccontextmanager
-async def two_pools(
-    folder: Path, *, here_settings: dict[str, Any] | None = None, **there_settings: Any
-) -> AsyncIterator[TwoPools]:
-    """``here_settings``: of the data plane that sends. ``there_settings``: of the other one."""
+async def two_pools(folder: Path, **there_settings: Any) -> AsyncIterator[TwoPools]:
+    """``there_settings``: of the data plane that does not send."""
     layout = write_layout(folder)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(control_plane())
@@ -180,7 +178,7 @@ async def two_pools(
             await stack.enter_async_context(
                 data_plane(**settings_of(pool_id, server.address, layout, **settings))
             )
-            for pool_id, settings in ((HERE, here_settings or {}), (THERE, there_settings))
+            for pool_id, settings in ((HERE, {}), (THERE, there_settings))
         ]
         control = await stack.enter_async_context(ControlClient(server.address, timeout_s=60))
         here = await stack.enter_async_context(side(control, planes[0], HERE))

@@ -12,8 +12,6 @@ LIST = "tests/unit/client/test_access_list.py"
 LARGE = "tests/attacks/test_large_requests.py"
 FLOODS = "tests/attacks/test_floods.py"
 PLANS = "tests/attacks/test_large_plans.py"
-QUOTA = "tests/unit/client/test_byte_quota.py"
-MOVED = "tests/rpc/test_moved_bytes.py"
 
 
 BASIC = {
@@ -29,12 +27,6 @@ BASIC = {
         "if False:",
         SOCKETS,
         "another_tenants_grant",
-    ),
-    "who_moves_too_much_is_not_refused": Fault(
-        "kvplane/serving/limits/byte_quota.py",
-        "if may_refuse and overdrawn_s > 0:",
-        "if False:",
-        QUOTA,
     ),
 }
 MORE = {
@@ -52,12 +44,12 @@ MORE = {
         "tests/rpc/test_control_registration.py",
         "nobody_takes_the_shard",
     ),
-    "an_execution_fails_at_its_quota": Fault(
+    "an_execution_fails_where_others_are_served_first": Fault(
         "kvplane/clients/execution.py",
         "attempt, waits_for_quota=True)",
         "attempt)",
-        MOVED,
-        "waits_for_its_quota",
+        "tests/rpc/test_sdk_execution.py",
+        "waits_where",
     ),
     "what_a_request_holds_is_not_counted": Fault(
         "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
@@ -67,60 +59,6 @@ MORE = {
         'column(columns.INT32, "indices", int(counts[sets].sum()))',
         "pass",
         PLANS,
-    ),
-    "what_is_refused_is_counted": Fault(
-        "kvplane/serving/limits/byte_quota.py",
-        "            if may_refuse and",
-        "            self._full_s[caller] = full_s + num_bytes / self._rate\n"
-        "            if may_refuse and",
-        QUOTA,
-    ),
-    "all_callers_share_one_quota": Fault(
-        "kvplane/serving/limits/byte_quota.py",
-        "with self._lock:",
-        "caller = ''\n        with self._lock:",
-        QUOTA,
-    ),
-    "a_pause_earns_credit": Fault(
-        "kvplane/serving/limits/byte_quota.py",
-        "max(now_s, self._full_s.get(caller, now_s))",
-        "self._full_s.get(caller, now_s)",
-        QUOTA,
-    ),
-    "callers_are_remembered_for_ever": Fault(
-        "kvplane/serving/limits/byte_quota.py", "if full_s > now_s}", "}", QUOTA
-    ),
-    "the_bytes_of_requests_are_not_counted": Fault(
-        "kvplane/serving/requests.py",
-        "self._quota.take(self._caller, len(data))",
-        "pass",
-        MOVED,
-        "tenant",
-    ),
-    "connections_have_quotas_of_their_own": Fault(
-        "kvplane/serving/requests.py",
-        "self._quota.take(self._caller, len(data))",
-        "self._quota.take(self._context.peer(), len(data))",
-        MOVED,
-        "tenant",
-    ),
-    "shared_memory_has_no_quota": Fault(
-        "data_plane/server/execute_stream.py", "if layer.num_shared_bytes:", "if False:", MOVED
-    ),
-    "blocks_that_are_read_are_not_counted": Fault(
-        "data_plane/server/service.py",
-        "self._quota.add(caller_of, blocks.nbytes)",
-        "pass",
-        MOVED,
-    ),
-    "blocks_that_are_taken_are_not_counted": Fault(
-        "data_plane/server/push/receiver.py", "self._quota.add(lane.caller, size)", "pass", MOVED
-    ),
-    "blocks_that_are_sent_are_not_counted": Fault(
-        "data_plane/server/push/sender.py",
-        "self._quota.add(lane.caller, num_bytes)",
-        "pass",
-        MOVED,
     ),
     "what_does_not_parse_is_an_internal_error": Fault(
         "data_plane/plans/verifier.py",

@@ -125,7 +125,6 @@ MORE = {
     "known_layers_are_not_noted": Fault(
         EXPECTED, "run.progress.finish_layer(call.index)", "pass", KNOWN, "counted"
     ),
-    "known_layers_are_free": Fault(KNOWN_LAYERS, "stream.take_bytes(", "str(", KNOWN, "counted"),
     "outputs_are_written_over_what_is_read": Fault(
         KNOWN_LAYERS,
         "if any(overlap(output, tensor) for tensor in (query, key, value)):",

@@ -111,17 +111,14 @@ def error_of(answer: pb.ExecuteResponse) -> Exception:
     return from_wire(answer.error)
 
 
-async def test_known_layers_are_computed_counted_and_charged_like_others(rig: Rig) -> None:
-    taken: list[int] = []
+async def test_known_layers_are_computed_and_counted_like_others(rig: Rig) -> None:
     counters, local = rig.server.executor.counters, rig.server.local
     for number in range(1, NUM_PLANS + 1):
         await rig.run()
         if number == 1:
-            rig.connection.stream.take_bytes = taken.append
             assert await rig.num_known() == 0
     # Not the last layers, whose answers have the receipts.
     assert await rig.num_known() == (NUM_PLANS - 1) * (NUM_LAYERS - 1)
-    assert taken == [2 * 8 * 16 * 4] * (NUM_PLANS - 1) * NUM_LAYERS
     assert counters.num_written_tokens == 2 * NUM_PLANS * NUM_LAYERS
     assert counters.num_attention_tokens == 2 * NUM_PLANS * NUM_LAYERS
     assert local.num_packets == NUM_PLANS * (1 + NUM_LAYERS)
@@ -132,18 +129,15 @@ async def test_known_layers_are_computed_counted_and_charged_like_others(rig: Ri
     assert local.num_packets == NUM_PLANS * (1 + NUM_LAYERS)
 
 
-async def test_a_plan_presented_again_is_charged_again(rig: Rig) -> None:
+async def test_a_plan_presented_again_runs_again(rig: Rig) -> None:
     """Its layers come once more then, by native code too."""
     for _ in range(2):
         await rig.run()
-    taken: list[int] = []
-    rig.connection.stream.take_bytes = taken.append
     num_known = await rig.num_known()
     for num_presented in (1, 2):
         await rig.start()
         assert (await rig.layer(0)).output.layer == 0
         rig.check_output()
-        assert taken == [2 * 8 * 16 * 4] * num_presented
         assert await rig.num_known() == num_known + num_presented
         rig.number -= num_presented == 1
     assert (await rig.layer(1)).output.HasField("receipt")

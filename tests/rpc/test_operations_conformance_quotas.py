@@ -1,5 +1,5 @@
-"""What a tenant may have, over a socket: blocks, sequences, sessions and steps a second. It is
-refused with the reason before any work is done, and a refusal changes nothing.
+"""What a tenant may have, over a socket: blocks and sessions. It is refused with the reason before
+any work is done, and a refusal changes nothing.
 """
 
 from __future__ import annotations
@@ -35,33 +35,6 @@ async def test_a_tenant_has_only_so_many_sessions(start_world: StartWorld) -> No
                 break
             except QuotaExceededError:
                 await asyncio.sleep(0.01)
-
-
-async def test_a_tenant_has_only_so_many_sequences_in_all_its_sessions(
-    start_world: StartWorld,
-) -> None:
-    world = await start_world(max_tenant_sequences=3)
-    one, other = [await world.caller() for _ in range(2)]
-    await one.admit(1, prompt(1))
-    await other.admit(1, prompt(1))
-    await other.do(ops.fork(1, 2))
-    for operation, field in (
-        (ops.admit(2, prompt(1)), "sequence_id"),
-        (ops.fork(1, 2), "sequence_ids[0]"),
-    ):
-        await one.fail(operation, QuotaExceededError, field)
-    await other.do(ops.free([2]))
-    await one.fail(
-        ops.admit(2, prompt(1), fork_sequence_ids=[3]), QuotaExceededError, "sequence_id"
-    )
-    await one.do(ops.fork(1, 2))
-
-
-async def test_a_fork_column_over_the_quota_is_refused_whole(start_world: StartWorld) -> None:
-    caller = await (await start_world(max_tenant_sequences=3)).caller()
-    await caller.admit(1, prompt(1))
-    await caller.fail(ops.forks([1] * 3, [2, 3, 4]), QuotaExceededError, "sequence_ids[0]")
-    await caller.do(ops.forks([1] * 2, [2, 3]))
 
 
 async def over_block_quota(caller: Caller, operation: pb.Operation) -> pb.Shortage:
@@ -127,25 +100,18 @@ async def test_a_swap_in_is_judged_by_the_block_quota(start_world: StartWorld) -
     await caller.do(ops.swap_in([1]))
 
 
-@pytest.mark.parametrize(
-    ("settings", "takes"),
-    [
-        ({"max_tenant_blocks": 8}, ops.append(2, [5] * 4 * BLOCK, 4 * BLOCK, first_position=BLOCK)),
-        ({"max_tenant_sequences": 2}, ops.fork(2, 3)),
-    ],
-    ids=["blocks", "sequences"],
-)
 async def test_an_admission_in_line_is_judged_again_when_its_turn_comes(
-    start_world: StartWorld, settings: dict[str, int], takes: pb.Operation
+    start_world: StartWorld,
 ) -> None:
-    world = await start_world(num_device_blocks=10, **settings)
+    world = await start_world(num_device_blocks=10, max_tenant_blocks=8)
     one, other = [await world.caller() for _ in range(2)]
     await one.admit(1, prompt(6, extra=0))
     await one.admit(2, prompt(1, seed=1, extra=0))
     results = [await one.session.step([ops.free([1])])]  # the receipt is missing
     waits = ops.admit(5, prompt(5, seed=2, extra=0), wait=True)
     assert (await other.later(waits)).place_in_line == 1
-    results.append(await one.session.step([takes]))
+    grows = ops.append(2, [5] * 4 * BLOCK, 4 * BLOCK, first_position=BLOCK)
+    results.append(await one.session.step([grows]))
     for result in results:
         one.session.add_receipt(world.shard.receipt(result.plan))
     await one.session.submit_receipts()
@@ -154,24 +120,3 @@ async def test_an_admission_in_line_is_judged_again_when_its_turn_comes(
     assert dict(news.cut) == {5: pb.CUT_REASON_QUOTA}
     await one.do(ops.free([2]))
     await other.admit(5, prompt(5, seed=2, extra=0))
-
-
-async def test_a_tenant_makes_only_so_many_steps_a_second(start_world: StartWorld) -> None:
-    """A step refused so has used no number, and says when to come again."""
-    world = await start_world(max_tenant_steps_per_s=20.0)
-    caller = await world.caller()
-    refused: list[QuotaExceededError] = []
-    num_steps = 0
-    async with asyncio.timeout(20):
-        while not refused:
-            try:
-                await caller.session.step([])
-                num_steps += 1
-            except QuotaExceededError as error:
-                refused.append(error)
-    assert 1 <= num_steps <= 200
-    assert refused[0].retry_delay_s is not None
-    await asyncio.sleep(refused[0].retry_delay_s)
-    number = caller.session.last_number
-    await caller.session.step([])
-    assert caller.session.last_number == number

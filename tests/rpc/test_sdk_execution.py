@@ -18,6 +18,7 @@ from kvplane.errors import (
     InvalidRequestError,
     PlaneUnavailableError,
     PlanOutOfOrderError,
+    QuotaExceededError,
     StaleEpochError,
 )
 from kvplane.v1 import data_pb2 as pb
@@ -309,3 +310,15 @@ async def test_a_plane_that_keeps_hanging_up_is_unavailable_at_the_deadline(
     plane.script = hang_up
     with pytest.raises((PlaneUnavailableError, DeadlineExceededError)):
         await execution.start(plan_of(1), timeout_s=0.3)
+
+
+async def test_an_execution_waits_where_too_many_bytes_wait(plane, execution) -> None:
+    """As much as its deadline allows."""
+    error = to_wire(QuotaExceededError("too many bytes", retry_delay_s=0.01))
+    plane.script = on("layer", lambda _: [pb.ExecuteResponse(error=error)])
+    await execution.start(plan_of(1))
+    await execution.layer(0, QUERY, KV, KV)
+    error = to_wire(QuotaExceededError("too many bytes", retry_delay_s=10.0))
+    plane.script = on("layer", lambda _: [pb.ExecuteResponse(error=error)], layer=1)
+    with pytest.raises(QuotaExceededError):
+        await execution.layer(1, QUERY, KV, KV, timeout_s=0.5)

@@ -17,7 +17,6 @@ from typing import Final
 
 from kvplane_blocks import _native
 
-from control_plane.planning import traffic
 from control_plane.planning.admission.decisions import (
     Admission,
     AdmissionConfig,
@@ -30,13 +29,11 @@ from control_plane.planning.admission.decisions import (
 )
 from control_plane.planning.admission.line import Line
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.groups import Group
 from control_plane.planning.sharing.member import Member, Waiting
 from control_plane.planning.steps import checks
-from control_plane.planning.traffic import TrafficObserver
 from kvplane.errors import SequenceExistsError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -69,16 +66,12 @@ class Sharing:
         self,
         pool: Pool,
         config: AdmissionConfig,
-        quotas: Quotas,
-        observer: TrafficObserver | None = None,
     ) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
         self.is_held = False  # while a session's request runs in pieces: nothing is decided
         self._pool = pool
         self._config = config
-        self._quotas = quotas
-        self._observer = observer
         self._line = Line(DeviceBlocks(pool, self.members), config)
 
     @property
@@ -393,9 +386,6 @@ class Sharing:
             if waiting.lapses_s is None:
                 waiting.lapses_s = self._pool.now_s + self._config.grace_s
             return False
-        num_new = 1 + columns.count(INT64, message.fork_sequence_ids)
-        if not self._quotas.allows_sequences(session, num_new):
-            return self._refuse(member, waiting, message, cpb.CUT_REASON_QUOTA)
         done = session.native.grant(
             session.slot,
             waiting.number,
@@ -412,21 +402,15 @@ class Sharing:
             member.tell_granted(message, done[0], done[1])
             member.is_drafted = True
             self._pool.num_granted_admissions += 1
-            traffic.begins(self._observer, session, message)
             self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
         if done[1] in LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
+        # The head of the line cannot be admitted as things are: it leaves the line.
+        self._line.withdraw(session.id, waiting.key)
+        member.waiting = None
         by_quota = done[1] in _QUOTA
         reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE
-        return self._refuse(member, waiting, message, reason)
-
-    def _refuse(
-        self, member: Member, waiting: Waiting, message: cpb.Admit, reason: cpb.CutReason
-    ) -> bool:
-        """The head of the line cannot be admitted as things are: it leaves the line."""
-        self._line.withdraw(member.session.id, waiting.key)
-        member.waiting = None
         member.tell_cut(message.sequence_id, reason)
         return True
 
@@ -435,7 +419,6 @@ class Sharing:
         group.in_line = False
         member.wanted.pop(group.key, None)
         for sequence_id in sorted(group.members - group.swapped):
-            traffic.ends(self._observer, session, sequence_id)
             session.native.cut(session.slot, sequence_id)
             member.groups.remove(sequence_id)
             member.tell_cut(sequence_id, _REASONS[cut.reason])

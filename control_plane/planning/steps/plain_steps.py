@@ -42,27 +42,17 @@ class PlainAnswer(NamedTuple):
 
 
 def may_be_plain(config: CoreConfig) -> bool:
-    """Whether plain steps are within the bounds of ``config`` for what one request holds. Quotas of
-    steps and sequences are left to ``Requests``.
-    """
-    return (
-        config.max_operations >= MAX_PLAIN_RECEIPTS
-        and not config.max_tenant_steps_per_s
-        and not config.max_tenant_sequences
-    )
+    """Whether plain steps are within the bounds of ``config`` for what one request holds."""
+    return config.max_operations >= MAX_PLAIN_RECEIPTS
 
 
 class PlainSteps:
     """Runs the plain steps of all sessions."""
 
-    def __init__(
-        self, config: CoreConfig, sharing_of: Callable[[Pool], Sharing], *, is_observed: bool
-    ) -> None:
-        """``is_observed``: somebody is told of admissions, which are not plain then."""
+    def __init__(self, config: CoreConfig, sharing_of: Callable[[Pool], Sharing]) -> None:
         self._config = config
         self._sharing_of = sharing_of
         self._are_allowed = may_be_plain(config)
-        self._is_observed = is_observed
 
     def answer(self, session: Session, request: PlainStep) -> PlainAnswer | None:
         """Run a step under its number. None when it is for ``Requests``, with nothing changed but
@@ -76,8 +66,6 @@ class PlainSteps:
         if not sharing.is_idle or member.news is not None:
             return None
         kind = request.kind
-        if kind == "admit" and self._is_observed:
-            return None
         highest = _receipted(session, request)
         if highest is None or request.num_items > config.max_operations:
             return None

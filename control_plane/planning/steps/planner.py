@@ -16,7 +16,6 @@ from typing import Any, Final
 from kvplane_blocks import ColumnError
 
 from control_plane.planning.admission.decisions import Place
-from control_plane.planning.quotas import Quotas
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps import checks, prefixes
@@ -82,13 +81,12 @@ def may_plan(named: Named) -> bool:
 class Planner:
     """Runs the operations of one step, for which the session's draft is begun."""
 
-    __slots__ = ("_is_check", "_max_blocks", "_member", "_quotas", "_session", "_sharing")
+    __slots__ = ("_is_check", "_max_blocks", "_member", "_session", "_sharing")
 
     def __init__(
         self,
         member: Member,
         sharing: Sharing,
-        quotas: Quotas,
         *,
         is_check: bool = False,
         in_pieces: bool = False,
@@ -99,7 +97,6 @@ class Planner:
         self._member = member
         self._session = member.session
         self._sharing = sharing
-        self._quotas = quotas
         self._is_check = is_check
         self._max_blocks = 0 if in_pieces else ALL_BLOCKS
 
@@ -162,8 +159,6 @@ class Planner:
         checks.token_bytes(token_ids, at_least=1, field="token_ids")
         checks.count(message.max_total_tokens, field="max_total_tokens")
         checks.count(message.num_compute_tokens, field="num_compute_tokens")
-        num_new = 1 + len(message.fork_sequence_ids) // _ID_BYTES
-        self._quotas.require_sequences(session, num_new, "sequence_id")
         num_compute = message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL
 
         def admit(headroom: int) -> tuple[int, int, int] | Failure:
@@ -224,8 +219,6 @@ class Planner:
         return failures
 
     def _fork(self, message: cpb.Fork, result: cpb.OperationResult) -> list[Failure] | None:
-        num_new = len(message.sequence_ids) // _ID_BYTES
-        self._quotas.require_sequences(self._session, num_new, "sequence_ids[0]")
         if self._is_check:
             num_blocks, failures = self._session.native.fork(
                 self._session.slot, message.parent_sequence_ids, message.sequence_ids

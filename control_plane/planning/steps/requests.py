@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.queries import states
-from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
@@ -34,7 +33,6 @@ from control_plane.planning.steps.pieces import (
 from control_plane.planning.steps.planner import Planner, check_no_plan, read_operations
 from control_plane.planning.steps.plans import finish_in_pieces, finish_plan
 from control_plane.planning.steps.receipts import take_in_pieces, take_receipts
-from control_plane.planning.traffic import TrafficObserver, observed
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -62,15 +60,11 @@ class Requests:
     def __init__(
         self,
         config: CoreConfig,
-        quotas: Quotas,
-        observer: TrafficObserver | None,
         sharing_of: Callable[[Pool], Sharing],
         require_open: Callable[[Session], None],
     ) -> None:
         """``require_open`` raises why a session is over."""
         self._config = config
-        self._quotas = quotas
-        self._observer = observer
         self._sharing_of = sharing_of
         self._require_open = require_open
         self._run: dict[type, Callable[[Member, Any, bool], Pieces[Any]]] = {
@@ -117,8 +111,6 @@ class Requests:
         if answer is not None:
             self._take_again(session, request)
             return answer.result()
-        if type(request) is cpb.StepRequest:
-            self._quotas.take_step(session.tenant, session.pool.now_s)
         session.numbers.use()
         sharing = self._sharing_of(session.pool)
         member = sharing.members[session.id]
@@ -172,8 +164,8 @@ class Requests:
         result = response.result
         session.native.begin(session.slot, request.number)
         sharing = self._sharing_of(session.pool)
-        planner = Planner(member, sharing, self._quotas, in_pieces=in_pieces)
-        run, add = observed(self._observer, session, planner.run), result.results.add
+        planner = Planner(member, sharing, in_pieces=in_pieces)
+        add = result.results.add
         num_tokens, payload = 0, b""
         for i, operation in enumerate(operations):
             if in_pieces:
@@ -186,7 +178,7 @@ class Requests:
                     yield from planner.append_in_pieces(i, operation[1], add())
                     continue
             outcome = add()
-            run(i, operation, outcome)
+            planner.run(i, operation, outcome)
             if in_pieces and operation[0] in SWAPS:
                 num_blocks = outcome.swap_out.num_blocks + outcome.swap_in.num_blocks
                 yield from planner.swap_in_pieces(num_blocks)

@@ -29,7 +29,6 @@ from kvplane_blocks._native import (
     Rebuild,
     chained_hash,
     duration_bounds_s,
-    prompt_hashes,
     root_hash,
 )
 
@@ -62,6 +61,5 @@ __all__ = [
     "Rebuild",
     "chained_hash",
     "duration_bounds_s",
-    "prompt_hashes",
     "root_hash",
 ]

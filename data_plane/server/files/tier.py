@@ -33,7 +33,6 @@ from data_plane.server.files.load_slots import LoadSlots
 from data_plane.server.files.writer import FileWriter
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
-from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.v1 import control_pb2
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
@@ -52,15 +51,13 @@ class FileTier:
         self,
         executor: Executor,
         worker: WorkerThread,
-        quota: ByteQuota,
         *,
         folder: Path,
         max_bytes: int,
         disk: Disk | None = None,
     ) -> None:
-        """``folder``: several data planes may share it. ``quota``: counts the bytes of callers'
-        blocks that are loaded. Raises InvalidRequestError for a pool of several layer groups or
-        with an attention window, and as ``BlockFiles``.
+        """``folder``: several data planes may share it. Raises InvalidRequestError for a pool of
+        several layer groups or with an attention window, and as ``BlockFiles``.
         """
         layout, shard = executor.layout, executor.shard
         if len(layout.groups) > 1 or layout.groups[0].sliding_window_tokens:
@@ -71,7 +68,6 @@ class FileTier:
         self.counts = FileCounts()
         self._executor = executor
         self._worker = worker
-        self._quota = quota
         part = part_name(layout.fingerprint, shard)
         self.files = BlockFiles(
             folder / folder_name(part, executor.pool_id, shard),
@@ -109,8 +105,8 @@ class FileTier:
     async def load(
         self, session_id: int, plan_number: int, request: pb.LoadFileBlocksRequest, lane: Lane
     ) -> pb.LoadFileBlocksResponse:
-        """Write a span of a plan that was started. ``lane``: whose time the writes count as, and
-        whose bytes. Raises InvalidRequestError, and as ``Executor.write_blocks``.
+        """Write a span of a plan that was started. ``lane``: whose time the writes count as.
+        Raises InvalidRequestError, and as ``Executor.write_blocks``.
         """
         span = await self._worker.run(
             partial(self._executor.span_blocks, session_id, request.sequence_id, plan_number), lane
@@ -137,7 +133,6 @@ class FileTier:
                         self._write, session_id, plan_number, request.sequence_id, first, data
                     )
                     receipt = await self._worker.run(write, lane)
-                    self._quota.add(lane.caller, sum(map(len, data)))
                     num_loaded += len(data)
                     self.counts.moved("loaded", len(data))
                 if not is_whole:

@@ -107,13 +107,7 @@ class KnownLayers:
             self._bind(session_id, plan_number)
         if self._bound is None:
             return None
-        expected = self._expectations.expect(
-            session_id, plan_number, pass_index, self._bound, PIECE_S
-        )
-        if expected is not None:  # all at once; a client that sends fewer has paid for more
-            layers = stream.usual[stream.num_ran : -1]
-            stream.take_bytes(sum(layer.num_shared_bytes for layer in layers))
-        return expected
+        return self._expectations.expect(session_id, plan_number, pass_index, self._bound, PIECE_S)
 
     def _bind(self, session_id: int, plan_number: int) -> None:
         self._native.clear()

@@ -11,7 +11,6 @@ from data_plane.server.push.sender import BlockSender
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.access import AccessList
-from kvplane.serving.limits.byte_quota import ByteQuota
 
 
 class PushEndpoint:
@@ -24,12 +23,8 @@ class PushEndpoint:
         config: DataPlaneConfig,
         executor: Executor,
         worker: WorkerThread,
-        quota: ByteQuota,
     ) -> None:
-        """Bind the address. ``quota`` counts the bytes of callers' blocks, both ways.
-
-        Raises OSError and, for TLS files, InvalidRequestError.
-        """
+        """Bind the address. Raises OSError and, for TLS files, InvalidRequestError."""
         self.counts = PushCounts()
         self._receiver: BlockReceiver | None = None
         self._sender: BlockSender | None = None
@@ -39,7 +34,6 @@ class PushEndpoint:
                 worker,
                 GrpcTransport(PushChannels(config.push_tls)),
                 self.counts,
-                quota=quota,
                 hosts=config.push_to.split(","),
                 max_pushes=config.max_pushes,
             )
@@ -49,7 +43,6 @@ class PushEndpoint:
                 worker,
                 AccessList(config.access_file),
                 self.counts,
-                quota=quota,
                 bind=config.push_bind,
                 advertise=config.push_advertise,
                 tls=config.tls,

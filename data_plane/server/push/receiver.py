@@ -45,7 +45,6 @@ from kvplane.errors import (
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
 from kvplane.serving.certificates import ServerTls, credentials
-from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.server import most_connections
 from kvplane.shard import Shard
@@ -78,7 +77,6 @@ class BlockReceiver:
         access: AccessList,
         counts: PushCounts,
         *,
-        quota: ByteQuota,
         bind: str,
         advertise: str = "",
         tls: ServerTls | None = None,
@@ -94,7 +92,6 @@ class BlockReceiver:
         self._worker = worker
         self._gate = Gate(access, [_SERVICE])
         self._counts = counts
-        self._quota = quota
         layout, shard = executor.layout, executor.shard
         most = chunks.max_chunk_bytes(layout, shard) + _OVERHEAD_BYTES
         self._slots = PushSlots(max_pushes)
@@ -149,15 +146,13 @@ class BlockReceiver:
         self, session_id: int, plan_number: int, sequence_id: int, lane: Lane
     ) -> data_pb2.PushTicket:
         """A ticket for a span of a session's latest plan; to be called as a command. ``lane``:
-        whose time the writes count as, and whose bytes, used or not. Raises QuotaExceededError and
-        as ``Executor.span_blocks``.
+        whose time the writes count as. Raises QuotaExceededError and as ``Executor.span_blocks``.
         """
         executor = self._executor
         blocks = executor.span_blocks(session_id, sequence_id, plan_number)
         size = chunks.num_bytes(executor.layout, executor.shard, len(blocks))
         ticket = Ticket(session_id, plan_number, sequence_id, blocks, size, lane)
         secret = self.tickets.give(ticket)
-        self._quota.add(lane.caller, size)
         return data_pb2.PushTicket(
             address=self.address,
             secret=secret,

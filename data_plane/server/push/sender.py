@@ -33,7 +33,6 @@ from kvplane.errors import (
     NotPermittedError,
     PlaneUnavailableError,
 )
-from kvplane.serving.limits.byte_quota import ByteQuota
 from kvplane.v1 import data_pb2, push_pb2
 
 ANY_HOST: Final = "*"
@@ -51,7 +50,6 @@ class BlockSender:
         transport: GrpcTransport,
         counts: PushCounts,
         *,
-        quota: ByteQuota,
         hosts: Collection[str],
         max_pushes: int,
     ) -> None:
@@ -60,15 +58,13 @@ class BlockSender:
         self._worker = worker
         self._transport = transport
         self._counts = counts
-        self._quota = quota
         self._hosts = hosts
         self._slots = PushSlots(max_pushes)
 
     async def send(
         self, session_id: int, request: data_pb2.SendBlocksRequest, lane: Lane
     ) -> data_pb2.SendBlocksResponse:
-        """Send table entries of a session's sequence. ``lane``: whose time the reads count as, and
-        whose bytes.
+        """Send table entries of a session's sequence. ``lane``: whose time the reads count as.
 
         Raises as ``Executor.read_blocks``, NotPermittedError for a host that is not to be sent to,
         QuotaExceededError for too many at one time, DeadlineExceededError when the receiver takes
@@ -97,14 +93,10 @@ class BlockSender:
         blocks = range(ticket.first_block, ticket.first_block + ticket.num_blocks)
         executor = self._executor
 
-        def moved(num_bytes: int) -> None:
-            self._counts.moved("sent", num_bytes)
-            self._quota.add(lane.caller, num_bytes)
-
         reading = _Reading(
             executor,
             self._worker,
-            moved,
+            self._counts,
             lane,
             session_id,
             chunks.cut(executor.layout, executor.shard, request.sequence_id, blocks),
@@ -160,7 +152,7 @@ class _Reading:
         self,
         executor: Executor,
         worker: WorkerThread,
-        moved: Callable[[int], None],
+        counts: PushCounts,
         lane: Lane,
         session_id: int,
         blocks: Iterator[BlockRange],
@@ -171,7 +163,7 @@ class _Reading:
         self.when_failed: Callable[[], Any] = lambda: None
         self._executor = executor
         self._worker = worker
-        self._moved = moved
+        self._counts = counts
         self._lane = lane
         self._session_id = session_id
         self._blocks = blocks
@@ -200,7 +192,7 @@ class _Reading:
                 self.failure = error
                 self.when_failed()
                 return
-            self._moved(data.nbytes)
+            self._counts.moved("sent", data.nbytes)
             self._given_s = time.monotonic()
             yield blocks, data.view(torch.uint8).flatten().numpy().data
 

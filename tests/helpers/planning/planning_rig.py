@@ -17,7 +17,6 @@ from control_plane.planning.integrity import check_pool
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.shards import PoolShards
-from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.abort import abort_plans
@@ -61,9 +60,8 @@ class PlanningRig:
         config = CoreConfig(**{"watermark": 0.0, **settings})
         self.pool = Pool("pool", shards, config)
         self.sessions: dict[int, Session] = {}
-        self.quotas = Quotas(config, self.sessions)
         admission = AdmissionConfig(headroom=config.watermark)
-        self.sharing = Sharing(self.pool, admission, self.quotas)
+        self.sharing = Sharing(self.pool, admission)
         self.pool.set_tiers({DEVICE: num_device_blocks, HOST: num_host_blocks})
         self.pool.built = True
         self.session = self.open(1)
@@ -100,7 +98,7 @@ class PlanningRig:
         number = session.numbers.last
         result = cpb.StepResult()
         session.native.begin(session.slot, number)
-        planner = Planner(self.sharing.members[session.id], self.sharing, self.quotas)
+        planner = Planner(self.sharing.members[session.id], self.sharing)
         for i, operation in enumerate(read_operations(operations, 1000)):
             planner.run(i, operation, result.results.add())
         finish_plan(self.sharing.members[session.id], number, result)

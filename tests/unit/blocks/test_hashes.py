@@ -24,25 +24,3 @@ def test_hashes_are_those_of_xxhash(num_bytes: int) -> None:
 def test_a_parent_that_is_no_hash_is_refused(num_bytes: int) -> None:
     with pytest.raises(ValueError, match=f"parent_hash must have 16 bytes, has {num_bytes}"):
         kvplane_blocks.chained_hash(bytes(num_bytes), bytes(64))
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 1024])
-@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 2048, 2050])
-def test_hashes_of_a_prompt_are_those_of_its_full_blocks(block_size: int, num_tokens: int) -> None:
-    root, tokens = random.randbytes(40), random.randbytes(4 * num_tokens)
-    hashes = [kvplane_blocks.root_hash(root)]
-    for i in range(num_tokens // block_size):
-        block = tokens[4 * block_size * i : 4 * block_size * (i + 1)]
-        hashes.append(kvplane_blocks.chained_hash(hashes[-1], block))
-    expected = b"".join(hashes[1:])
-    assert kvplane_blocks.prompt_hashes(root, tokens, block_size) == expected
-
-
-def test_blocks_of_no_tokens_have_no_hashes() -> None:
-    with pytest.raises(ValueError, match="block_size_tokens must be at least 1"):
-        kvplane_blocks.prompt_hashes(b"root", bytes(64), 0)
-
-
-@pytest.mark.parametrize("block_size", [17, 2**61, 2**62, 2**62 + 1, 2**63 - 1])
-def test_a_block_of_more_tokens_than_there_are_is_not_full(block_size: int) -> None:
-    assert kvplane_blocks.prompt_hashes(b"root", bytes(64), block_size) == b""
