@@ -28,8 +28,8 @@ class SessionQueries:
     async def check(
         self, operations: Iterable[pb.Operation], *, timeout_s: float | None = None
     ) -> list[pb.OperationResult]:
-        """What each operation would be answered now, each by itself. Nothing is taken: another
-        session may come first.
+        """What each item of these operations would be answered now as all of a step. Nothing is
+        taken: another session may come first.
         """
         request = pb.CheckOperationsRequest(session=self.ref, operations=operations)
         response: pb.CheckOperationsResponse = await self._connection.call(

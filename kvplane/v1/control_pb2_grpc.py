@@ -267,8 +267,8 @@ class ControlPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckOperations(self, request, context):
-        """Says what each of these operations would be answered now, each by itself as if it were the step's only one. Nothing is taken or
-        changed, and no place in line is given. Takes no number.
+        """Says what each item of these operations would be answered now if it were all of a step: what other items would take or change is not
+        counted. Nothing is taken or changed, and no place in line is given. Takes no number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -67,7 +67,7 @@ def free(world: World, session: Session) -> None:
 
 
 def swap(world: World, session: Session) -> None:
-    """All at once, or the first part of it; a dry run has no parts."""
+    """All at once, or the first part of it."""
     ids = world.some_ids(session, world.data.PickValueInList([1, 1, 1, 2, 3]))
     headroom = world.number(3) if world.data.ConsumeIntInRange(0, 7) == 7 else 0
     most = world.data.PickValueInList([MOST, 0, 1, 2])
@@ -97,18 +97,25 @@ def prepare(world: World, session: Session) -> None:
     session.is_due = world.pool.prepare(session.slot, 1 + world.data.ConsumeIntInRange(0, 3))
 
 
-def dry_run(world: World, session: Session) -> None:
+def check(world: World, session: Session) -> None:
     """It changes nothing."""
-    world.finish(session)
+    pool, at = world.pool, (session.slot, session.number + 1)
     before = _shown(world, session)
-    world.pool.begin(session.slot, session.number + 1, True)
-    for call in (admit, append, fork, truncate, swap, free):
+    num = world.data.ConsumeIntInRange(0, 3)
+    ids, tokens = world.some_ids(session, num), world.prompt()
+    numbers, headroom = world.column(4, num, 9), world.number(3)
+    columns = (world.positions(session, ids), numbers, bytes(4 * num), b"", numbers)
+    for call in (
+        lambda: pool.check_admit(*at, world.number(9), tokens, ids, num, 48, False, headroom),
+        lambda: pool.check_append(*at, ids, *columns),
+        lambda: pool.check_truncate(*at, ids, world.column(8, num, 20)),
+        lambda: pool.check_fork(*at, ids, world.ids(num)),
+        lambda: pool.check_free(*at, ids),
+        lambda: pool.check_swap(*at, ids, world.tier(), headroom),
+    ):
         with suppress(*REFUSALS):
-            call(world, session)
-    session.is_swapping = False
-    world.pool.end_dry_run()
+            call()
     assert _shown(world, session) == before
-    world.begin(session)
 
 
 def _shown(world: World, session: Session) -> list[Any]:
@@ -178,6 +185,6 @@ def fence(world: World, _: Session) -> None:
 
 STEP_CALLS: tuple[Call, ...] = (
     admit, compute, compute, compute, compute, append, append, truncate, fork, free, swap, swap,
-    cut, reserve, next_step, next_step, prepare, dry_run, deferred, receipted, receipted, abort,
+    cut, reserve, next_step, next_step, prepare, check, deferred, receipted, receipted, abort,
     end, end_some, fence,
 )  # fmt: skip

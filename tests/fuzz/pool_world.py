@@ -115,7 +115,7 @@ class World:
         """A session whose first step has begun."""
         with granted():
             session = Session(self.pool.open_session(root, OWNERS[root]))
-            self.pool.begin(session.slot, session.number, False)
+            self.pool.begin(session.slot, session.number)
         return session
 
     # Values
@@ -186,7 +186,6 @@ class World:
     def finish(self, session: Session) -> None:
         """End the step; its plan can be read."""
         with granted():
-            self.pool.end_dry_run()
             payload = self.pool.finish(session.slot, b"")
         session.is_due = False
         if payload is not None:
@@ -196,7 +195,7 @@ class World:
     def begin(self, session: Session) -> None:
         session.number += 1
         with granted():
-            self.pool.begin(session.slot, session.number, False)
+            self.pool.begin(session.slot, session.number)
 
     def settle(self, session: Session) -> None:
         """What was done in part comes before all else of the session."""
@@ -229,7 +228,6 @@ class World:
 
     def check(self) -> None:
         """Whatever was called: counts are right, and the groups are in step."""
-        self.pool.end_dry_run()
         for core in self.cores:
             core.check_integrity()
             for tier in (DEVICE, HOST):

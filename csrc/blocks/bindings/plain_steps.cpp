@@ -83,7 +83,7 @@ py::object run(P& pool, Slot slot, const PlainRequest& request, int64_t done, in
   if (growth > pool.num_obtainable(slot, kDevice)) return py::none();
   if (headroom < 0) throw py::value_error("headroom must not be negative");
   pool.receipted(slot, done);
-  pool.begin(slot, step.number, false);
+  pool.begin(slot, step.number);
   const auto began = std::chrono::steady_clock::now();
   const Ran ran = run_operation(pool, slot, step, headroom);
   const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;

@@ -240,12 +240,8 @@ void bind_sessions(py::class_<P>& pool) {
       },
       py::arg("slot"));
   pool.def(
-      "begin",
-      [](P& self, Slot slot, int64_t number, bool dry_run) {
-        self.begin(checked(self, slot), number, dry_run);
-      },
-      py::arg("slot"), py::arg("number"), py::arg("dry_run") = false);
-  pool.def("end_dry_run", &P::end_dry_run);
+      "begin", [](P& self, Slot slot, int64_t number) { self.begin(checked(self, slot), number); },
+      py::arg("slot"), py::arg("number"));
   pool.def(
       "receipted",
       [](P& self, Slot slot, int64_t plan, int64_t max_blocks) {

@@ -57,12 +57,8 @@ void GroupedPool::session_fenced(Slot slot) {
   for (Pool* pool : pools_) pool->session_fenced(slot);
 }
 
-void GroupedPool::begin(Slot slot, int64_t number, bool dry_run) {
-  for (Pool* pool : pools_) pool->begin(slot, number, dry_run);
-}
-
-void GroupedPool::end_dry_run() {
-  for (Pool* pool : pools_) pool->end_dry_run();
+void GroupedPool::begin(Slot slot, int64_t number) {
+  for (Pool* pool : pools_) pool->begin(slot, number);
 }
 
 std::vector<int32_t> GroupedPool::growth(Slot slot, const AppendColumns& columns) const {

@@ -31,6 +31,26 @@ class Proportion {
   int64_t smallest_;
 };
 
+// While it lives, a session is in the step of this number.
+class InStep {
+ public:
+  InStep(Groups groups, Slot slot, int64_t number)
+      : groups_(groups), slot_(slot), before_(groups[0]->session(slot).number) {
+    set(number);
+  }
+  InStep(const InStep&) = delete;
+  ~InStep() { set(before_); }
+
+ private:
+  void set(int64_t number) {
+    for (int64_t g = 0; g < groups_.size; ++g) groups_[g]->session(slot_).number = number;
+  }
+
+  Groups groups_;
+  Slot slot_;
+  int64_t before_;
+};
+
 class GroupedPool {
  public:
   // Of at least one group. They are of the same block size, and have no sessions.
@@ -44,8 +64,7 @@ class GroupedPool {
   bool end_some(Slot slot, int64_t max_blocks);
   bool is_ending(Slot slot) const;
   void session_fenced(Slot slot);
-  void begin(Slot slot, int64_t number, bool dry_run);
-  void end_dry_run();
+  void begin(Slot slot, int64_t number);
   std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
   int64_t cut(Slot slot, int64_t sequence_id);
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);

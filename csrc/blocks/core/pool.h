@@ -24,7 +24,6 @@
 #include "index/watch.h"
 #include "memory/block_store.h"
 #include "memory/retention.h"
-#include "steps/dry_run.h"
 
 namespace kvplane::blocks {
 
@@ -73,8 +72,7 @@ class Pool final : private Listener {
   void session_fenced(Slot slot);
 
   // A step
-  void begin(Slot slot, int64_t number, bool dry_run);
-  void end_dry_run();
+  void begin(Slot slot, int64_t number) { sessions_[slot].number = number; }
   static std::variant<Admitted, Failure> admit(Groups groups, Slot slot,
                                                const Admission& admission);
   static std::variant<Admitted, Failure> grant(Groups groups, Slot slot, int64_t admitted_by,
@@ -99,6 +97,18 @@ class Pool final : private Listener {
   // Writes the plan to where `make(num_bytes)` says; false when there is nothing to carry out.
   static bool finish(Groups groups, Slot slot, std::string_view prefix,
                      const std::function<char*(size_t)>& make);
+
+  // What an operation, or an item of one, would be answered in this step now. Nothing changes.
+  static std::variant<Admitted, Failure> check_admit(Groups groups, Slot slot,
+                                                     const Admission& admission);
+  // `tokens`: those of the item.
+  static Failure check_append(Groups groups, Slot slot, const AppendColumns& columns, int64_t item,
+                              const int32_t* tokens);
+  static Failure check_truncate(Groups groups, Slot slot, int64_t id, int64_t num, int64_t item);
+  static Failure check_fork(Groups groups, Slot slot, int64_t parent, int64_t id, int64_t item);
+  static Failure check_free(Groups groups, Slot slot, int64_t id, int64_t item);
+  static Failure check_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destination,
+                            int64_t headroom);
 
   // What follows
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
@@ -229,6 +239,8 @@ class Pool final : private Listener {
   Failure check_fork(const Session& session, int64_t parent, int64_t id, int64_t item) const;
   Failure check_free(const Session& session, int64_t id, int64_t item) const;
   Failure check_truncate(const Session& session, int64_t id, int64_t num, int64_t item) const;
+  static Failure plan_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destination,
+                           int64_t headroom, std::vector<Swapping>& plans);
   Failure plan_swap(const Session& session, Span<int64_t> ids, int64_t headroom,
                     Swapping& plan) const;
   void add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const;
@@ -262,44 +274,41 @@ class Pool final : private Listener {
   void obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
 
   // Growth (append.cpp)
-  Sketch look(const Session& session, int64_t id) const;
   static Failure in_proportion(Groups groups, const Pool& pool, Failure failure);
+  static std::vector<AppendPlan> append_plans(Groups groups, Slot slot);
   static bool fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& columns,
                            int64_t item);
   int64_t max_tokens() const;
   bool is_in_place(const Session& session, const Sequence& sequence, int64_t first,
                    int64_t num_slots) const;
+  static Failure check_append(Groups groups, const AppendColumns& columns, int64_t item,
+                              const int32_t* tokens, std::vector<AppendPlan>& plans);
   Failure check_append(const Session& session, const AppendColumns& columns, int64_t item,
                        const int32_t* tokens, AppendPlan& plan) const;
   int64_t append_one(Session& session, const AppendColumns& columns, int64_t item,
                      const int32_t* tokens, AppendPlan& plan);
-  int64_t num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
-                     int64_t first, int64_t end, int64_t cover) const;
-  void pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
-               int64_t end, int64_t cover);
-  void pretend_own_piece(const Sequence& sequence, Sketch& now, size_t piece);
-  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first,
-                 const Sketch* now = nullptr) const;
-  int64_t num_ahead_of(const Sequence& sequence, const Sketch& now, int64_t cover) const;
+  int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
+                     int64_t cover) const;
+  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;
+  int64_t num_ahead_of(const Sequence& sequence, int64_t cover) const;
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
   void touch(Session& session, uint32_t index);
   void touch_plan(Session& session, int64_t plan, uint32_t index);
   void grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover);
   void schedule(Session& session, uint32_t index, int64_t num_slots);
-  int64_t num_to_trim(const Sequence& sequence, int64_t num_tokens) const;
   void trim(Session& session, Sequence& sequence);
-  int64_t num_replaced(const Sequence& sequence, const Sketch& now, int64_t first,
-                       int64_t end) const;
+  int64_t num_replaced(const Sequence& sequence, int64_t first, int64_t end) const;
   int64_t num_allowed(const Session& session) const;
   Failure never_fits(Tier tier, int64_t item, int64_t needed) const;
   Failure no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                   int64_t available, int64_t headroom) const;
-  int64_t obtainable(const Session& session, Tier tier) const;
 
   // Admission (admit.cpp)
   static std::variant<Admitted, Failure> admit_with(Groups groups, Slot slot,
                                                     const Admission& admission, int64_t admitted_by,
                                                     bool computes);
+  static Failure plan_admission(Groups groups, Slot slot, const Admission& admission, bool computes,
+                                std::vector<AdmitPlan>& plans);
   Failure check_admission(const Session& session, const Admission& admission) const;
   static void find_agreed_hits(Groups groups, Slot slot, const Admission& admission, int64_t most,
                                std::vector<AdmitPlan>& plans);
@@ -387,7 +396,6 @@ class Pool final : private Listener {
   size_t log_size_ = 0;
   std::deque<std::pair<Block, int64_t>> forgotten_;  // device blocks: (block, generation)
 
-  DryRun dry_;
   Session* allocating_ = nullptr;     // for whom device blocks are allocated now
   std::vector<Block> scratch_, cut_;  // cut_: of cut_table
   std::vector<Block> entered_;        // by publish

@@ -33,7 +33,6 @@ Forgotten Pool::forget(Groups groups, Slot slot, Span<int32_t> tokens, bool forc
   }
   if (all.num_in_use && !force) return {0, all.num_in_use};
   all.num_blocks = std::max(all.num_blocks, all.num_in_use);  // where not all were counted
-  if (groups[0]->dry_.on) return all;
   for (int64_t g = 0; g < groups.size; ++g)
     groups[g]->forget_prefix(slot, tokens, results[static_cast<size_t>(g)]);
   return all;
@@ -84,7 +83,6 @@ Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>&
     all.num_in_use += groups[g]->num_in_use(found, {}, kNoEntry);
   }
   if (all.num_in_use && !force) return {0, all.num_in_use};
-  if (groups[0]->dry_.on) return all;
   for (int64_t g = 0; g < groups.size; ++g)
     for (const EntryId root : roots[static_cast<size_t>(g)]) groups[g]->forget_root(root);
   return all;

@@ -108,8 +108,7 @@ class _Sessions:
     def end_some(self, slot: int, max_blocks: int) -> bool:
         """Release about so many blocks of a session that has ended; whether some are left."""
     def session_fenced(self, slot: int) -> None: ...
-    def begin(self, slot: int, number: int, dry_run: bool = False) -> None: ...
-    def end_dry_run(self) -> None: ...
+    def begin(self, slot: int, number: int) -> None: ...
     def admit(
         self,
         slot: int,
@@ -171,6 +170,42 @@ class _Sessions:
         False.
         """
     def swap_some(self, slot: int, max_blocks: int) -> bool: ...
+
+    # What each item would be answered now if it were the only one of step ``number``.
+
+    def check_admit(
+        self,
+        slot: int,
+        number: int,
+        sequence_id: int,
+        token_ids: bytes,
+        fork_ids: bytes,
+        num_compute: int,
+        max_total_tokens: int,
+        skip_lookup: bool,
+        headroom: int,
+    ) -> tuple[int, int, int] | _Failure: ...
+    def check_append(
+        self,
+        slot: int,
+        number: int,
+        sequence_ids: bytes,
+        first_positions: bytes,
+        num_slots: bytes,
+        num_tokens: bytes,
+        token_ids: bytes,
+        num_lookahead: bytes,
+    ) -> list[_Failure] | None: ...
+    def check_truncate(
+        self, slot: int, number: int, sequence_ids: bytes, num_tokens: bytes
+    ) -> list[_Failure] | None: ...
+    def check_fork(
+        self, slot: int, number: int, parent_ids: bytes, sequence_ids: bytes
+    ) -> list[_Failure] | None: ...
+    def check_free(self, slot: int, number: int, sequence_ids: bytes) -> list[_Failure] | None: ...
+    def check_swap(
+        self, slot: int, number: int, sequence_ids: bytes, destination_tier: int, headroom: int
+    ) -> list[_Failure] | None: ...
     def cut(self, slot: int, sequence_id: int) -> int: ...
     def reserve(self, slot: int, sequence_id: int, num_blocks: int) -> bool: ...
     def prepare(self, slot: int, max_blocks: int) -> bool:

@@ -74,16 +74,12 @@ class BlockStore {
     return infos_[b].state == State::kFree || infos_[b].state == State::kCached ||
            (infos_[b].state == State::kRetired && infos_[b].owner == slot);
   }
-  // Whether it would count the block, once the session has released the last reference.
-  bool returns(Block b, Slot slot) const {
-    return infos_[b].num_pins == 0 && (infos_[b].num_pending == 0 || infos_[b].owner == slot);
-  }
   // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
   // it holds no published prefix nor may soon, and transfers read, if anything, what lies before
-  // `offset`, for earlier plans of the same session. `more_refs` are counted too.
-  bool is_writable(Block b, Slot slot, uint32_t offset, int64_t more_refs = 0) const {
+  // `offset`, for earlier plans of the same session.
+  bool is_writable(Block b, Slot slot, uint32_t offset) const {
     const Info& info = infos_[b];
-    return info.ref_count + more_refs == 1 && !info.keep &&
+    return info.ref_count == 1 && !info.keep &&
            (info.num_pins == 0 || (info.pin_owner == slot && info.pinned_tokens <= offset)) &&
            index_.entry_of(tier, b) == kNoEntry;
   }

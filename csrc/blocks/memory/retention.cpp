@@ -260,7 +260,7 @@ std::variant<Retained, Failure> Pool::retain(Groups groups, Slot slot, Span<int3
     result.num_blocks = std::max(result.num_blocks, static_cast<int64_t>(paths.back().size()));
     result.num_new = std::max(result.num_new, num_new);
   }
-  for (int64_t g = 0; g < groups.size && !groups[0]->dry_.on; ++g) {
+  for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
     const std::vector<EntryId>& path = paths[static_cast<size_t>(g)];
     if (path.empty() || expires_at_s <= pool.now_s_) continue;
@@ -272,7 +272,6 @@ std::variant<Retained, Failure> Pool::retain(Groups groups, Slot slot, Span<int3
 
 int64_t Pool::release_retained(Slot slot, Span<int32_t> tokens) {
   const Session& session = sessions_[slot];
-  if (dry_.on) return 0;
   std::vector<EntryId> path;
   EntryId last = session.root;
   for (int64_t i = 0; i < tokens.size / block_size_; ++i) {

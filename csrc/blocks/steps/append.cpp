@@ -7,24 +7,12 @@
 
 namespace kvplane::blocks {
 
-namespace {
-
-// 0 where there is none.
-template <typename Map>
-typename Map::mapped_type value_of(const Map& map, typename Map::key_type key) {
-  const auto it = map.find(key);
-  return it == map.end() ? 0 : it->second;
-}
-
-}  // namespace
-
 // What an item needs in one group.
 struct Pool::AppendPlan {
   Pool* pool;
   Session* session;
   int64_t max_tokens;  // of a sequence, for a quick answer
   uint32_t index = 0;  // of the sequence
-  Sketch now{};
   int64_t needed = 0;  // blocks
   int64_t available = 0;
 };
@@ -33,12 +21,9 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
   const int64_t num = columns.sequence_ids.size;
   ItemResults results;
   results.values.resize(static_cast<size_t>(num));
-  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   const bool has_negatives = any_negative(columns.token_ids.data, columns.token_ids.size);
-  const bool is_plain = !groups[0]->dry_.on && !has_negatives && columns.num_lookahead.size == 0;
-  std::vector<AppendPlan> plans;
-  for (int64_t g = 0; g < groups.size; ++g)
-    plans.push_back({groups[g], &groups[g]->sessions_[slot], groups[g]->max_tokens()});
+  const bool is_plain = !has_negatives && columns.num_lookahead.size == 0;
+  std::vector<AppendPlan> plans = append_plans(groups, slot);
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
@@ -55,12 +40,7 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
       }
       continue;
     }
-    Failure failure{item, Code::kOk};
-    for (AppendPlan& plan : plans) {
-      failure = plan.pool->check_append(*plan.session, columns, item, tokens, plan);
-      if (is_later(failure.code)) failure = in_proportion(groups, *plan.pool, failure);
-      if (failure.code != Code::kOk) break;
-    }
+    const Failure failure = check_append(groups, columns, item, tokens, plans);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
@@ -70,6 +50,30 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
           static_cast<int32_t>(plan.pool->append_one(*plan.session, columns, item, tokens, plan));
   }
   return results;
+}
+
+std::vector<Pool::AppendPlan> Pool::append_plans(Groups groups, Slot slot) {
+  std::vector<AppendPlan> plans;
+  for (int64_t g = 0; g < groups.size; ++g)
+    plans.push_back({groups[g], &groups[g]->sessions_[slot], groups[g]->max_tokens()});
+  return plans;
+}
+
+Failure Pool::check_append(Groups groups, Slot slot, const AppendColumns& columns, int64_t item,
+                           const int32_t* tokens) {
+  std::vector<AppendPlan> plans = append_plans(groups, slot);
+  return check_append(groups, columns, item, tokens, plans);
+}
+
+Failure Pool::check_append(Groups groups, const AppendColumns& columns, int64_t item,
+                           const int32_t* tokens, std::vector<AppendPlan>& plans) {
+  Failure failure{item, Code::kOk};
+  for (AppendPlan& plan : plans) {
+    failure = plan.pool->check_append(*plan.session, columns, item, tokens, plan);
+    if (is_later(failure.code)) return in_proportion(groups, *plan.pool, failure);
+    if (failure.code != Code::kOk) break;
+  }
+  return failure;
 }
 
 // A failure of one group, its blocks counted as for all groups.
@@ -126,33 +130,34 @@ Failure Pool::check_append(const Session& session, const AppendColumns& columns,
   const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
   const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
   const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
-  Sketch& now = plan.now;
-  now = look(session, id);
-  if (!now.live) return {item, Code::kNotFound, id};
+  const uint32_t* index = session.sequences.find(id);
+  if (!index) return {item, Code::kNotFound, id};
   if (num_slots < 0) return {item, Code::kNegative, 0};
   if (num_ahead < 0) return {item, Code::kNegative, 2};
   if (any_negative(tokens, num_given)) return {item, Code::kNegative, 1};
-  plan.index = *session.sequences.find(id);
+  plan.index = *index;
   const Sequence& sequence = sequences_[plan.index];
   if (sequence.tier != kDevice) return {item, Code::kSwapped, id, sequence.tier};
   // A block that this plan computes is written after this plan's transfers.
   const bool copies_unwritten = sequence.filled_by == session.number && first % block_size_;
-  if (num_slots && (now.computed || copies_unwritten)) return {item, Code::kBusy, id};
-  if (first != now.num_scheduled) return {item, Code::kPosition, id, now.num_scheduled, first};
+  if (num_slots && (sequence.computed_by == session.number || copies_unwritten))
+    return {item, Code::kBusy, id};
+  if (first != sequence.num_scheduled)
+    return {item, Code::kPosition, id, sequence.num_scheduled, first};
   const int64_t end = first + num_slots, cover = end + num_ahead;
-  const int64_t longest = std::max(cover, now.num_tokens + num_given);
-  if (div_ceil(longest, block_size_) - now.num_trimmed > store(kDevice).num_blocks)
+  const int64_t longest = std::max(cover, sequence.tokens.size + num_given);
+  if (div_ceil(longest, block_size_) - sequence.num_trimmed > store(kDevice).num_blocks)
     return never_fits(kDevice, item, div_ceil(longest, block_size_));
   const int64_t quota = config_.max_owner_blocks;
-  if (quota && div_ceil(longest, block_size_) - now.num_trimmed > quota)
+  if (quota && div_ceil(longest, block_size_) - sequence.num_trimmed > quota)
     return {item, Code::kNeverQuota, div_ceil(longest, block_size_), quota, kDevice};
-  const int64_t needed = plan.needed = num_needed(session, sequence, now, first, end, cover);
+  const int64_t needed = plan.needed = num_needed(session, sequence, first, end, cover);
   const int64_t allowed =
-      quota && needed ? num_allowed(session) + num_replaced(sequence, now, first, end) : needed;
-  const int64_t available = plan.available = std::min(obtainable(session, kDevice), allowed);
+      quota && needed ? num_allowed(session) + num_replaced(sequence, first, end) : needed;
+  const int64_t available = plan.available =
+      std::min(num_obtainable(session.slot, kDevice), allowed);
   // Blocks that it has ahead serve for the copy of a shared one.
-  const int64_t num_spare =
-      needed > available ? num_ahead_of(sequence, now, std::max(end, cover)) : 0;
+  const int64_t num_spare = needed > available ? num_ahead_of(sequence, std::max(end, cover)) : 0;
   if (needed > allowed + num_spare)
     return {item, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), kDevice};
   if (needed > available + num_spare) return no_room(session, kDevice, item, needed, available, 0);
@@ -169,15 +174,6 @@ int64_t Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   const int64_t needed = plan.needed, available = plan.available;
   const uint32_t index = plan.index;
   Sequence& sequence = sequences_[index];
-  if (dry_.on) {
-    Sketch& now = plan.now;
-    dry_.num_taken += std::min(needed, available);
-    dry_.num_held += std::min(needed, available);
-    now.table_size -= std::max<int64_t>(0, needed - available);
-    now.num_tokens += num_given;
-    pretend(session, sequence, now, first, end, cover);
-    return dry_.sequences[id].table_size;
-  }
   if (needed > available) {
     cut_table(session, sequence, sequence.table.size - (needed - available), session.number);
     if (sequence.table_sent && !session.resync_due)
@@ -196,55 +192,35 @@ bool Pool::reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_bl
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
     if (pool.find(slot, sequence_id)->tier != kDevice ||
-        num_blocks > pool.obtainable(pool.sessions_[slot], kDevice) ||
+        num_blocks > pool.num_obtainable(slot, kDevice) ||
         num_blocks > pool.num_allowed(pool.sessions_[slot]))
       return false;
   }
+  // By the next plan, at the earliest.
+  const InStep next(groups, slot, groups[0]->sessions_[slot].number + 1);
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
     Session& session = pool.sessions_[slot];
     const uint32_t index = *session.sequences.find(sequence_id);
     Sequence& sequence = pool.sequences_[index];
     sequence.progress_s = pool.now_s_;
-    const int64_t number = session.number++;  // the next plan, at the earliest
     const int64_t first = sequence.num_scheduled;
     pool.grow(session, index, first, first, (sequence.table.size + num_blocks) * pool.block_size_);
-    session.number = number;
   }
   return true;
 }
 
 // Blocks at the end of the table that are not needed up to `cover`, and that nothing else has.
-int64_t Pool::num_ahead_of(const Sequence& sequence, const Sketch& now, int64_t cover) const {
+int64_t Pool::num_ahead_of(const Sequence& sequence, int64_t cover) const {
   int64_t num = 0;
-  for (int64_t i = now.table_size; i > div_ceil(cover, block_size_); --i, ++num) {
-    if (i > sequence.table.size) continue;  // a dry run's
-    const auto piece = static_cast<size_t>((i - 1) / Table::kItems);
-    const uint32_t id = sequence.table.pieces[piece];
+  for (int64_t i = sequence.table.size; i > div_ceil(cover, block_size_); --i, ++num) {
+    const uint32_t id = sequence.table.pieces[static_cast<size_t>((i - 1) / Table::kItems)];
     const Block b = sequence.table.at(table_store_, i - 1);
-    if ((!now.owns(piece) && table_store_[id].num_owners - value_of(dry_.pieces_copied, id) > 1) ||
-        store(kDevice).ref_count(b) + value_of(dry_.more_refs, b) > 1 ||
-        store(kDevice).num_pins(b) || dry_.pinned_tokens.count(b))
+    if (table_store_[id].num_owners > 1 || store(kDevice).ref_count(b) > 1 ||
+        store(kDevice).num_pins(b))
       break;
   }
   return num;
-}
-
-// A sequence as it is or, in a dry run, as earlier items of the operation would have left it.
-Sketch Pool::look(const Session& session, int64_t id) const {
-  if (dry_.on)
-    if (const auto it = dry_.sequences.find(id); it != dry_.sequences.end()) return it->second;
-  Sketch now{};
-  const uint32_t* index = session.sequences.find(id);
-  if (!index) return now;
-  const Sequence& sequence = sequences_[*index];
-  now.live = true;
-  now.computed = sequence.computed_by == session.number;
-  now.table_size = sequence.table.size;
-  now.num_tokens = sequence.tokens.size;
-  now.num_scheduled = sequence.num_scheduled;
-  now.num_trimmed = sequence.num_trimmed;
-  return now;
 }
 
 std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const {
@@ -262,11 +238,10 @@ std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const
     const int64_t end = is_next ? first + num_slots : 0, cover = end + num_ahead;
     int64_t num = 0;
     if (is_next && div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting) {
-      const Sketch now = look(session, sequence->id);
-      num = num_needed(session, *sequence, now, first, end, cover);
+      num = num_needed(session, *sequence, first, end, cover);
       if (config_.max_owner_blocks && num &&
-          num > num_allowed(session) + num_replaced(*sequence, now, first, end) +
-                    num_ahead_of(*sequence, now, std::max(end, cover)))
+          num > num_allowed(session) + num_replaced(*sequence, first, end) +
+                    num_ahead_of(*sequence, std::max(end, cover)))
         num = 0;
     }
     needed.push_back(static_cast<int32_t>(num));
@@ -275,31 +250,27 @@ std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const
 }
 
 // Blocks to allocate so that the sequence can write [first, end) and has slots up to `cover`.
-int64_t Pool::num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
-                         int64_t first, int64_t end, int64_t cover) const {
-  int64_t num = std::max<int64_t>(0, div_ceil(cover, block_size_) - now.table_size);
+int64_t Pool::num_needed(const Session& session, const Sequence& sequence, int64_t first,
+                         int64_t end, int64_t cover) const {
+  int64_t num = std::max<int64_t>(0, div_ceil(cover, block_size_) - sequence.table.size);
   if (end == first) return num;
-  const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
+  const int64_t stop = std::min(div_ceil(end, block_size_), sequence.table.size);
   for (int64_t i = first / block_size_; i < stop; ++i)
-    num += !may_write(session, sequence, i, first, &now);
+    num += !may_write(session, sequence, i, first);
   return num;
 }
 
 // Of the blocks that the sequence would replace by copies, those to which nothing else refers.
-int64_t Pool::num_replaced(const Sequence& sequence, const Sketch& now, int64_t first,
-                           int64_t end) const {
+int64_t Pool::num_replaced(const Sequence& sequence, int64_t first, int64_t end) const {
   if (end == first) return 0;
   const Session& session = sessions_[sequence.slot];
   int64_t num = 0;
-  const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
+  const int64_t stop = std::min(div_ceil(end, block_size_), sequence.table.size);
   for (int64_t i = first / block_size_; i < stop; ++i) {
-    if (may_write(session, sequence, i, first, &now)) continue;
-    const auto piece = static_cast<size_t>(i / Table::kItems);
-    const uint32_t id = sequence.table.pieces[piece];
+    if (may_write(session, sequence, i, first)) continue;
+    const uint32_t id = sequence.table.pieces[static_cast<size_t>(i / Table::kItems)];
     const Block b = sequence.table.at(table_store_, i);
-    num +=
-        (now.owns(piece) || table_store_[id].num_owners - value_of(dry_.pieces_copied, id) == 1) &&
-        store(kDevice).ref_count(b) + value_of(dry_.more_refs, b) == 1;
+    num += table_store_[id].num_owners == 1 && store(kDevice).ref_count(b) == 1;
   }
   return num;
 }
@@ -308,75 +279,16 @@ int64_t Pool::num_replaced(const Sequence& sequence, const Sketch& now, int64_t 
 int64_t Pool::num_allowed(const Session& session) const {
   const int64_t quota = config_.max_owner_blocks;
   if (!quota) return std::numeric_limits<int64_t>::max();
-  return quota - held_[session.owner] - (dry_.on ? dry_.num_held : 0);
+  return quota - held_[session.owner];
 }
 
 // Whether the sequence may write its i-th block from position `first` on, without copying it.
-// `now` matters in a dry run alone.
-bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first,
-                     const Sketch* now) const {
-  const auto place = static_cast<size_t>(i / Table::kItems);
-  const uint32_t id = sequence.table.pieces[place];
-  const auto& piece = table_store_[id];
+bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i,
+                     int64_t first) const {
+  const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
   const auto offset = static_cast<uint32_t>(std::max<int64_t>(0, first - i * block_size_));
-  const Block b = piece.items[i % Table::kItems];
-  if (!dry_.on || !now)
-    return piece.num_owners == 1 && store(kDevice).is_writable(b, session.slot, offset);
-  return (now->owns(place) || piece.num_owners - value_of(dry_.pieces_copied, id) == 1) &&
-         value_of(dry_.pinned_tokens, b) <= offset &&
-         store(kDevice).is_writable(b, session.slot, offset, value_of(dry_.more_refs, b));
-}
-
-// Remembers what the append would change.
-void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
-                   int64_t end, int64_t cover) {
-  const auto unrefer = [&](Block b) {
-    const bool is_last = store(kDevice).ref_count(b) + --dry_.more_refs[b] == 0;
-    dry_.num_held -= is_last;
-    return is_last;
-  };
-  const auto release = [&](Block b) {
-    dry_.num_taken -=
-        unrefer(b) && !dry_.pinned_tokens.count(b) && store(kDevice).returns(b, session.slot);
-  };
-  const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
-  for (int64_t i = first / block_size_; end > first && i < stop; ++i) {
-    if (may_write(session, sequence, i, first, &now)) continue;
-    pretend_own_piece(sequence, now, static_cast<size_t>(i / Table::kItems));
-    const Block old = sequence.table.at(table_store_, i);
-    if (first <= i * block_size_) {  // nothing is copied
-      release(old);
-      continue;
-    }
-    unrefer(old);
-    uint32_t& pinned = dry_.pinned_tokens[old];
-    pinned = std::max(pinned, static_cast<uint32_t>(first - i * block_size_));
-  }
-  const int64_t size = div_ceil(cover, block_size_);
-  if (size > now.table_size) {
-    if (now.table_size == sequence.table.size && sequence.table.size % Table::kItems)
-      pretend_own_piece(sequence, now, sequence.table.pieces.size() - 1);
-    now.table_size = size;
-  }
-  const int64_t num_trimmed = end > first ? num_to_trim(sequence, now.num_tokens) : 0;
-  for (; now.num_trimmed < num_trimmed; ++now.num_trimmed) {
-    pretend_own_piece(sequence, now, static_cast<size_t>(now.num_trimmed / Table::kItems));
-    release(sequence.table.at(table_store_, now.num_trimmed));
-  }
-  now.computed = now.computed || end > first;
-  now.num_scheduled = end;
-  dry_.sequences[sequence.id] = std::move(now);
-}
-
-void Pool::pretend_own_piece(const Sequence& sequence, Sketch& now, size_t piece) {
-  const uint32_t id = sequence.table.pieces[piece];
-  if (now.owns(piece) || table_store_[id].num_owners - dry_.pieces_copied[id] == 1) return;
-  now.own_pieces.push_back(piece);
-  ++dry_.pieces_copied[id];
-  const int64_t begin = static_cast<int64_t>(piece) * Table::kItems;
-  const int64_t end = std::min<int64_t>(begin + Table::kItems, sequence.table.size);
-  for (int64_t i = std::max(begin, sequence.num_trimmed); i < end; ++i)
-    ++dry_.more_refs[sequence.table.at(table_store_, i)];
+  return piece.num_owners == 1 &&
+         store(kDevice).is_writable(piece.items[i % Table::kItems], session.slot, offset);
 }
 
 void Pool::grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover) {
@@ -431,16 +343,11 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   if (config_.window_tokens) trim(session, sequence);
 }
 
-// Leading blocks that no position can see from the first on that an abort would leave.
-int64_t Pool::num_to_trim(const Sequence& sequence, int64_t num_tokens) const {
-  if (!config_.window_tokens) return 0;
-  const int64_t num_left = std::min(sequence.num_written, num_tokens);
-  const int64_t first_seen = std::max<int64_t>(0, num_left - config_.window_tokens + 1);
-  return std::min(first_seen / block_size_, sequence.table.size);
-}
-
+// Drops leading blocks that no position can see from the first on that an abort would leave.
 void Pool::trim(Session& session, Sequence& sequence) {
-  const int64_t num = num_to_trim(sequence, sequence.tokens.size);
+  const int64_t num_left = std::min(sequence.num_written, sequence.tokens.size);
+  const int64_t first_seen = std::max<int64_t>(0, num_left - config_.window_tokens + 1);
+  const int64_t num = std::min(first_seen / block_size_, sequence.table.size);
   if (num <= sequence.num_trimmed) return;
   trim_table(session, sequence, num, session.number);
   if (sequence.table_sent) session.draft.changes.cut(ChangeKind::kTrim, sequence.id, num);
@@ -453,13 +360,9 @@ Failure Pool::never_fits(Tier tier, int64_t item, int64_t needed) const {
 
 Failure Pool::no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                       int64_t available, int64_t headroom) const {
-  const bool is_headroom = headroom && needed <= obtainable(session, tier);
+  const bool is_headroom = headroom && needed <= num_obtainable(session.slot, tier);
   return {item, is_headroom ? Code::kLaterHeadroom : Code::kLater, needed,
           std::max<int64_t>(0, available), tier};
-}
-
-int64_t Pool::obtainable(const Session& session, Tier tier) const {
-  return store(tier).num_obtainable(session.slot) - (dry_.on ? dry_.num_taken : 0);
 }
 
 void Pool::touch(Session& session, uint32_t index) {

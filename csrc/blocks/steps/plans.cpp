@@ -20,23 +20,6 @@ int64_t num_shared_pieces(const Table& a, const Table& b) {
 
 }  // namespace
 
-void Pool::begin(Slot slot, int64_t number, bool dry_run) {
-  dry_.clear();
-  if (dry_run) {
-    dry_.slot = slot;
-    dry_.number_before = sessions_[slot].number;
-  }
-  sessions_[slot].number = number;
-  dry_.on = dry_run;
-}
-
-void Pool::end_dry_run() {
-  if (!dry_.on) return;
-  sessions_[dry_.slot].number = dry_.number_before;
-  dry_.clear();
-  dry_.on = false;
-}
-
 // Copies a block; it is pinned until the plan has run, so that the plan can run again. What counts
 // is its first num_tokens.
 void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens) {

@@ -40,9 +40,8 @@ void Pool::forget_sequence(uint32_t index) {
 Failure Pool::check_new_id(const Session& session, int64_t id, int64_t num_more,
                            int64_t item) const {
   if (id < 1) return {item, Code::kBadId, id};
-  if (look(session, id).live) return {item, Code::kExists, id};
-  const int64_t num = static_cast<int64_t>(session.sequences.size()) + dry_.num_new;
-  if (num + num_more > config_.max_sequences)
+  if (session.sequences.find(id)) return {item, Code::kExists, id};
+  if (static_cast<int64_t>(session.sequences.size()) + num_more > config_.max_sequences)
     return {item, Code::kTooManySequences, config_.max_sequences};
   return {item, Code::kOk};
 }
@@ -52,11 +51,8 @@ Failure Pool::check_new_id(const Session& session, int64_t id, int64_t num_more,
 ItemResults Pool::fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
-  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   for (int64_t item = 0; item < ids.size; ++item) {
-    Failure failure{item, Code::kOk};
-    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-      failure = groups[g]->check_fork(groups[g]->sessions_[slot], parents[item], ids[item], item);
+    const Failure failure = check_fork(groups, slot, parents[item], ids[item], item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
@@ -64,29 +60,32 @@ ItemResults Pool::fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
       Session& session = pool.sessions_[slot];
-      const Sketch parent = pool.look(session, parents[item]);
-      results.values[static_cast<size_t>(item)] = static_cast<int32_t>(parent.table_size);
-      if (pool.dry_.on) {
-        pool.dry_.sequences[ids[item]] = parent;
-        pool.dry_.num_entries += parent.table_size;
-        ++pool.dry_.num_new;
-      } else {
-        pool.add_fork(session, *session.sequences.find(parents[item]), ids[item], session.number);
-      }
+      const uint32_t parent = *session.sequences.find(parents[item]);
+      results.values[static_cast<size_t>(item)] =
+          static_cast<int32_t>(pool.sequences_[parent].table.size);
+      pool.add_fork(session, parent, ids[item], session.number);
     }
   }
   return results;
 }
 
+Failure Pool::check_fork(Groups groups, Slot slot, int64_t parent, int64_t id, int64_t item) {
+  Failure failure{item, Code::kOk};
+  for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+    failure = groups[g]->check_fork(groups[g]->sessions_[slot], parent, id, item);
+  return failure;
+}
+
 Failure Pool::check_fork(const Session& session, int64_t parent_id, int64_t id,
                          int64_t item) const {
-  const Sketch parent = look(session, parent_id);
-  if (!parent.live) return {item, Code::kNotFound, parent_id};
+  const uint32_t* index = session.sequences.find(parent_id);
+  if (!index) return {item, Code::kNotFound, parent_id};
   const Failure failure = check_new_id(session, id, 1, item);
   if (failure.code != Code::kOk) return failure;
-  if (parent.computed) return {item, Code::kBusy, parent_id};
-  const int64_t num = num_entries(session) + dry_.num_entries;
-  const int64_t more = std::max(parent.table_size, div_ceil(parent.num_tokens, block_size_));
+  const Sequence& parent = sequences_[*index];
+  if (parent.computed_by == session.number) return {item, Code::kBusy, parent_id};
+  const int64_t num = num_entries(session);
+  const int64_t more = std::max(parent.table.size, div_ceil(parent.tokens.size, block_size_));
   if (num + more > config_.max_table_entries)
     return {item, Code::kTooManyEntries, config_.max_table_entries, num, more};
   return {item, Code::kOk};
@@ -129,11 +128,8 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
 ItemResults Pool::free(Groups groups, Slot slot, Span<int64_t> ids) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
-  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   for (int64_t item = 0; item < ids.size; ++item) {
-    Failure failure{item, Code::kOk};
-    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-      failure = groups[g]->check_free(groups[g]->sessions_[slot], ids[item], item);
+    const Failure failure = check_free(groups, slot, ids[item], item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
@@ -141,21 +137,24 @@ ItemResults Pool::free(Groups groups, Slot slot, Span<int64_t> ids) {
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
       Session& session = pool.sessions_[slot];
-      if (pool.dry_.on) {
-        pool.dry_.sequences[ids[item]] = Sketch{};
-      } else {
-        results.values[static_cast<size_t>(item)] += static_cast<int32_t>(
-            pool.drop(session, *session.sequences.find(ids[item]), session.number));
-      }
+      results.values[static_cast<size_t>(item)] += static_cast<int32_t>(
+          pool.drop(session, *session.sequences.find(ids[item]), session.number));
     }
   }
   return results;
 }
 
+Failure Pool::check_free(Groups groups, Slot slot, int64_t id, int64_t item) {
+  Failure failure{item, Code::kOk};
+  for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+    failure = groups[g]->check_free(groups[g]->sessions_[slot], id, item);
+  return failure;
+}
+
 Failure Pool::check_free(const Session& session, int64_t id, int64_t item) const {
-  const Sketch now = look(session, id);
-  if (!now.live) return {item, Code::kNotFound, id};
-  if (now.computed) return {item, Code::kBusy, id};
+  const uint32_t* index = session.sequences.find(id);
+  if (!index) return {item, Code::kNotFound, id};
+  if (sequences_[*index].computed_by == session.number) return {item, Code::kBusy, id};
   return {item, Code::kOk};
 }
 
@@ -218,12 +217,9 @@ int64_t Pool::fewest_tokens(const Sequence& sequence) const {
 ItemResults Pool::truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
-  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   for (int64_t item = 0; item < ids.size; ++item) {
     const int64_t id = ids[item], num = num_tokens[item];
-    Failure failure{item, Code::kOk};
-    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-      failure = groups[g]->check_truncate(groups[g]->sessions_[slot], id, num, item);
+    const Failure failure = check_truncate(groups, slot, id, num, item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
@@ -231,28 +227,28 @@ ItemResults Pool::truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
       Session& session = pool.sessions_[slot];
-      if (pool.dry_.on) {
-        Sketch now = pool.look(session, id);
-        now.num_tokens = std::min(now.num_tokens, num);
-        now.num_scheduled = std::min(now.num_scheduled, num);
-        pool.dry_.sequences[id] = now;
-      } else {
-        results.values[static_cast<size_t>(item)] +=
-            static_cast<int32_t>(pool.truncate_one(session, *session.sequences.find(id), num));
-      }
+      results.values[static_cast<size_t>(item)] +=
+          static_cast<int32_t>(pool.truncate_one(session, *session.sequences.find(id), num));
     }
   }
   return results;
 }
 
+Failure Pool::check_truncate(Groups groups, Slot slot, int64_t id, int64_t num, int64_t item) {
+  Failure failure{item, Code::kOk};
+  for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+    failure = groups[g]->check_truncate(groups[g]->sessions_[slot], id, num, item);
+  return failure;
+}
+
 Failure Pool::check_truncate(const Session& session, int64_t id, int64_t num, int64_t item) const {
-  const Sketch now = look(session, id);
-  if (!now.live) return {item, Code::kNotFound, id};
-  const Sequence& sequence = sequences_[*session.sequences.find(id)];
+  const uint32_t* index = session.sequences.find(id);
+  if (!index) return {item, Code::kNotFound, id};
+  const Sequence& sequence = sequences_[*index];
   if (num < 1) return {item, Code::kNegative, 3};
-  if (now.computed) return {item, Code::kBusy, id};
-  if (num > std::max(now.num_scheduled, now.num_tokens))
-    return {item, Code::kTooLong, id, now.num_scheduled, num};
+  if (sequence.computed_by == session.number) return {item, Code::kBusy, id};
+  if (num > std::max(sequence.num_scheduled, sequence.tokens.size))
+    return {item, Code::kTooLong, id, sequence.num_scheduled, num};
   if (sequence.num_trimmed && num < fewest_tokens(sequence))
     return {item, Code::kTrimmed, id, fewest_tokens(sequence), num};
   return {item, Code::kOk};
@@ -292,25 +288,40 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
 
 std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t> ids,
                                           Tier destination, int64_t headroom, int64_t max_blocks) {
-  const Proportion proportion(groups, destination);
-  std::vector<Swapping> plans(static_cast<size_t>(groups.size));
+  std::vector<Swapping> plans;
+  const Failure failure = plan_swap(groups, slot, ids, destination, headroom, plans);
+  if (failure.code != Code::kOk) return failure;
   int64_t num = 0;
   for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
+    Swapping& plan = plans[static_cast<size_t>(g)];
+    num += static_cast<int64_t>(plan.blocks.size());
+    groups[g]->begin_swap(groups[g]->sessions_[slot], plan);
+  }
+  swap_some(groups, slot, max_blocks);
+  return num;
+}
+
+Failure Pool::check_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destination,
+                         int64_t headroom) {
+  std::vector<Swapping> plans;
+  return plan_swap(groups, slot, ids, destination, headroom, plans);
+}
+
+// What is swapped in each group.
+Failure Pool::plan_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destination,
+                        int64_t headroom, std::vector<Swapping>& plans) {
+  const Proportion proportion(groups, destination);
+  plans.resize(static_cast<size_t>(groups.size));
+  for (int64_t g = 0; g < groups.size; ++g) {
+    const Pool& pool = *groups[g];
     Swapping& plan = plans[static_cast<size_t>(g)];
     plan.destination = destination;
-    pool.dry_.clear();
     const Failure failure =
         pool.plan_swap(pool.sessions_[slot], ids, proportion.of_group(pool, headroom), plan);
     if (is_later(failure.code)) return in_proportion(groups, pool, failure);
     if (failure.code != Code::kOk) return failure;
-    num += static_cast<int64_t>(plan.blocks.size());
   }
-  if (groups[0]->dry_.on) return num;
-  for (int64_t g = 0; g < groups.size; ++g)
-    groups[g]->begin_swap(groups[g]->sessions_[slot], plans[static_cast<size_t>(g)]);
-  swap_some(groups, slot, max_blocks);
-  return num;
+  return {0, Code::kOk};
 }
 
 Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, int64_t headroom,
@@ -346,7 +357,7 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, int64_t headr
     if (const int64_t allowed = num_allowed(session); needed > allowed)
       return Failure{0, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), destination};
   }
-  const int64_t available = obtainable(session, destination) - headroom;
+  const int64_t available = num_obtainable(session.slot, destination) - headroom;
   if (needed > available) return no_room(session, destination, 0, needed, available, headroom);
   return Failure{0, Code::kOk};
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -297,11 +298,16 @@ class Caller(View):
     def begin(self) -> None:
         """Begin the next step."""
         self.number += 1
-        self.pool.begin(self.slot, self.number, False)
+        self.pool.begin(self.slot, self.number)
 
-    def begin_dry(self) -> None:
-        """Until ``end_dry_run``, operations say what the next step would be answered."""
-        self.pool.begin(self.slot, self.number + 1, True)
+    @contextmanager
+    def checks(self) -> Iterator[None]:
+        """Operations say what each item would be answered by itself in the next step."""
+        pool, self.pool = self.pool, _Checks(self.pool, self.number + 1)
+        try:
+            yield
+        finally:
+            self.pool = pool
 
     def check_some(self) -> None:
         """A pool of one group is sound between two pieces; looks every eighth time."""
@@ -404,6 +410,23 @@ class Caller(View):
             i32(token for row in rows for token in row[3]),
         )
         return answer
+
+
+class _Checks:
+    """A pool's checks, by the names of the operations; None says that a swap would be done."""
+
+    def __init__(self, pool: Any, number: int) -> None:
+        self._pool, self._number = pool, number
+
+    def __getattr__(self, name: str) -> Any:
+        def check(slot: int, *rest: Any) -> Any:
+            if name == "swap":
+                (failure,) = self._pool.check_swap(slot, self._number, *rest[:2], 0) or (None,)
+                return failure
+            answer = getattr(self._pool, f"check_{name}")(slot, self._number, *rest)
+            return answer if name == "admit" else (b"", answer)
+
+        return check
 
 
 def _rows(answer: tuple[bytes, list[Failure] | None]) -> Rows:

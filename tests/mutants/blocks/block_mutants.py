@@ -227,8 +227,8 @@ FAULTS = {
     ),
     "trimmed_beyond_what_an_abort_leaves": Mutant(
         "steps/append.cpp",
-        "std::min(sequence.num_written, num_tokens);",
-        "std::max(sequence.num_written, 0 * num_tokens);",
+        "std::min(sequence.num_written, sequence.tokens.size);",
+        "sequence.num_written;",
     ),
     "a_cut_frees_what_plans_in_flight_touch": Mutant(
         "steps/sequences.cpp",
@@ -243,10 +243,9 @@ FAULTS = {
     "a_destination_is_allocated_again_by_its_plan": Mutant(
         "steps/tables.cpp", "if (there.ref_count(b) > 1 ||", "if (num > 0 ||"
     ),
-    "a_dry_run_takes_nothing": Mutant(
-        "steps/append.cpp", "dry_.num_taken += std::min(needed, available);", ""
+    "a_check_is_of_the_last_step": Mutant(
+        "bindings/steps.cpp", "const InStep step(groups, slot, number);", "(void)number;"
     ),
-    "a_dry_run_counts_every_sharer": Mutant("steps/append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
         "steps/admit.cpp",
         "if (!copies_last || has_window)",
@@ -266,8 +265,8 @@ FAULTS = {
     ),
     "blocks_that_are_given_are_no_progress": Mutant(
         "steps/append.cpp",
-        "    sequence.progress_s = pool.now_s_;\n    const int64_t number",
-        "    const int64_t number",
+        "    sequence.progress_s = pool.now_s_;\n    const int64_t first",
+        "    const int64_t first",
     ),
     "what_is_scheduled_is_no_progress": Mutant(
         "steps/append.cpp",
@@ -276,9 +275,6 @@ FAULTS = {
     ),
     "an_admission_ignores_the_quota": Mutant(
         "steps/admit.cpp", "return more <= allowed", "return more <= allowed + 1"
-    ),
-    "a_dry_run_holds_nothing": Mutant(
-        "steps/append.cpp", "dry_.num_held += std::min(needed, available);", ""
     ),
     "nothing_waits_for_receipts": Mutant(
         "steps/tables.cpp",
@@ -337,8 +333,8 @@ GROUPED = {
     ),
     "an_append_asks_one_group_alone": Mutant(
         "steps/append.cpp",
-        "      if (failure.code != Code::kOk) break;\n",
-        "      break;\n",
+        "    if (failure.code != Code::kOk) break;\n",
+        "    break;\n",
     ),
     "an_abort_begins_again_in_one_group_alone": Mutant(
         "steps/abort.cpp",

@@ -281,7 +281,7 @@ def test_a_granted_sequence_is_in_the_next_plan_and_computes_nothing() -> None:
     assert other.state(5).num_written == 10
 
 
-def test_a_dry_run_between_steps_does_not_shift_a_grant() -> None:
+def test_a_check_between_steps_does_not_shift_a_grant() -> None:
     caller = with_prompt(list(range(4)), num_device=4, num_host=4)
     for token in (50, 51, 52, 53):
         caller.begin()
@@ -289,8 +289,8 @@ def test_a_dry_run_between_steps_does_not_shift_a_grant() -> None:
         caller.admit(1, [token] * 4)
         ran(caller)
     assert caller.pool.match(b"root", i32(range(4)))[:2] == (0, 1)
-    caller.begin_dry()
-    caller.pool.end_dry_run()
+    with caller.checks():
+        caller.free(1)
     assert caller.admit(2, [*range(4), 5], admitted_by=1) == (4, 2, 0)
     caller.begin()
     ran(caller)
@@ -361,7 +361,7 @@ def test_an_ended_session_is_fenced_before_its_blocks_are_allocated() -> None:
     caller.pool.check_integrity()
     assert caller.pool.usage(DEVICE) == (4, 1, 0, 0, 3)
     with pytest.raises(IndexError):
-        caller.pool.begin(caller.slot, 9, False)
+        caller.pool.begin(caller.slot, 9)
     other = Caller(caller.pool)
     other.begin()
     assert len(other.admit(1, [2] * 8)) == 5

@@ -1,4 +1,4 @@
-"""Columns that cannot be read, values at the extremes, and dry runs."""
+"""Columns that cannot be read, values at the extremes, and checks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_column_that_cannot_be_read_is_named(
 def test_a_slot_without_a_session_is_refused(caller: Caller, slot: int) -> None:
     pool = caller.pool
     calls: list[Callable[[], Any]] = [
-        lambda: pool.begin(slot, 1, False),
+        lambda: pool.begin(slot, 1),
         lambda: pool.admit(slot, 1, FEW, b"", -1, 0, False, 0),
         lambda: pool.append(slot, ONE, ONE, FEW, FEW, FEW, b""),
         lambda: pool.free(slot, ONE),
@@ -159,13 +159,7 @@ def test_many_forks_are_checked_in_time() -> None:
     caller.pool.check_integrity()
 
 
-def test_a_dry_run_that_never_began_ends() -> None:
-    pool = new_pool(4)
-    pool.end_dry_run()
-    pool.check_integrity()
-
-
-# Dry runs: each operation is predicted, and done.
+# Checks: what comes of each item is said, and done.
 
 Operation = Callable[[Caller], Any]
 OPERATIONS: dict[str, Operation] = {
@@ -173,14 +167,16 @@ OPERATIONS: dict[str, Operation] = {
     "admit more than there is": lambda c: c.admit(9, [7] * 28),
     "admit n": lambda c: c.admit(9, [7] * 9, forks=[10, 11]),
     "append": lambda c: c.append((1, 6, 1, [9], 0)),
-    "append for sharers": lambda c: c.append((1, 6, 1, [], 0), (2, 6, 1, [], 0), (3, 6, 1, [], 0)),
-    "append for sharers to the last block": lambda c: c.append(
-        (1, 6, 9, [], 0), (2, 6, 1, [], 8), (3, 6, 2, [], 0)
-    ),
-    "append twice": lambda c: c.append((1, 6, 0, [6], 8), (1, 6, 1, [], 0), (1, 7, 1, [], 0)),
-    "truncate twice": lambda c: c.truncate((1, 5), (1, 6), (1, 4), (0, 1)),
-    "fork": lambda c: c.fork((1, 10), (10, 11), (1, 11), (12, 13), (0, 14)),
-    "free twice": lambda c: c.free(1, 2, 1, 0),
+    "append for a sharer": lambda c: c.append((1, 6, 9, [], 0)),
+    "append ahead": lambda c: c.append((1, 6, 0, [6], 8)),
+    "append elsewhere": lambda c: c.append((1, 7, 1, [], 0)),
+    "truncate": lambda c: c.truncate((1, 4)),
+    "truncate to more": lambda c: c.truncate((1, 7)),
+    "fork": lambda c: c.fork((1, 10)),
+    "fork of none": lambda c: c.fork((12, 13)),
+    "fork to itself": lambda c: c.fork((1, 1)),
+    "free": lambda c: c.free(1),
+    "free of none": lambda c: c.free(0),
     "swap": lambda c: c.swap([1, 2], HOST),
     "swap more than there is": lambda c: c.swap([4, 1], HOST),
 }
@@ -188,7 +184,7 @@ OPERATIONS: dict[str, Operation] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("num_device", [6, 8, 20])
-def test_a_dry_run_says_what_comes_of_it(name: str, num_device: int) -> None:
+def test_a_check_says_what_comes_of_it(name: str, num_device: int) -> None:
     caller = Caller(new_pool(num_device, 4, max_sequences=7))
     caller.begin()
     caller.admit(1, list(range(6)), forks=[2, 3])
@@ -196,13 +192,27 @@ def test_a_dry_run_says_what_comes_of_it(name: str, num_device: int) -> None:
     caller.finish()
     caller.receipted()
     before = dump(caller.pool, [caller])
-    caller.begin_dry()
-    predicted = OPERATIONS[name](caller)
-    caller.pool.end_dry_run()
+    with caller.checks():
+        predicted = OPERATIONS[name](caller)
     assert dump(caller.pool, [caller]) == before
     caller.begin()
     done = OPERATIONS[name](caller)
-    if isinstance(done, tuple) and isinstance(done[0], list):
+    if isinstance(done, int):
+        done = None
+    elif isinstance(done[0], list):
         predicted, done = predicted[1], done[1]
     assert predicted == done
     caller.pool.check_integrity()
+
+
+def test_items_are_checked_by_themselves() -> None:
+    caller = Caller(new_pool(4, max_sequences=3))
+    caller.begin()
+    caller.admit(1, list(range(12)), forks=[2])
+    caller.finish()
+    caller.receipted()
+    with caller.checks():
+        rows = [(1, 12, 4, [], 0), (2, 12, 4, [], 0), (1, 13, 1, [], 0)]
+        assert caller.append(*rows)[1] == [(2, Code.POSITION, 1, 12, 13)]
+        assert caller.fork((1, 3), (3, 4), (2, 3))[1] == [(1, Code.NOT_FOUND, 3, 0, 0)]
+        assert caller.free(1, 1)[1] == caller.truncate((1, 4), (1, 12))[1] == []

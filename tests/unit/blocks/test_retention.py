@@ -129,13 +129,10 @@ def test_an_owner_retains_so_many_blocks_at_most_and_a_refusal_changes_nothing()
         assert (pool.num_retained(1), pool.num_retained(2)) == (2, 2)
 
 
-def test_a_dry_run_and_a_time_that_has_come_retain_nothing() -> None:
+def test_a_time_that_has_come_retains_nothing() -> None:
     with checked_pool(16) as pool:
         writer = Writer(pool)
         writer.cache(blocks(1, 2))
-        pool.begin(writer.slot, 100, dry_run=True)
-        assert retain(writer, blocks(1, 2), 10) == (2, 2)
-        pool.end_dry_run()
         pool.set_time(50)
         assert retain(writer, blocks(1, 2), 10, until=50) == (0, 0)
         assert writer.priorities(blocks(1, 2)) == [0, 0]
