@@ -17,7 +17,7 @@ MOVED = "tests/rpc/test_moved_bytes.py"
 KEYS = "tests/unit/registration/test_pool_keys.py"
 
 
-BASIC = {
+FAULTS = {
     "roles_are_not_asked_for": Fault(
         "kvplane/serving/callers/identity.py",
         "if roles and not roles & who.roles:",
@@ -43,8 +43,6 @@ BASIC = {
         "if False:",
         QUOTA,
     ),
-}
-MORE = {
     "any_plane_registers_for_any_pool": Fault(
         "control_plane/server/registration_server.py",
         "if not caller.may_register(hello.pool_id):",
@@ -244,12 +242,6 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize("name", FAULTS)
 def test_the_tests_notice(name: str, tmp_path: Path) -> None:
-    assert_noticed(BASIC[name], tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MORE)
-def test_the_tests_notice_at_night(name: str, tmp_path: Path) -> None:
-    assert_noticed(MORE[name], tmp_path)
+    assert_noticed(FAULTS[name], tmp_path)

@@ -276,7 +276,7 @@ def settled_receipts_need_their_key(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(receipts, "_has_settled", lambda session, signed: False)
 
 
-QUICK = (
+FAULTS = (
     repeats_not_recognised,
     session_ids_reused,
     epoch_order_ignored,
@@ -286,8 +286,6 @@ QUICK = (
     sessions_outlive_a_shard,
     shards_may_overlap,
     key_dropped_while_its_plans_are_in_flight,
-)
-SLOW = (
     fence_forgotten,
     lower_incarnation_installed,
     abort_not_numbered,
