@@ -38,6 +38,11 @@ def load(path: str) -> ModuleType:
     return module
 
 
+def alone(test: Callable[[], None]) -> Run:
+    """A test that needs nothing."""
+    return lambda folder, patch: test()
+
+
 def assert_noticed(
     fault: Callable[[pytest.MonkeyPatch], None],
     run: Run,

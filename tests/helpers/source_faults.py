@@ -28,15 +28,36 @@ class Fault(NamedTuple):
     only: str = ""
 
 
-def assert_noticed(fault: Fault, folder: Path) -> None:
-    """Copy the tree to ``folder``, plant the fault, and run its tests there."""
+def plant(file: Path, old: str, new: str) -> None:
+    """Put ``new`` in the place of ``old``, which ``file`` has once."""
+    sound = file.read_text()
+    assert sound.count(old) == 1, f"{file} has it {sound.count(old)} times"
+    file.write_text(sound.replace(old, new))
+
+
+def copy_csrc(folder: Path) -> Path:
+    """A copy of csrc in ``folder``."""
+    ignored = shutil.ignore_patterns("build", "*.so")
+    return Path(shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=ignored))
+
+
+def copy_with(fault: Fault, folder: Path, *, csrc: bool = False) -> None:
+    """Copy the tree to ``folder`` and plant the fault there. Of csrc, what the fault is not in is
+    not compiled again.
+    """
     for part in PARTS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, folder / part)
-    file = folder / fault.file
-    sound = file.read_text()
-    assert sound.count(fault.old) == 1
-    file.write_text(sound.replace(fault.old, fault.new))
+    if csrc:
+        copy_csrc(folder)
+        (ROOT / "build").mkdir(exist_ok=True)
+        (folder / "build").symlink_to(ROOT / "build")
+    plant(folder / fault.file, fault.old, fault.new)
+
+
+def assert_noticed(fault: Fault, folder: Path, *, csrc: bool = False) -> None:
+    """Run a fault's tests on such a copy."""
+    copy_with(fault, folder, csrc=csrc)
     only = ["-k", fault.only] if fault.only else []
     path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = run_pytest(fault.tests, *only, cwd=folder, env={"PYTHONPATH": path})

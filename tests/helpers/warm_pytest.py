@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 # None that has plugins for pytest, such as hypothesis: pytest has to be the first to import those.
 IMPORTED = ("grpc.aio", "grpc_status.rpc_status", "numpy", "torch", "xxhash")
@@ -50,6 +51,15 @@ def run_pytest(
                 os.killpg(server.pid, signal.SIGKILL)
                 _server.cache_clear()
         return subprocess.CompletedProcess(listed, int(answer), Path(out.name).read_text())
+
+
+def assert_noticed(plugin: Path, fault: str, tests: str) -> None:
+    """A plugin of pytest plants the fault that $FAULT names; the tests fail with it."""
+    path = os.pathsep.join(map(str, (plugin.parent, Path(__file__).parent, ROOT)))
+    env = {"FAULT": fault, "PYTHONPATH": path}
+    done = run_pytest("-p", plugin.stem, "-m", "not nightly", tests, cwd=ROOT, env=env)
+    assert done.returncode == TESTS_FAILED, done.stdout
+    assert "1 failed" in done.stdout
 
 
 @functools.cache

@@ -45,7 +45,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = (item.path.name, item.name.partition("[")[2].removesuffix("]"))
         if place in faults:
             found.add(place)
-            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "nightly"]
         elif item.path.name != "test_faults_apply.py":
             item.add_marker(pytest.mark.nightly)
     whole = {item.path.name for item in here} if not any("::" in arg for arg in config.args) else ()

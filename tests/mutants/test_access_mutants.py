@@ -14,7 +14,7 @@ FLOODS = "tests/attacks/test_floods.py"
 PLANS = "tests/attacks/test_large_plans.py"
 
 
-BASIC = {
+FAULTS = {
     "roles_are_not_asked_for": Fault(
         "kvplane/serving/callers/identity.py",
         "if roles and not roles & who.roles:",
@@ -28,8 +28,6 @@ BASIC = {
         SOCKETS,
         "another_tenants_grant",
     ),
-}
-MORE = {
     "any_plane_registers_for_any_pool": Fault(
         "control_plane/server/registration_server.py",
         "if not caller.may_register(hello.pool_id):",
@@ -151,12 +149,6 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize("name", FAULTS)
 def test_the_tests_notice(name: str, tmp_path: Path) -> None:
-    assert_noticed(BASIC[name], tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MORE)
-def test_the_tests_notice_at_night(name: str, tmp_path: Path) -> None:
-    assert_noticed(MORE[name], tmp_path)
+    assert_noticed(FAULTS[name], tmp_path)

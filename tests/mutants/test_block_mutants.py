@@ -1,4 +1,4 @@
-"""The native core's tests fail when a fault is planted in the core. Nightly: each is a build."""
+"""The native core's tests fail when a fault is planted in the core. Each is a build."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TESTS[:0] = [
     "tests/unit/blocks/test_touched.py",
 ]
 TESTS[:0] = ["tests/unit/blocks/test_announcing.py", "tests/unit/blocks/test_rebuilding.py"]
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 GROUP_TESTS = {
     "both planes": "tests/unit/planning/test_groups_walk.py",
     "core": "tests/unit/blocks/test_native_walk.py::test_walks_of_several_groups",

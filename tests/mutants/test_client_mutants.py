@@ -17,7 +17,7 @@ PAGE_SERVER = "control_plane/server/page/page_server.py"
 SESSION = "kvplane/session/session.py"
 TRACING = "tests/unit/client/test_tracing.py"
 
-BASIC = {
+FAULTS = {
     "an_absent_plan_is_empty": Fault(
         "kvplane/results.py",
         'return self._message.plan if self._message.HasField("plan") else None',
@@ -40,8 +40,6 @@ BASIC = {
         LOOP,
         "several_threads",
     ),
-}
-MORE = {
     "a_loop_waits_long_for_its_caller": Fault(
         CALLER_LOOP, "_IDLE_S: Final = 0.2", "_IDLE_S: Final = 2.0", LOOP, "by_itself"
     ),
@@ -175,12 +173,6 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_test_of_the_client_notices(name: str, tmp_path: Path) -> None:
-    assert_noticed(BASIC[name], tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MORE)
-def test_a_test_of_the_client_notices_at_night(name: str, tmp_path: Path) -> None:
-    assert_noticed(MORE[name], tmp_path)
+    assert_noticed(FAULTS[name], tmp_path)

@@ -18,7 +18,7 @@ QUESTIONS = "tests/rpc/test_operations_conformance_questions.py"
 TOLD = "tests/rpc/test_told_streams.py"
 SHARERS = "tests/unit/core/test_many_sharers.py"
 
-QUICK = {
+FAULTS = {
     "what_was_written_goes_with_who_is_cut": Fault(
         SHARING,
         "            session.native.cut(session.slot, sequence_id)\n",
@@ -32,8 +32,6 @@ QUICK = {
         "        self._core.take_told()\n        for key in [*self._streams]:\n",
         TOLD,
     ),
-}
-MORE = {
     "who_has_to_yield_is_not_told": Fault(
         SHARING,
         "member.tell_pressure(group, decision.num_blocks, decision.deadline_s - now_s)",
@@ -171,12 +169,6 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("fault", QUICK.values(), ids=QUICK.keys())
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_the_tests_catch(fault: Fault, tmp_path: Path) -> None:
-    assert_noticed(fault, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("fault", MORE.values(), ids=MORE.keys())
-def test_the_tests_catch_too(fault: Fault, tmp_path: Path) -> None:
     assert_noticed(fault, tmp_path)

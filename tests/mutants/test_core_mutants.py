@@ -15,27 +15,16 @@ from kvplane.errors import KvplaneError
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-FAULTS = load("mutants/core/faults.py")
+FAULTS = load("mutants/core/faults.py").FAULTS
 
 
-@pytest.mark.parametrize("fault", FAULTS.QUICK, ids=lambda f: f.__name__)
-def test_the_walk_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A fault that chance shows late needs many; the walk ends with the first that shows it.
-    assert_caught(fault, monkeypatch, max_examples=1000)
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", FAULTS.SLOW, ids=lambda f: f.__name__)
-def test_a_longer_walk_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(fault, monkeypatch, max_examples=3000)
-
-
-def assert_caught(fault: Fault, patch: pytest.MonkeyPatch, *, max_examples: int) -> None:
-    """The walk fails with the fault planted; the failing example is not shrunk."""
-    fault(patch)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_the_walk_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failing example is not shrunk."""
+    fault(monkeypatch)
     walk = settings(
-        max_examples=max_examples,
+        max_examples=3000,  # of which the first that shows the fault is the last
         stateful_step_count=40,
         deadline=None,
         database=None,

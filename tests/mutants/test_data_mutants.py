@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from warm_pytest import TESTS_FAILED, run_pytest
+from warm_pytest import assert_noticed
 
-ROOT = Path(__file__).parents[2]
+PLUGIN = Path(__file__).parent / "data" / "data_mutants.py"
 
 EXECUTOR = "executor/test_executor.py"
 SESSIONS = "executor/test_executor_sessions.py"
@@ -36,7 +35,7 @@ ORDER = "plans/test_plan_order.py"
 REPEATED = "executor/test_repeated_layers.py"
 
 # Fault: the file of tests that must notice it.
-BASIC = {
+FAULTS = {
     "verification_skipped": REJECTIONS,
     "generation_unchecked": INVARIANTS,
     "published_write_allowed": INVARIANTS,
@@ -59,8 +58,6 @@ BASIC = {
     "batches_kept": BOUND,
     "repeated_layers_take_any_tensors": REPEATED,
     "repeated_layers_write_what_was_published": REPEATED,
-}
-MORE = {
     "tokens_of_bound_keys_uncounted": BOUND,
     "spans_past_their_tables": BATCH,
     "tables_are_kept_twice": TABLES,
@@ -120,21 +117,6 @@ MORE = {
 }
 
 
-def assert_noticed(mutant: str, tests: str) -> None:
-    paths = (ROOT / "tests" / "mutants" / "data", ROOT / "tests" / "helpers", ROOT)
-    env = {"DATA_MUTANT": mutant, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = ("-p", "data_mutants", "-m", "not nightly", f"tests/unit/{tests}")
-    result = run_pytest(*command, cwd=ROOT, env=env)
-    assert result.returncode == TESTS_FAILED, result.stdout
-    assert "1 failed" in result.stdout
-
-
-@pytest.mark.parametrize("mutant", BASIC)
+@pytest.mark.parametrize("mutant", FAULTS)
 def test_a_fault_planted_in_the_data_plane_is_noticed(mutant: str) -> None:
-    assert_noticed(mutant, BASIC[mutant])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("mutant", MORE)
-def test_a_finer_fault_planted_in_the_data_plane_is_noticed(mutant: str) -> None:
-    assert_noticed(mutant, MORE[mutant])
+    assert_noticed(PLUGIN, mutant, f"tests/unit/{FAULTS[mutant]}")

@@ -4,11 +4,10 @@ on the emulated GPU.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from source_faults import ROOT, Fault, assert_noticed
+from source_faults import Fault, assert_noticed
 
 MEMORY = "csrc/cuda/device/shared_memory.cu"
 REGIONS = "data_plane/server/local/device_regions.py"
@@ -22,7 +21,7 @@ NATIVE = "tests/kernels/test_cuda_shared_memory.py"
 RPC = "tests/rpc/test_device_regions.py"
 UNIT = "tests/unit/client/test_device_region.py"
 
-BASIC = {
+FAULTS = {
     "what_was_there_before_can_be_read": Fault(
         MEMORY,
         'check(cudaMemset(data, 0, whole), "cudaMemset");',
@@ -44,8 +43,6 @@ BASIC = {
     "packets_go_before_their_tensors": Fault(
         ENGINE, "self._stream.synchronize()", "pass", UNIT, "is_there_before"
     ),
-}
-MORE = {
     "handles_open_a_block_of_others": Fault(
         MEMORY,
         "div_ceil(num_bytes, kBlockBytes) * kBlockBytes",
@@ -142,21 +139,6 @@ MORE = {
 }
 
 
-def assert_noticed_on_the_emulator(fault: Fault, folder: Path) -> None:
-    """Of csrc, what the fault is not in is not compiled again."""
-    ignored = shutil.ignore_patterns("build", "*.so")
-    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=ignored)
-    (ROOT / "build").mkdir(exist_ok=True)
-    (folder / "build").symlink_to(ROOT / "build")
-    assert_noticed(fault, folder)
-
-
-@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize("name", FAULTS)
 def test_the_tests_notice(name: str, tmp_path: Path) -> None:
-    assert_noticed_on_the_emulator(BASIC[name], tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MORE)
-def test_the_tests_notice_at_night(name: str, tmp_path: Path) -> None:
-    assert_noticed_on_the_emulator(MORE[name], tmp_path)
+    assert_noticed(FAULTS[name], tmp_path, csrc=True)

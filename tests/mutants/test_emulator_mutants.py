@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from source_faults import ROOT, copy_csrc, plant
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "emulator"
 sys.path[:0] = [str(HERE), str(ROOT / "tests" / "kernels")]
 
@@ -48,28 +47,6 @@ def check(path: Path, seed: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-def plant(name: str, folder: Path) -> Path:
-    """A copy of csrc with the fault in it."""
-    mutant = MUTANTS[name]
-    csrc = folder / "csrc"
-    shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns("build", "*.so"))
-    path = csrc / "cuda" / mutant.file
-    text = path.read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.file} has it {text.count(mutant.old)} times"
-    path.write_text(text.replace(mutant.old, mutant.new))
-    return csrc
-
-
-def assert_found(name: str, folder: Path) -> None:
-    kind = MUTANTS[name].found_by
-    path = program(kind, plant(name, folder))
-    results = [check(path, seed) for seed in SEEDS]
-    said = "\n".join(result.stdout + result.stderr for result in results)
-    wanted = SANITIZER_FOUND_IT.get(kind, (1,))
-    assert any(result.returncode in wanted for result in results), said
-    assert FOUND[kind] in said
-
-
 @pytest.mark.timeout(300)
 def test_sound_kernels_pass() -> None:
     path = program(PLAIN, ROOT / "csrc")
@@ -90,4 +67,11 @@ def test_the_sanitizers_have_nothing_to_say_of_sound_kernels(kind: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
-    assert_found(name, tmp_path)
+    mutant, csrc = MUTANTS[name], copy_csrc(tmp_path)
+    plant(csrc / "cuda" / mutant.file, mutant.old, mutant.new)
+    path = program(mutant.found_by, csrc)
+    results = [check(path, seed) for seed in SEEDS]
+    said = "\n".join(result.stdout + result.stderr for result in results)
+    wanted = SANITIZER_FOUND_IT.get(mutant.found_by, (1,))
+    assert any(result.returncode in wanted for result in results), said
+    assert FOUND[mutant.found_by] in said

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from gpu_programs import PYTEST, ROOT, run_on_simulated_gpu
-
-COPIED = (
-    *("kvplane", "control_plane", "data_plane", "csrc"),
-    *("tests/gpu_sim", "tests/kernels", "tests/helpers"),
-)
-
-
-class Fault(NamedTuple):
-    """``file`` has ``old`` once; the tests ``only`` of ``tests`` fail with ``new`` in its place."""
-
-    file: str
-    old: str
-    new: str
-    tests: str
-    only: str
-
+from gpu_programs import PYTEST, run_on_simulated_gpu
+from source_faults import Fault, copy_with
 
 DATA_PLANE = ("tests/kernels/on_gpu_data_plane.py", "random_plans")
 PLANE_CACHE = ("tests/gpu_sim/on_gpu_plane_cache.py", "greedy_with_padding")
@@ -64,19 +47,11 @@ MUTANTS = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_found_on_a_simulated_gpu(name: str, tmp_path: Path) -> None:
     fault, folder = MUTANTS[name], tmp_path / "tree"
-    for part in COPIED:
-        ignored = shutil.ignore_patterns("build", "*.so", "__pycache__")
-        shutil.copytree(ROOT / part, folder / part, ignore=ignored)
-    (folder / "build").symlink_to(ROOT / "build")  # where the sources' builds are kept
-    file = folder / fault.file
-    sound = file.read_text()
-    assert sound.count(fault.old) == 1
-    file.write_text(sound.replace(fault.old, fault.new))
+    copy_with(fault, folder, csrc=True)
     words = (*PYTEST, "-x", fault.tests, "-k", fault.only)
     done = run_on_simulated_gpu(*words, out=tmp_path, root=folder)
     assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout + done.stderr

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from warm_pytest import TESTS_FAILED, run_pytest
+from warm_pytest import assert_noticed
 
-ROOT = Path(__file__).parents[2]
-KERNEL_TESTS = "tests/kernels"
+PLUGIN = Path(__file__).parent / "kernels" / "kernel_mutants.py"
 
 ATTENTION = "test_paged_attention.py"
 OPTIONS = "test_attention_options.py"
@@ -20,12 +18,10 @@ FP8_ATTENTION = "test_fp8_attention.py"
 FP8_CONVERSIONS = "test_fp8_conversions.py"
 
 # Fault: the file of tests that must notice it.
-BASIC = {
+FAULTS = {
     "newest_slot_not_written": ATTENTION,
     "rows_see_one_token_less": ATTENTION,
     "values_of_the_next_head": ATTENTION,
-}
-MORE = {
     "attention_returns_zeros": ATTENTION,
     "two_blocks_swapped": ATTENTION,
     "table_shifted_by_one": ATTENTION,
@@ -58,21 +54,6 @@ MORE = {
 }
 
 
-def assert_noticed(mutant: str, tests: str) -> None:
-    plugins = ROOT / "tests" / "mutants" / "kernels"
-    env = {"KERNEL_MUTANT": mutant, "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT)))}
-    command = ("-p", "kernel_mutants", "-m", "not nightly", f"{KERNEL_TESTS}/{tests}")
-    result = run_pytest(*command, cwd=ROOT, env=env)
-    assert result.returncode == TESTS_FAILED, result.stdout
-    assert "1 failed" in result.stdout
-
-
-@pytest.mark.parametrize("mutant", BASIC)
+@pytest.mark.parametrize("mutant", FAULTS)
 def test_a_planted_fault_is_noticed(mutant: str) -> None:
-    assert_noticed(mutant, BASIC[mutant])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("mutant", MORE)
-def test_a_finer_planted_fault_is_noticed(mutant: str) -> None:
-    assert_noticed(mutant, MORE[mutant])
+    assert_noticed(PLUGIN, mutant, f"tests/kernels/{FAULTS[mutant]}")

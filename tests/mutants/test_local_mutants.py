@@ -22,7 +22,7 @@ ENDPOINT = "data_plane/server/local/endpoint.py"
 CONNECTION = "data_plane/server/local/connection.py"
 STREAM = "data_plane/server/execute_stream.py"
 
-BASIC = {
+FAULTS = {
     "ranges_past_the_end_are_read": Fault(
         REGION,
         "not 0 <= first <= self.size_bytes - num_bytes",
@@ -40,8 +40,6 @@ BASIC = {
         LOCAL,
         "taken_once",
     ),
-}
-MORE = {
     "any_region_is_this_one": Fault(
         STREAM,
         "        region = self._regions.get(place.region_id)\n",
@@ -199,15 +197,9 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize("name", FAULTS)
 def test_the_tests_notice(name: str, tmp_path: Path) -> None:
-    assert_noticed(BASIC[name], tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MORE)
-def test_the_tests_notice_at_night(name: str, tmp_path: Path) -> None:
-    assert_noticed(MORE[name], tmp_path)
+    assert_noticed(FAULTS[name], tmp_path)
 
 
 class Impatient(ServedLayers):

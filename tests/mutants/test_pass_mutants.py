@@ -17,7 +17,7 @@ CORE = "engine/running/core.py"
 SCHEDULER = "engine/scheduling/scheduler.py"
 SEQUENCE = "engine/scheduling/sequence.py"
 
-BASIC = {
+FAULTS = {
     "the_first_pass_is_the_last": Fault(
         SESSIONS, "self.pass_index in (None, self.num_passes - 1)", "True", EXECUTOR, "no_receipt"
     ),
@@ -41,8 +41,6 @@ BASIC = {
     "tokens_of_a_pass_are_all_that_is_due": Fault(
         SCHEDULER, "sequence.num_due = num_tokens * is_live", "sequence.num_due = 1", ENGINE
     ),
-}
-MORE = {
     "a_stream_forgets_its_pass": Fault(
         "data_plane/server/execute_stream.py",
         "self._plan_number, self._pass_index = started.number, pass_index",
@@ -210,12 +208,6 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_test_of_passes_notices(name: str, tmp_path: Path) -> None:
-    assert_noticed(BASIC[name], tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MORE)
-def test_a_test_of_passes_notices_at_night(name: str, tmp_path: Path) -> None:
-    assert_noticed(MORE[name], tmp_path)
+    assert_noticed(FAULTS[name], tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from patched_faults import Run, load
+from patched_faults import Run, alone, load
 from patched_faults import assert_noticed as assert_patch_noticed
 from source_faults import Fault, assert_noticed
 from two_pools import two_pools
@@ -222,10 +222,6 @@ def over_tls(folder: Path, patch: pytest.MonkeyPatch) -> None:
     asyncio.run(with_peers())
 
 
-def alone(test: Callable[[], None]) -> Run:
-    return lambda folder, patch: test()
-
-
 WRONG = in_pools("test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow")
 FULL = in_pools("test_one_caller_cannot_hold_all_pushes", tests=SLOW)
 NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
@@ -291,7 +287,6 @@ IN_SOURCES = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", IN_SOURCES)
 def test_a_fault_in_the_sources_of_pushes_is_noticed(name: str, tmp_path: Path) -> None:
     assert_noticed(IN_SOURCES[name], tmp_path)

@@ -49,7 +49,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_the_tests_catch(fault: Fault, tmp_path: Path) -> None:
     assert_noticed(fault, tmp_path)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from patched_faults import load
+from patched_faults import Run, alone, assert_noticed, load
 
 from control_plane.planning import core, silent_shards
 from control_plane.planning.pools.pool import Pool
@@ -16,7 +16,6 @@ from control_plane.planning.session import Session
 from engine.parallel import model_part
 from kvplane import AttentionOptions, Tensor
 from kvplane.clients import sharded_execution
-from kvplane.errors import KvplaneError
 from kvplane.shard import QueryHeads
 
 SILENT = load("unit/registration/test_silent_shards.py")
@@ -107,22 +106,18 @@ def biases_added_by_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(model_part, "_cut_rows", cut)
 
 
-def same_bits(folder: Path) -> None:
+def same_bits(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Layouts with and without copies."""
     for layout in (EXECUTION.LAYOUT, EXECUTION.LATENT_LIKE):
         test = EXECUTION.test_attention_has_the_same_bits_however_the_pool_is_divided
         asyncio.run(test(folder, layout))
 
 
-def biased_model(folder: Path) -> None:
+def biased_model(folder: Path, patch: pytest.MonkeyPatch) -> None:
     PARTS.test_the_parts_compute_what_the_whole_does(folder, "starcoder2")
 
 
-def alone(test: Callable[[], None]) -> Callable[[Path], None]:
-    return lambda folder: test()
-
-
-NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Callable[[Path], None]] = {
+NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
     long_plans_are_lost: alone(SILENT.test_a_plan_that_no_shard_has_receipted_is_only_long),
     one_session_ends_all: alone(SILENT.test_a_missing_receipt_ends_its_session_alone),
     closed_sessions_accuse_shards: alone(SILENT.test_a_session_that_closes_slowly_harms_nobody),
@@ -143,10 +138,4 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Callable[[Path], None]] =
 def test_a_fault_of_shards_is_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sound, faulty = tmp_path / "sound", tmp_path / "faulty"
-    sound.mkdir()
-    faulty.mkdir()
-    NOTICED_BY[fault](sound)
-    fault(monkeypatch)
-    with pytest.raises((AssertionError, KvplaneError, pytest.fail.Exception)):
-        NOTICED_BY[fault](faulty)
+    assert_noticed(fault, NOTICED_BY[fault], monkeypatch, tmp_path)

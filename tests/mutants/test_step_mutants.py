@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patched_faults import load
 
 from data_plane.fixed_step import FixedStep
 from data_plane.kernels.arguments import numbers_of_heads
 from data_plane.kernels.step_memory import StepMemory
 from data_plane.plans.batches.fixed_rows import FixedRows
 
-HERE = Path(__file__).parent
-_SPEC = importlib.util.spec_from_file_location(
-    "mutated_fixed_steps", HERE.parent / "kernels" / "test_fixed_steps.py"
-)
-assert _SPEC is not None and _SPEC.loader is not None
-TESTS: Any = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(TESTS)
+TESTS = load("kernels/test_fixed_steps.py")
 
 Patch = pytest.MonkeyPatch
 Check = Callable[[], None]
@@ -116,23 +109,12 @@ FAULTS = (
     sinks_are_copied_by_each_call,
     a_step_counts_as_run_whatever_it_ran,
 )
-ON_PUSH = (rows_in_new_memory, a_graph_without_the_plan)
 
 
-def assert_caught(fault: Callable[[Patch], Check], patch: Patch) -> None:
-    check = fault(patch)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_in_a_fixed_step_is_caught(
+    fault: Callable[[Patch], Check], monkeypatch: Patch
+) -> None:
+    check = fault(monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception)):
         check()
-
-
-@pytest.mark.parametrize("fault", ON_PUSH, ids=lambda fault: fault.__name__)
-def test_a_fault_in_a_fixed_step_is_caught(fault: Any, monkeypatch: Patch) -> None:
-    assert_caught(fault, monkeypatch)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "fault", [f for f in FAULTS if f not in ON_PUSH], ids=lambda fault: fault.__name__
-)
-def test_every_fault_in_a_fixed_step_is_caught(fault: Any, monkeypatch: Patch) -> None:
-    assert_caught(fault, monkeypatch)

@@ -1,19 +1,19 @@
 """Faults planted in how a tile of 8-bit numbers is searched for NaN are found by their bits.
 
-Each is a build of the CPU's module, so they are planted nightly.
+Each is a build of the CPU's module.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from source_faults import ROOT, copy_csrc, plant
+from warm_pytest import TESTS_FAILED, run_pytest
 
-ROOT = Path(__file__).parents[2]
 FILE = Path("cpu", "row_ops", "row_ops_stored.h")
 TESTS = ("tests/kernels/test_fp8_attention.py", "-k", "test_a_nan_in_a_tile")
 
@@ -36,25 +36,13 @@ def installed(source: Path, site: Path) -> None:
     subprocess.run(command, env=os.environ | {"PATH": path, "KVPLANE_CUDA": "OFF"}, check=True)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["sound", *MUTANTS])
 def test_a_planted_fault_is_found_and_sound_kernels_pass(name: str, tmp_path: Path) -> None:
-    source, site = tmp_path / "csrc", tmp_path / "site"
-    shutil.copytree(ROOT / "csrc", source, ignore=shutil.ignore_patterns("build", "blocks"))
-    text = (source / FILE).read_text()
-    for old, new in [MUTANTS[name]] if name in MUTANTS else []:
-        assert text.count(old) == 1
-        (source / FILE).write_text(text.replace(old, new))
+    source, site = copy_csrc(tmp_path), tmp_path / "site"
+    if name in MUTANTS:
+        plant(source / FILE, *MUTANTS[name])
     installed(source, site)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == (1 if name in MUTANTS else 0), done.stdout
+    done = run_pytest(*TESTS, cwd=ROOT, env={"PYTHONPATH": str(site)})
+    assert done.returncode == (TESTS_FAILED if name in MUTANTS else 0), done.stdout
     assert (" failed" in done.stdout) == (name in MUTANTS), done.stdout

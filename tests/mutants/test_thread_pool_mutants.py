@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from source_faults import ROOT, copy_csrc, plant
 
-ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = ROOT / "tests" / "kernels"
 sys.path.insert(0, str(KERNEL_TESTS))
 
 from emulated_build import build  # noqa: E402
-
-POOL = ROOT / "csrc" / "cpu" / "thread_pool.cpp"
 
 # Name: the text in the thread pool, and what takes its place.
 MUTANTS = {
@@ -42,15 +40,11 @@ MUTANTS = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
-    old, new = MUTANTS[name]
-    text = POOL.read_text()
-    assert text.count(old) == 1, f"the pool has it {text.count(old)} times"
-    pool = tmp_path / "cpu" / POOL.name
-    pool.parent.mkdir()
-    (pool.parent / "thread_pool.h").write_text(POOL.with_name("thread_pool.h").read_text())
-    pool.write_text(text.replace(old, new))
+    csrc = copy_csrc(tmp_path)
+    pool = csrc / "cpu" / "thread_pool.cpp"
+    plant(pool, *MUTANTS[name])
     sources = (KERNEL_TESTS / "thread_pool_callers.cpp", pool)
-    program = build(tmp_path, sources, flags=("-fsanitize=thread",), link_flags=("-pthread",))
+    program = build(csrc, sources, flags=("-fsanitize=thread",), link_flags=("-pthread",))
     # A busy machine may not come to what the fault needs in one run.
     assert any(
         subprocess.run([str(program), "2", "16"], capture_output=True, timeout=60).returncode

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from patched_faults import load
+from patched_faults import alone, assert_noticed, load
 
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.shards import PoolShards, ShardState
@@ -105,9 +106,6 @@ NOTICED_BY = {
 
 @pytest.mark.parametrize("fault", NOTICED_BY, ids=lambda fault: fault.__name__)
 def test_a_fault_of_withdrawals_is_noticed(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    NOTICED_BY[fault]()
-    fault(monkeypatch)
-    with pytest.raises(AssertionError):
-        NOTICED_BY[fault]()
+    assert_noticed(fault, alone(NOTICED_BY[fault]), monkeypatch, tmp_path)

@@ -1,8 +1,7 @@
 """Faults of the line: each leaves out one of its rules, or a part of it.
 
-Each takes pytest's monkeypatch and plants itself for one test. ``STARVING`` and ``STARVING_SLOWLY``
-have a case of the checker that shows them, by its name; ``OTHERS`` are shown by a test of one
-behaviour.
+Each takes pytest's monkeypatch and plants itself for one test. ``STARVING`` have a case of the
+checker that shows them, by its name; ``OTHERS`` are shown by a test of one behaviour.
 """
 
 from __future__ import annotations
@@ -444,8 +443,6 @@ STARVING = {
     yielding_makes_turns_short: "two that yield",
     deadlines_are_put_off: "two, of the whole pool",
     receipts_may_be_missing: "big honest and hostile",
-}
-STARVING_SLOWLY = {
     clocks_never_stand: "honest and hostile with two",
     who_was_asked_once_leaves_for_free: "honest and hostile with two",
 }

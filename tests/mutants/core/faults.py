@@ -110,13 +110,11 @@ def headroom_in_an_empty_pool(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Line, "num_headroom", num_headroom)
 
 
-QUICK = (
+FAULTS = (
     duplicates_run_again,
     positions_ignored,
     headroom_in_an_empty_pool,
     leases_never_end,
-)
-SLOW = (
     refused_numbers_stay_free,
     fence_ignored,
     publications_kept_quiet,

@@ -1,4 +1,4 @@
-"""A pytest plugin that plants one fault in the data plane: the one that $DATA_MUTANT names.
+"""A pytest plugin that plants one fault in the data plane: the one that $FAULT names.
 
 Run with it, the data plane's unit tests must fail.
 """
@@ -461,4 +461,4 @@ MUTANTS |= {name: _fault(name) for name in FAULTS}
 
 
 def pytest_configure() -> None:
-    MUTANTS[os.environ["DATA_MUTANT"]]()
+    MUTANTS[os.environ["FAULT"]]()

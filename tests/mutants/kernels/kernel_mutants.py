@@ -1,4 +1,4 @@
-"""A pytest plugin that plants one fault in ``CpuKernels``: $KERNEL_MUTANT names it.
+"""A pytest plugin that plants one fault in ``CpuKernels``: $FAULT names it.
 
 Run with it, the tests in tests/kernels/ must fail.
 """
@@ -265,5 +265,5 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = (
 
 def pytest_configure() -> None:
     """Plants the fault."""
-    name, mutant = MUTANTS[os.environ["KERNEL_MUTANT"]]
+    name, mutant = MUTANTS[os.environ["FAULT"]]
     setattr(CpuKernels, name, mutant)

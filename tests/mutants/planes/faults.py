@@ -231,7 +231,7 @@ def former_keys_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(signing, "verify", verify)
 
 
-QUICK = (
+FAULTS = (
     repeats_not_recognised,
     session_ids_reused,
     epoch_order_ignored,
@@ -241,8 +241,6 @@ QUICK = (
     sessions_outlive_a_shard,
     shards_may_overlap,
     former_keys_accepted,
-)
-SLOW = (
     fence_forgotten,
     lower_incarnation_installed,
     abort_not_numbered,
