@@ -23,8 +23,8 @@ from pathlib import Path
 import grpc.aio
 
 from benchmarks.common.cpu import cpu_name
-from demo.workload import Question, questions
 from engine import LLM
+from examples.demo import Question, questions
 from kvplane import ControlClient
 from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
 from kvplane.errors import KvplaneError
