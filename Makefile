@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api metrics-page clean
 
-PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py demo models tests benchmarks examples scripts setup.py
+PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
@@ -24,7 +24,7 @@ setup:  ## Make .venv: pinned packages, native kernels, this project
 	@scripts/setup.sh
 
 run:  ## Start both planes, serve the shipped model through them, and check every answer
-	@began=$$(date +%s) && scripts/setup.sh && $(BIN)/python -m demo && \
+	@began=$$(date +%s) && scripts/setup.sh && $(BIN)/python -m examples.demo && \
 	  echo "make run: $$(($$(date +%s) - began)) s, of which $$(cat .venv/.kvplane-network) s waited for the network"
 
 test: setup  ## Run the push tier of the tests

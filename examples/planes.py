@@ -25,7 +25,7 @@ from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S: Final = 60.0
-STOP_TIMEOUT_S: Final = 10.0
+STOP_TIMEOUT_S: Final = 15.0
 CONTROL_PLANE: Final = ("-m", "control_plane")
 DATA_PLANE: Final = ("-m", "data_plane")
 _POLL_S: Final = 0.05
@@ -101,7 +101,7 @@ class Planes:
         command = [*self._interpreter, *program, "--bind", "127.0.0.1:0"]
         command += ["--port-file", str(port_file), "--metrics-port", str(metrics_port)]
         plane = Plane(name, _spawn([*command, *arguments], output), log)
-        self._stack.callback(_stop, plane.process)
+        self._stack.callback(stop, plane.process)
         plane.address = f"127.0.0.1:{_wait_for_port(port_file, plane)}"
         plane.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         return plane
@@ -152,7 +152,7 @@ def _wait_for_port(file: Path, plane: Plane) -> int:
     raise PlaneUnavailableError(f"{plane.name} did not start; see {plane.log}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM, and SIGKILL if that does not help."""
     process.terminate()
     try:

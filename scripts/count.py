@@ -1,8 +1,8 @@
 """Hand-written lines of each part of the repository: ``python -m scripts.count``.
 
 The product is everything that a user installs or builds: protos, both planes, native code, the
-client's package, the engine and the demonstration. Tests, benchmarks, documents, examples and
-scripts are counted apart; what is generated or data is not counted.
+client's package and the engine. Tests, benchmarks, documents, examples and scripts are counted
+apart; what is generated or data is not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PRODUCT: Final = ("protos", "control_plane", "data_plane", "csrc", "kvplane", "engine", "demo")
+PRODUCT: Final = ("protos", "control_plane", "data_plane", "csrc", "kvplane", "engine")
 APART: Final = ("integrations", "examples", "scripts", "deploy", "benchmarks", "tests", "docs")
 _CODE: Final = {".py", ".pyi", ".proto", ".sh", ".js", ".css", ".html", ".go"}
 _NATIVE: Final = {".h", ".cpp", ".cu", ".cuh"}

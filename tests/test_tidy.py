@@ -55,7 +55,7 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         {
             "engine/a.py": "from .b import c\nfrom engine.b import d\n",
             "engine/running/b.py": "def f():\n    import engine\n    from engines import g\n",
-            "demo/c.py": "import engine\n",
+            "examples/c.py": "import engine\n",
         },
         ["engine/a.py:2: from engine.b import d", "engine/running/b.py:2: import engine"],
     ),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 EXIT_NOT_INSTALLED: Final = 1
-_OURS: Final = ("kvplane", "control_plane", "data_plane", "engine", "demo")
+_OURS: Final = ("kvplane", "control_plane", "data_plane", "engine")
 
 
 def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:

@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("tree")
     for name in PROJECT:
         shutil.copy(ROOT / name, copy)
-    for name in (*PACKAGES, "demo", "examples", "tests", "benchmarks", "scripts"):
+    for name in (*PACKAGES, "examples", "tests", "benchmarks", "scripts"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     out = copy / "wheels"
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]

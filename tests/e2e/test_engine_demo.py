@@ -22,8 +22,9 @@ TIMEOUT_S = 280
 def demo(
     run_folder: Path, *program: str, python_path: str = ""
 ) -> subprocess.CompletedProcess[str]:
+    program = program or ("-m", "examples.demo")
     return subprocess.run(
-        [sys.executable, *(program or ("-m", "demo")), "--quick", "--run-folder", run_folder],
+        [sys.executable, *program, "--quick", "--run-folder", run_folder],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": python_path},
         capture_output=True,
@@ -94,7 +95,7 @@ def test_a_planted_fault_makes_it_fail(tmp_path: Path, fault: str) -> None:
 )
 def test_however_it_ends_no_plane_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "demo", "--quick", "--run-folder", str(tmp_path)],
+        [sys.executable, "-m", "examples.demo", "--quick", "--run-folder", str(tmp_path)],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

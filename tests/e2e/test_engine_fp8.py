@@ -18,9 +18,9 @@ import torch
 from dense_kv import DenseKv, LayerScales, calibrated
 from engine_planes import ROOT, Process
 
-from demo.workload import Question, questions
 from engine import LLM
 from engine.request import RequestOutput
+from examples.demo import Question, questions
 from kvplane.errors import LayoutMismatchError
 from kvplane.models.hf import layout_from_hf
 

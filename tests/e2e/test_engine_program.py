@@ -14,7 +14,6 @@ import pytest
 from engine_planes import ROOT
 
 from data_plane.server.build import layout_from_json
-from demo.config import DemoConfig
 from engine.commands.generate import _print_whole
 from engine.config import GenerateConfig, LayoutConfig
 from engine.request import Delta
@@ -41,7 +40,6 @@ def program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
         ("engine", "ENGINE_GENERATE", GenerateConfig),
         ("engine", "ENGINE_SERVE", ServeConfig),
         ("engine", "ENGINE_LAYOUT", LayoutConfig),
-        ("demo", "DEMO", DemoConfig),
     ],
 )
 def test_help_names_every_flag_with_unit_default_and_variable(
@@ -70,9 +68,8 @@ def test_help_names_every_flag_with_unit_default_and_variable(
             "max-tokens",
         ),
         ([*GENERATE, "--prompt", "x", "--top-p", "nan"], {}, "top-p"),
-        (["demo"], {"KVPLANE_DEMO_SEED": "many"}, "seed"),
-        (["demo"], {"KVPLANE_DEMO_SPEED": "1"}, "KVPLANE_DEMO_SPEED"),
-        (["demo", "--model", "."], {}, "model"),
+        ([*GENERATE, "--prompt", "x"], {"KVPLANE_ENGINE_GENERATE_SEED": "many"}, "seed"),
+        ([*GENERATE, "--prompt", "x"], {"KVPLANE_ENGINE_GENERATE_SPEED": "1"}, "GENERATE_SPEED"),
     ],
 )
 def test_a_bad_setting_is_one_clear_line_and_exit_code_2(

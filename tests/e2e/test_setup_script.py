@@ -118,7 +118,7 @@ def test_make_run_ends_with_how_long_it_took(tree: Path) -> None:
     done = make_run(tree)
     assert done.returncode == 0, done.stderr
     first, second, last = done.stdout.splitlines()
-    assert (first, second) == ("set up", "-m demo")
+    assert (first, second) == ("set up", "-m examples.demo")
     took = re.fullmatch(r"make run: (\d+) s, of which 17 s waited for the network", last)
     assert took is not None and int(took[1]) >= 2
     python.write_text("#!/bin/sh\nexit 3\n")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from demo.config import DemoConfig
-from demo.run import run
-from kvplane.serving.settings import parse
+from examples.demo import main
 
 if __name__ == "__main__":
-    config = parse(DemoConfig, "demo", sys.argv[2:], os.environ)
-    sys.exit(run(config, ("-m", "faulty_data_plane", sys.argv[1])))
+    sys.exit(main(sys.argv[2:], ("-m", "faulty_data_plane", sys.argv[1])))

@@ -11,7 +11,7 @@ from warm_pytest import TESTS_FAILED, run_pytest
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
-    *("kvplane", "control_plane", "data_plane", "engine", "demo"),
+    *("kvplane", "control_plane", "data_plane", "engine"),
     *("examples", "models", "scripts", "tests", "pyproject.toml"),
 )
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import grpc.aio
 
 from benchmarks.common.cpu import cpu_name
-from demo.workload import Question, questions
 from engine import LLM
+from examples.demo import Question, questions
 from integrations.ray.tests.ray_cluster import SimulatedCluster
 from integrations.ray.tests.simulated_clients import Answer, Clients
 from kvplane import ControlClient

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import openai
 
-from demo.workload import Question
+from examples.demo import Question
 
 NUM_CLIENTS: Final = 4
 _JOIN_S: Final = 60.0
