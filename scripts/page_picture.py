@@ -24,8 +24,8 @@ LOOK_AFTER_S = 6
 
 def look(address: str) -> None:
     """Take the picture once sequences are shown."""
-    with Browser(f"http://{address}/", height=1150) as browser:
-        browser.wait_for("document.querySelectorAll('td.table').length > 4")
+    with Browser(f"http://{address}/", height=760) as browser:
+        browser.wait_for("document.querySelectorAll('tr').length > 6")
         browser.take_picture(PICTURE)
 
 

@@ -358,8 +358,7 @@ class ControlPlane:
 
     def view_pools(self, tenant: str) -> list[dict[str, Any]]:
         """The pools as a page shows them to this tenant."""
-        now_s = self._clock()
-        return [view(p, self._sessions_of(p, tenant), tenant, now_s) for p in self._pools.values()]
+        return [view(p, self._sessions_of(p, tenant)) for p in self._pools.values()]
 
     def observe_pools(self) -> list[PoolObservation]:
         """What each pool is doing, for metrics."""

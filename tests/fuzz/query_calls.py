@@ -34,7 +34,6 @@ def show(world: World, _: Session) -> None:
     assert core.num_token_pieces >= 0
     assert core.num_touched >= 0
     assert core.has_publications in (False, True)
-    core.prefix_tree(world.root(), world.number(5))
     core.num_sequences_in(tier)
     core.block_map(tier, world.unsigned(5, 32))
 

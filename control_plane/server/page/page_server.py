@@ -149,7 +149,7 @@ class PageServer:
             text = self._text(tenant)
             now_s = time.monotonic()
             if text != last:
-                writer.write(f'data: {{"now_s": {now_s:.1f}, {text[1:]}\n\n'.encode())
+                writer.write(f"data: {text}\n\n".encode())
                 last, said_s = text, now_s
             elif now_s - said_s > _IDLE_S:
                 writer.write(b":\n\n")

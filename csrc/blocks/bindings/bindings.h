@@ -15,7 +15,5 @@ void bind_steps(pybind11::module_& module);
 void bind_plain_steps(pybind11::module_& module);
 // Retention, forgetting, watching and rebuilding; after bind_pool.
 void bind_extras(pybind11::module_& module);
-// What a page shows; after bind_pool.
-void bind_views(pybind11::module_& module);
 
 }  // namespace kvplane::blocks

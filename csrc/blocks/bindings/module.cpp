@@ -7,5 +7,4 @@ PYBIND11_MODULE(_native, module) {
   kvplane::blocks::bind_steps(module);
   kvplane::blocks::bind_plain_steps(module);
   kvplane::blocks::bind_extras(module);
-  kvplane::blocks::bind_views(module);
 }

@@ -2,6 +2,7 @@
 #include "core/pool.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <string>
 
@@ -368,7 +369,25 @@ void bind_sessions(py::class_<P>& pool) {
       py::arg("tier"));
 }
 
+// The state that most blocks of each cell are in; a cell is `blocks_per_cell` neighbours.
+py::tuple block_map(const Pool& pool, int tier, uint32_t max_cells) {
+  if (!max_cells) throw py::value_error("max_cells must be at least 1");
+  const BlockStore& blocks = pool.store(tier_of(tier));
+  const auto per_cell =
+      static_cast<uint32_t>(std::max<int64_t>(1, div_ceil(blocks.num_blocks, max_cells)));
+  std::vector<uint8_t> states;
+  for (uint32_t first = 0; first < blocks.num_blocks; first += per_cell) {
+    std::array<uint32_t, kNumStates> num_in{};
+    const uint32_t end = std::min(first + per_cell, blocks.num_blocks);
+    for (Block b = first; b < end; ++b) ++num_in[static_cast<size_t>(blocks.state(b))];
+    states.push_back(
+        static_cast<uint8_t>(std::max_element(num_in.begin(), num_in.end()) - num_in.begin()));
+  }
+  return py::make_tuple(per_cell, pack(states));
+}
+
 void bind_queries(PoolClass& pool) {
+  pool.def("block_map", &block_map, py::arg("tier"), py::arg("max_cells"));
   pool.def("table", &table, py::arg("slot"), py::arg("sequence_id"));
   pool.def(
       "match_hashes",
