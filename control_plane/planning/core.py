@@ -37,7 +37,7 @@ from control_plane.planning.silent_shards import lost_sessions
 from control_plane.planning.steps import checks
 from control_plane.planning.steps.pieces import Pieces, finished
 from control_plane.planning.steps.plain_steps import PlainAnswer, PlainSteps
-from control_plane.planning.steps.planner import check, read_operations
+from control_plane.planning.steps.planner import Planner, read_operations
 from control_plane.planning.steps.plans import sign_grant
 from control_plane.planning.steps.requests import Request, Requests
 from control_plane.planning.views import view
@@ -302,9 +302,14 @@ class ControlPlane:
             if begin:
                 yield
                 session = self._session(request.session, tenant)
-            member = self._sharing_of(session.pool).members[session.id]
+            sharing = self._sharing_of(session.pool)
+            member, number = sharing.members[session.id], session.numbers.last + 1
+            planner = Planner(member, sharing, check_as=number)
             for i in range(begin, min(begin + _CHECKED_AT_A_TIME, len(operations))):
-                check(member, i, operations[i], response.results.add())
+                result = response.results.add()
+                planner.run(i, operations[i], result)
+                if operations[i][0] != "admit" and result.WhichOneof("done") is not None:
+                    result.ClearField("done")
         return response
 
     def block_table(

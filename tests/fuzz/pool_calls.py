@@ -99,22 +99,21 @@ def prepare(world: World, session: Session) -> None:
 
 def check(world: World, session: Session) -> None:
     """It changes nothing."""
-    pool, at = world.pool, (session.slot, session.number + 1)
+    pool, slot, number = world.pool, session.slot, session.number + 1
     before = _shown(world, session)
     num = world.data.ConsumeIntInRange(0, 3)
     ids, tokens = world.some_ids(session, num), world.prompt()
     numbers, headroom = world.column(4, num, 9), world.number(3)
-    columns = (world.positions(session, ids), numbers, bytes(4 * num), b"", numbers)
-    for call in (
-        lambda: pool.check_admit(*at, world.number(9), tokens, ids, num, 48, False, headroom),
-        lambda: pool.check_append(*at, ids, *columns),
-        lambda: pool.check_truncate(*at, ids, world.column(8, num, 20)),
-        lambda: pool.check_fork(*at, ids, world.ids(num)),
-        lambda: pool.check_free(*at, ids),
-        lambda: pool.check_swap(*at, ids, world.tier(), headroom),
+    for call, *columns in (
+        (pool.admit, world.number(9), tokens, ids, num, 48, False, headroom),
+        (pool.append, ids, world.positions(session, ids), numbers, bytes(4 * num), b"", numbers),
+        (pool.truncate, ids, world.column(8, num, 20)),
+        (pool.fork, ids, world.ids(num)),
+        (pool.free, ids),
+        (pool.swap, ids, world.tier(), headroom),
     ):
         with suppress(*REFUSALS):
-            call()
+            call(slot, *columns, check_as=number)
     assert _shown(world, session) == before
 
 

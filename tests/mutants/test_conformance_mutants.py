@@ -79,17 +79,17 @@ FAULTS = {
         "            session.slot,\n"
         "            message.token_ids[: 8 * pool.block_size],\n"
         "            message.priority,\n"
-        "            pool.now_s + seconds_of(message.time_to_live),\n"
+        "            pool.now_s + time_to_live_s,\n"
         "            pool.num_retainable_blocks(),\n        )\n",
         RETENTIONS,
         "over_the_quota",
     ),
     "a_retention_is_checked_too_late": Fault(
-        "control_plane/planning/steps/planner.py",
-        "        prefixes.require_retention(message)\n",
-        "        now_s = session.pool.now_s\n"
-        "        session.native.retain(session.slot, message.token_ids, 7, now_s + 9, 10**6)\n"
-        "        prefixes.require_retention(message)\n",
+        "control_plane/planning/steps/prefixes.py",
+        "    if not 1 <= message.priority <= MAX_PRIORITY:\n",
+        "    session.native.retain(\n"
+        "        session.slot, message.token_ids, 7, session.pool.now_s + time_to_live_s, 10**6\n"
+        "    )\n    if not 1 <= message.priority <= MAX_PRIORITY:\n",
         RETENTIONS,
         "repeats",
     ),

@@ -16,7 +16,6 @@ from typing import Any, Final
 from kvplane_blocks import ColumnError
 
 from control_plane.planning.admission.decisions import Place
-from control_plane.planning.session import Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps import checks, prefixes
@@ -82,27 +81,44 @@ def may_plan(named: Named) -> bool:
 class Planner:
     """Runs the operations of one step, for which the session's draft is begun."""
 
-    __slots__ = ("_max_blocks", "_member", "_session", "_sharing")
+    __slots__ = ("_check_as", "_max_blocks", "_member", "_session", "_sharing")
 
-    def __init__(self, member: Member, sharing: Sharing, *, in_pieces: bool = False) -> None:
-        """``in_pieces``: what a swap moves is left to ``swap_in_pieces``."""
+    def __init__(
+        self,
+        member: Member,
+        sharing: Sharing,
+        *,
+        check_as: int = 0,
+        in_pieces: bool = False,
+    ) -> None:
+        """``check_as``: if it is not 0, say what each item of an operation would be answered as the
+        only one of the step of that number, and change nothing.
+        ``in_pieces``: what a swap moves is left to ``swap_in_pieces``.
+        """
         self._member = member
         self._session = member.session
         self._sharing = sharing
+        self._check_as = check_as
         self._max_blocks = 0 if in_pieces else ALL_BLOCKS
 
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> None:
         """Do the items of an operation that can be done. ``index`` is its place in the step."""
         kind, message = named
-
-        def run() -> list[Failure] | None:
-            require_possible(self._session, named)
-            return _RUN[kind](self, message, result)
-
         begin_s = time.perf_counter()
-        _answer(self._member, index, kind, result, run)
-        spent_s = time.perf_counter() - begin_s
-        self._session.pool.statistics.allocation_s[kind].add(spent_s)
+        try:
+            failures = _RUN[kind](self, message, result)
+            if failures is None:
+                return
+        except ColumnError as error:
+            add_error(result, _at(index, kind), error_of_columns(error))
+        except KvplaneError as error:
+            add_error(result, _at(index, kind), error)
+        else:
+            add_failures(result, self._member, _at(index, kind), kind, failures)
+        finally:
+            if not self._check_as:
+                spent_s = time.perf_counter() - begin_s
+                self._session.pool.statistics.allocation_s[kind].add(spent_s)
 
     def append_in_pieces(
         self, index: int, message: cpb.Append, result: cpb.OperationResult
@@ -140,14 +156,33 @@ class Planner:
     # Each does an operation, and returns the items that were refused.
 
     def _admit(self, message: cpb.Admit, result: cpb.OperationResult) -> list[Failure] | None:
-        session = self._session
+        session, token_ids = self._session, message.token_ids
+        checks.token_bytes(token_ids, at_least=1, field="token_ids")
+        checks.count(message.max_total_tokens, field="max_total_tokens")
+        checks.count(message.num_compute_tokens, field="num_compute_tokens")
+        num_compute = message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL
 
         def admit(headroom: int) -> tuple[int, int, int] | Failure:
-            return session.native.admit(session.slot, *_admission(message), headroom)
+            return session.native.admit(
+                session.slot,
+                message.sequence_id,
+                token_ids,
+                message.fork_sequence_ids,
+                num_compute,
+                message.max_total_tokens,
+                message.skip_prefix_lookup,
+                headroom,
+                self._check_as,
+            )
 
-        done, place = self._sharing.admit(self._member, message, admit)
+        place: Place | None = None
+        if self._check_as:
+            done = admit(session.pool.num_watermark_blocks())
+        else:
+            done, place = self._sharing.admit(self._member, message, admit)
         if len(done) == 3:
-            _set_admitted(result, done)
+            admitted = result.admit
+            admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
             return None
         return self._refused(result, done, place)
 
@@ -162,60 +197,105 @@ class Planner:
         return None
 
     def _append(self, message: cpb.Append, result: cpb.OperationResult) -> list[Failure] | None:
-        num_blocks, failures = self._sharing.append(self._member, message)
+        session = self._session
+        if self._check_as:
+            num_blocks, failures = session.native.append(
+                session.slot,
+                message.sequence_ids,
+                message.first_positions,
+                message.num_slots,
+                message.num_tokens,
+                message.token_ids,
+                message.num_lookahead_slots,
+                self._check_as,
+            )
+        else:
+            num_blocks, failures = self._sharing.append(self._member, message)
         result.append.num_blocks = num_blocks
         return failures
 
     def _truncate(self, message: cpb.Truncate, result: cpb.OperationResult) -> list[Failure] | None:
         released, failures = self._session.native.truncate(
-            self._session.slot, message.sequence_ids, message.num_tokens
+            self._session.slot, message.sequence_ids, message.num_tokens, self._check_as
         )
         result.truncate.num_released_blocks = released
         return failures
 
     def _fork(self, message: cpb.Fork, result: cpb.OperationResult) -> list[Failure] | None:
-        num_blocks, failures = self._sharing.fork(self._member, message)
+        if self._check_as:
+            num_blocks, failures = self._session.native.fork(
+                self._session.slot,
+                message.parent_sequence_ids,
+                message.sequence_ids,
+                self._check_as,
+            )
+        else:
+            num_blocks, failures = self._sharing.fork(self._member, message)
         result.fork.num_blocks = num_blocks
         return failures
 
     def _free(self, message: cpb.Free, result: cpb.OperationResult) -> list[Failure] | None:
-        released, failures = self._session.native.free(self._session.slot, message.sequence_ids)
+        released, failures = self._session.native.free(
+            self._session.slot, message.sequence_ids, self._check_as
+        )
         result.free.num_released_blocks = released
+        if self._check_as:
+            return failures
         return self._sharing.freed(self._member, message.sequence_ids, failures)
 
     def _swap_out(self, message: cpb.SwapOut, result: cpb.OperationResult) -> list[Failure] | None:
         session = self._session
+        _require_some(message.sequence_ids)
         done = session.native.swap(
-            session.slot, message.sequence_ids, tpb.TIER_HOST, 0, self._max_blocks
+            session.slot,
+            message.sequence_ids,
+            tpb.TIER_HOST,
+            0,
+            self._max_blocks,
+            self._check_as,
         )
         if not isinstance(done, int):
             return [done]
         result.swap_out.num_blocks = done
-        self._sharing.swapped_out(self._member, message.sequence_ids)
+        if not self._check_as:
+            self._sharing.swapped_out(self._member, message.sequence_ids)
         return None
 
     def _swap_in(self, message: cpb.SwapIn, result: cpb.OperationResult) -> list[Failure] | None:
         session = self._session
+        _require_some(message.sequence_ids)
 
         def swap(headroom: int) -> int | Failure:
             return session.native.swap(
-                session.slot, message.sequence_ids, tpb.TIER_DEVICE, headroom, self._max_blocks
+                session.slot,
+                message.sequence_ids,
+                tpb.TIER_DEVICE,
+                headroom,
+                self._max_blocks,
+                self._check_as,
             )
 
-        done, place = self._sharing.swap_in(self._member, message.sequence_ids, swap)
+        place: Place | None = None
+        if self._check_as:
+            done = swap(session.pool.num_watermark_blocks())
+        else:
+            done, place = self._sharing.swap_in(self._member, message.sequence_ids, swap)
         if not isinstance(done, int):
             return self._refused(result, done, place)
         result.swap_in.num_blocks = done
         return None
 
     def _retain(self, message: cpb.Retain, result: cpb.OperationResult) -> None:
-        prefixes.retain(self._session, message, result)
+        prefixes.retain(self._session, message, result, only_check=bool(self._check_as))
 
     def _release(self, message: cpb.Release, result: cpb.OperationResult) -> None:
-        prefixes.release(self._session, message, result)
+        prefixes.release(self._session, message, result, only_check=bool(self._check_as))
+
+    def _unknown(self, message: None, result: cpb.OperationResult) -> None:
+        raise InvalidRequestError("is not an operation that is known here")
 
     def _forget(self, message: cpb.Forget, result: cpb.OperationResult) -> None:
-        prefixes.forget(self._session, message, result)
+        prefixes.forget(self._session, message, result, only_check=bool(self._check_as))
 
 
 _Run = Callable[[Planner, Any, cpb.OperationResult], list[Failure] | None]
@@ -230,6 +310,7 @@ _RUN: Final[dict[str, _Run]] = {
     "retain": Planner._retain,
     "release": Planner._release,
     "forget": Planner._forget,
+    "": Planner._unknown,
 }
 
 
@@ -243,106 +324,9 @@ def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
         )
 
 
-def require_possible(session: Session, named: Named) -> None:
-    """Raises InvalidRequestError for what no pool could do."""
-    kind, message = named
-    if kind == "admit":
-        checks.token_bytes(message.token_ids, at_least=1, field="token_ids")
-        checks.count(message.max_total_tokens, field="max_total_tokens")
-        checks.count(message.num_compute_tokens, field="num_compute_tokens")
-    elif kind in ("swap_out", "swap_in") and not message.sequence_ids:
+def _require_some(sequence_ids: bytes) -> None:
+    if not sequence_ids:
         raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
-    elif kind == "retain":
-        prefixes.require_retention(message)
-    elif kind == "release":
-        checks.token_ids(message.token_ids, at_least=1, field="token_ids")
-    elif kind == "forget":
-        prefixes.require_contents(session, message)
-    elif not kind:
-        raise InvalidRequestError("is not an operation that is known here")
-
-
-def check(member: Member, index: int, named: Named, result: cpb.OperationResult) -> None:
-    """Add what each item of an operation would be answered as the only one of a step now."""
-
-    def run() -> list[Failure] | None:
-        require_possible(member.session, named)
-        return _check(member.session, named, result)
-
-    _answer(member, index, named[0], result, run)
-
-
-def _check(session: Session, named: Named, result: cpb.OperationResult) -> list[Failure] | None:
-    kind, message = named
-    native, slot, number = session.native, session.slot, session.numbers.last + 1
-    headroom = session.pool.num_watermark_blocks()
-    match kind:
-        case "admit":
-            done = native.check_admit(slot, number, *_admission(message), headroom)
-            if len(done) != 3:
-                return [done]
-            _set_admitted(result, done)
-            return None
-        case "append":
-            return native.check_append(
-                slot,
-                number,
-                message.sequence_ids,
-                message.first_positions,
-                message.num_slots,
-                message.num_tokens,
-                message.token_ids,
-                message.num_lookahead_slots,
-            )
-        case "truncate":
-            return native.check_truncate(slot, number, message.sequence_ids, message.num_tokens)
-        case "fork":
-            return native.check_fork(
-                slot, number, message.parent_sequence_ids, message.sequence_ids
-            )
-        case "free":
-            return native.check_free(slot, number, message.sequence_ids)
-        case "swap_out":
-            return native.check_swap(slot, number, message.sequence_ids, tpb.TIER_HOST, 0)
-        case "swap_in":
-            return native.check_swap(slot, number, message.sequence_ids, tpb.TIER_DEVICE, headroom)
-    return None
-
-
-def _answer(
-    member: Member,
-    index: int,
-    kind: str,
-    result: cpb.OperationResult,
-    run: Callable[[], list[Failure] | None],
-) -> None:
-    """Add the items that ``run`` says are refused, or why it raises."""
-    try:
-        failures = run()
-    except ColumnError as error:
-        add_error(result, _at(index, kind), error_of_columns(error))
-    except KvplaneError as error:
-        add_error(result, _at(index, kind), error)
-    else:
-        if failures is not None:
-            add_failures(result, member, _at(index, kind), kind, failures)
-
-
-def _admission(message: cpb.Admit) -> tuple[int, bytes, bytes, int, int, bool]:
-    """What the core is given."""
-    return (
-        message.sequence_id,
-        message.token_ids,
-        message.fork_sequence_ids,
-        message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL,
-        message.max_total_tokens,
-        message.skip_prefix_lookup,
-    )
-
-
-def _set_admitted(result: cpb.OperationResult, done: tuple[int, int, int]) -> None:
-    admitted = result.admit
-    admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
 
 
 def _at(index: int, kind: str) -> str:

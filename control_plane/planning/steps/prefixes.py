@@ -16,23 +16,27 @@ MAX_PRIORITY: Final = 100
 _MOST_COUNTED: Final = 4096
 
 
-def require_retention(message: cpb.Retain) -> None:
-    """Raises InvalidRequestError for what cannot be retained."""
+def retain(
+    session: Session, message: cpb.Retain, result: cpb.OperationResult, *, only_check: bool
+) -> None:
+    """Keep the cached blocks of a prompt's prefix longer than others.
+
+    Raises InvalidRequestError, QuotaExceededError.
+    """
     checks.token_ids(message.token_ids, at_least=1, field="token_ids")
-    if seconds_of(message.time_to_live) <= 0:
+    time_to_live_s = seconds_of(message.time_to_live)
+    if time_to_live_s <= 0:
         raise InvalidRequestError("must be above 0", field="time_to_live")
     if not 1 <= message.priority <= MAX_PRIORITY:
         raise InvalidRequestError(f"must be from 1 to {MAX_PRIORITY}", field="priority")
-
-
-def retain(session: Session, message: cpb.Retain, result: cpb.OperationResult) -> None:
-    """Keep the cached blocks of a prompt's prefix longer than others. Raises QuotaExceededError."""
+    if only_check:
+        return
     pool = session.pool
     done = session.native.retain(
         session.slot,
         message.token_ids,
         message.priority,
-        pool.now_s + seconds_of(message.time_to_live),
+        pool.now_s + time_to_live_s,
         pool.num_retainable_blocks(),
     )
     if len(done) == 5:
@@ -47,15 +51,22 @@ def retain(session: Session, message: cpb.Retain, result: cpb.OperationResult) -
     result.retain.num_retained_tokens = num_blocks * pool.block_size
 
 
-def release(session: Session, message: cpb.Release, result: cpb.OperationResult) -> None:
-    """End the retention of a prompt's prefix."""
-    result.release.num_released_blocks = session.native.release_retained(
-        session.slot, message.token_ids
-    )
+def release(
+    session: Session, message: cpb.Release, result: cpb.OperationResult, *, only_check: bool
+) -> None:
+    """End the retention of a prompt's prefix. Raises InvalidRequestError."""
+    checks.token_ids(message.token_ids, at_least=1, field="token_ids")
+    if not only_check:
+        result.release.num_released_blocks = session.native.release_retained(
+            session.slot, message.token_ids
+        )
 
 
-def require_contents(session: Session, message: cpb.Forget) -> None:
-    """Raises InvalidRequestError for what cannot be forgotten."""
+def forget(
+    session: Session, message: cpb.Forget, result: cpb.OperationResult, *, only_check: bool
+) -> None:
+    """Take prefixes out of the index. Raises InvalidRequestError, BlockInUseError."""
+    native, force = session.native, message.force
     what = message.WhichOneof("what")
     if what == "token_ids":
         checks.token_ids(message.token_ids, field="token_ids")
@@ -67,11 +78,8 @@ def require_contents(session: Session, message: cpb.Forget) -> None:
             )
     elif what is None or not getattr(message, what):
         raise InvalidRequestError("must say what to forget", field=what or "what")
-
-
-def forget(session: Session, message: cpb.Forget, result: cpb.OperationResult) -> None:
-    """Take prefixes out of the index. Raises BlockInUseError."""
-    native, force, what = session.native, message.force, message.WhichOneof("what")
+    if only_check:
+        return
     if what == "token_ids":
         num_forgotten, num_in_use = native.forget(
             session.slot, message.token_ids, force, _MOST_COUNTED

@@ -58,116 +58,15 @@ AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_
   return columns;
 }
 
-AppendColumns read_append(const py::bytes& sequence_ids, const py::bytes& first_positions,
-                          const py::bytes& num_slots, const py::bytes& num_tokens,
-                          const py::bytes& token_ids, const py::bytes& num_lookahead) {
-  AppendColumns columns = read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
-  columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
-  columns.token_ids = read<int32_t>(token_ids, "token_ids");
-  check_tokens(columns.num_tokens, columns.token_ids, 0);
-  return columns;
-}
-
-// What `check(groups)` says of a session that is in the step of this number.
-template <typename P, typename Check>
-auto in_step(P& pool, Slot slot, int64_t number, const Check& check) {
+// What `call(groups, only_check)` answers; in a check, of a session in that step.
+template <typename P, typename Call>
+auto in_step(P& pool, Slot slot, int64_t check_as, const Call& call) {
   checked(pool, slot);
   return in_groups(pool, [&](Groups groups) {
+    const int64_t number = check_as ? check_as : groups[0]->session(slot).number;
     const InStep step(groups, slot, number);
-    return check(groups);
+    return call(groups, check_as != 0);
   });
-}
-
-// Those of `num` items that are refused.
-template <typename P, typename Check>
-py::object refused(P& pool, Slot slot, int64_t number, int64_t num, const Check& check) {
-  return in_step(pool, slot, number, [&](Groups groups) {
-    std::vector<Failure> failures;
-    for (int64_t item = 0; item < num; ++item) {
-      const Failure failure = check(groups, item);
-      if (failure.code != Code::kOk) failures.push_back(failure);
-    }
-    return as_list(failures);
-  });
-}
-
-template <typename P>
-void bind_checks_of(py::class_<P>& pool) {
-  pool.def(
-      "check_admit",
-      [](P& self, Slot slot, int64_t number, int64_t sequence_id, const py::bytes& token_ids,
-         const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
-         int64_t headroom) {
-        const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
-                                                   max_total_tokens, skip_lookup, headroom);
-        return in_step(self, slot, number, [&](Groups groups) {
-          return as_tuple(Pool::check_admit(groups, slot, admission));
-        });
-      },
-      py::arg("slot"), py::arg("number"), py::arg("sequence_id"), py::arg("token_ids"),
-      py::arg("fork_ids"), py::arg("num_compute"), py::arg("max_total_tokens"),
-      py::arg("skip_lookup"), py::arg("headroom"));
-  pool.def(
-      "check_append",
-      [](P& self, Slot slot, int64_t number, const py::bytes& sequence_ids,
-         const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
-         const py::bytes& token_ids, const py::bytes& num_lookahead) {
-        const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
-                                                  num_tokens, token_ids, num_lookahead);
-        const int32_t* tokens = columns.token_ids.data;
-        return refused(self, slot, number, columns.sequence_ids.size,
-                       [&](Groups groups, int64_t item) {
-                         const int32_t* own = tokens;
-                         tokens += columns.num_tokens[item];
-                         return Pool::check_append(groups, slot, columns, item, own);
-                       });
-      },
-      py::arg("slot"), py::arg("number"), py::arg("sequence_ids"), py::arg("first_positions"),
-      py::arg("num_slots"), py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
-  pool.def(
-      "check_truncate",
-      [](P& self, Slot slot, int64_t number, const py::bytes& sequence_ids,
-         const py::bytes& num_tokens) {
-        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto kept = read<int64_t>(num_tokens, "num_tokens", ids.size);
-        return refused(self, slot, number, ids.size, [&](Groups groups, int64_t item) {
-          return Pool::check_truncate(groups, slot, ids[item], kept[item], item);
-        });
-      },
-      py::arg("slot"), py::arg("number"), py::arg("sequence_ids"), py::arg("num_tokens"));
-  pool.def(
-      "check_fork",
-      [](P& self, Slot slot, int64_t number, const py::bytes& parent_ids,
-         const py::bytes& sequence_ids) {
-        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto parents = read<int64_t>(parent_ids, "parent_sequence_ids", ids.size);
-        return refused(self, slot, number, ids.size, [&](Groups groups, int64_t item) {
-          return Pool::check_fork(groups, slot, parents[item], ids[item], item);
-        });
-      },
-      py::arg("slot"), py::arg("number"), py::arg("parent_ids"), py::arg("sequence_ids"));
-  pool.def(
-      "check_free",
-      [](P& self, Slot slot, int64_t number, const py::bytes& sequence_ids) {
-        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        return refused(self, slot, number, ids.size, [&](Groups groups, int64_t item) {
-          return Pool::check_free(groups, slot, ids[item], item);
-        });
-      },
-      py::arg("slot"), py::arg("number"), py::arg("sequence_ids"));
-  pool.def(
-      "check_swap",
-      [](P& self, Slot slot, int64_t number, const py::bytes& sequence_ids, int destination,
-         int64_t headroom) {
-        if (headroom < 0) throw py::value_error("headroom must not be negative");
-        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const Tier tier = tier_of(destination);
-        return refused(self, slot, number, 1, [&](Groups groups, int64_t) {
-          return Pool::check_swap(groups, slot, ids, tier, headroom);
-        });
-      },
-      py::arg("slot"), py::arg("number"), py::arg("sequence_ids"), py::arg("destination_tier"),
-      py::arg("headroom"));
 }
 
 template <typename P>
@@ -176,16 +75,16 @@ void bind_steps_of(py::class_<P>& pool) {
       "admit",
       [](P& self, Slot slot, int64_t sequence_id, const py::bytes& token_ids,
          const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
-         int64_t headroom) {
+         int64_t headroom, int64_t check_as) {
         const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
                                                    max_total_tokens, skip_lookup, headroom);
-        checked(self, slot);
-        return in_groups(
-            self, [&](Groups groups) { return as_tuple(Pool::admit(groups, slot, admission)); });
+        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::admit(groups, slot, admission, only_check));
+        });
       },
       py::arg("slot"), py::arg("sequence_id"), py::arg("token_ids"), py::arg("fork_ids"),
       py::arg("num_compute"), py::arg("max_total_tokens"), py::arg("skip_lookup"),
-      py::arg("headroom"));
+      py::arg("headroom"), py::arg("check_as") = 0);
   pool.def(
       "grant",
       [](P& self, Slot slot, int64_t admitted_by, int64_t sequence_id, const py::bytes& token_ids,
@@ -205,15 +104,19 @@ void bind_steps_of(py::class_<P>& pool) {
       "append",
       [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
          const py::bytes& num_slots, const py::bytes& num_tokens, const py::bytes& token_ids,
-         const py::bytes& num_lookahead) {
-        const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
-                                                  num_tokens, token_ids, num_lookahead);
-        checked(self, slot);
-        return in_groups(
-            self, [&](Groups groups) { return as_tuple(Pool::append(groups, slot, columns)); });
+         const py::bytes& num_lookahead, int64_t check_as) {
+        AppendColumns columns =
+            read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
+        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
+        columns.token_ids = read<int32_t>(token_ids, "token_ids");
+        check_tokens(columns.num_tokens, columns.token_ids, 0);
+        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::append(groups, slot, columns, only_check));
+        });
       },
       py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
-      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
+      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"),
+      py::arg("check_as") = 0);
   pool.def(
       "growth",
       [](const P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
@@ -225,49 +128,51 @@ void bind_steps_of(py::class_<P>& pool) {
       py::arg("num_lookahead"));
   pool.def(
       "truncate",
-      [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens) {
+      [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens,
+         int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const auto kept = read<int64_t>(num_tokens, "num_tokens", ids.size);
-        checked(self, slot);
-        return in_groups(
-            self, [&](Groups groups) { return as_tuple(Pool::truncate(groups, slot, ids, kept)); });
+        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::truncate(groups, slot, ids, kept, only_check));
+        });
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("num_tokens"));
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("check_as") = 0);
   pool.def(
       "fork",
-      [](P& self, Slot slot, const py::bytes& parent_ids, const py::bytes& sequence_ids) {
+      [](P& self, Slot slot, const py::bytes& parent_ids, const py::bytes& sequence_ids,
+         int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const auto parents = read<int64_t>(parent_ids, "parent_sequence_ids", ids.size);
-        checked(self, slot);
-        return in_groups(
-            self, [&](Groups groups) { return as_tuple(Pool::fork(groups, slot, parents, ids)); });
+        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::fork(groups, slot, parents, ids, only_check));
+        });
       },
-      py::arg("slot"), py::arg("parent_ids"), py::arg("sequence_ids"));
+      py::arg("slot"), py::arg("parent_ids"), py::arg("sequence_ids"), py::arg("check_as") = 0);
   pool.def(
       "free",
-      [](P& self, Slot slot, const py::bytes& sequence_ids) {
+      [](P& self, Slot slot, const py::bytes& sequence_ids, int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        checked(self, slot);
-        return in_groups(self,
-                         [&](Groups groups) { return as_tuple(Pool::free(groups, slot, ids)); });
+        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::free(groups, slot, ids, only_check));
+        });
       },
-      py::arg("slot"), py::arg("sequence_ids"));
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("check_as") = 0);
   pool.def(
       "swap",
       [](P& self, Slot slot, const py::bytes& sequence_ids, int destination, int64_t headroom,
-         int64_t max_blocks) -> py::object {
+         int64_t max_blocks, int64_t check_as) -> py::object {
         if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const Tier tier = tier_of(destination);
-        checked(self, slot);
-        const auto result = in_groups(self, [&](Groups groups) {
-          return Pool::swap(groups, slot, ids, tier, headroom, max_blocks);
+        const auto result = in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
+          return Pool::swap(groups, slot, ids, tier, headroom, max_blocks, only_check);
         });
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
       },
       py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"),
-      py::arg("headroom") = 0, py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
+      py::arg("headroom") = 0, py::arg("max_blocks") = std::numeric_limits<int64_t>::max(),
+      py::arg("check_as") = 0);
   pool.def(
       "swap_some",
       [](P& self, Slot slot, int64_t max_blocks) {
@@ -335,10 +240,8 @@ void bind_steps_of(py::class_<P>& pool) {
 void bind_steps(py::module_& module) {
   auto pool = py::reinterpret_borrow<py::class_<Pool>>(module.attr("Pool"));
   bind_steps_of(pool);
-  bind_checks_of(pool);
   auto grouped = py::reinterpret_borrow<py::class_<GroupedPool>>(module.attr("GroupedPool"));
   bind_steps_of(grouped);
-  bind_checks_of(grouped);
 }
 
 }  // namespace kvplane::blocks

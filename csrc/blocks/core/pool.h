@@ -71,24 +71,26 @@ class Pool final : private Listener {
   bool end_some(Slot slot, int64_t max_blocks);
   void session_fenced(Slot slot);
 
-  // A step
+  // A step. `only_check`: nothing is done, and an item's answer is that as the step's only one.
   void begin(Slot slot, int64_t number) { sessions_[slot].number = number; }
-  static std::variant<Admitted, Failure> admit(Groups groups, Slot slot,
-                                               const Admission& admission);
+  static std::variant<Admitted, Failure> admit(Groups groups, Slot slot, const Admission& admission,
+                                               bool only_check = false);
   static std::variant<Admitted, Failure> grant(Groups groups, Slot slot, int64_t admitted_by,
                                                const Admission& admission);
-  static ItemResults append(Groups groups, Slot slot, const AppendColumns& columns);
-  static ItemResults truncate(Groups groups, Slot slot, Span<int64_t> ids,
-                              Span<int64_t> num_tokens);
-  static ItemResults fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids);
-  static ItemResults free(Groups groups, Slot slot, Span<int64_t> ids);
+  static ItemResults append(Groups groups, Slot slot, const AppendColumns& columns,
+                            bool only_check = false);
+  static ItemResults truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens,
+                              bool only_check);
+  static ItemResults fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids,
+                          bool only_check);
+  static ItemResults free(Groups groups, Slot slot, Span<int64_t> ids, bool only_check);
   // Blocks that each item would take now; 0 for one that would be refused for another reason.
   std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
   // Blocks that are moved: about `max_blocks` at once, the others by calls of `swap_some`, which
   // are to follow before anything else of the session until one returns false.
   static std::variant<int64_t, Failure> swap(Groups groups, Slot slot, Span<int64_t> ids,
-                                             Tier destination, int64_t headroom,
-                                             int64_t max_blocks);
+                                             Tier destination, int64_t headroom, int64_t max_blocks,
+                                             bool only_check);
   static bool swap_some(Groups groups, Slot slot, int64_t max_blocks);
   int64_t cut(Slot slot, int64_t sequence_id);
   static bool reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks);
@@ -97,18 +99,6 @@ class Pool final : private Listener {
   // Writes the plan to where `make(num_bytes)` says; false when there is nothing to carry out.
   static bool finish(Groups groups, Slot slot, std::string_view prefix,
                      const std::function<char*(size_t)>& make);
-
-  // What an operation, or an item of one, would be answered in this step now. Nothing changes.
-  static std::variant<Admitted, Failure> check_admit(Groups groups, Slot slot,
-                                                     const Admission& admission);
-  // `tokens`: those of the item.
-  static Failure check_append(Groups groups, Slot slot, const AppendColumns& columns, int64_t item,
-                              const int32_t* tokens);
-  static Failure check_truncate(Groups groups, Slot slot, int64_t id, int64_t num, int64_t item);
-  static Failure check_fork(Groups groups, Slot slot, int64_t parent, int64_t id, int64_t item);
-  static Failure check_free(Groups groups, Slot slot, int64_t id, int64_t item);
-  static Failure check_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destination,
-                            int64_t headroom);
 
   // What follows
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
@@ -239,8 +229,6 @@ class Pool final : private Listener {
   Failure check_fork(const Session& session, int64_t parent, int64_t id, int64_t item) const;
   Failure check_free(const Session& session, int64_t id, int64_t item) const;
   Failure check_truncate(const Session& session, int64_t id, int64_t num, int64_t item) const;
-  static Failure plan_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destination,
-                           int64_t headroom, std::vector<Swapping>& plans);
   Failure plan_swap(const Session& session, Span<int64_t> ids, int64_t headroom,
                     Swapping& plan) const;
   void add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const;
@@ -275,14 +263,11 @@ class Pool final : private Listener {
 
   // Growth (append.cpp)
   static Failure in_proportion(Groups groups, const Pool& pool, Failure failure);
-  static std::vector<AppendPlan> append_plans(Groups groups, Slot slot);
   static bool fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& columns,
                            int64_t item);
   int64_t max_tokens() const;
   bool is_in_place(const Session& session, const Sequence& sequence, int64_t first,
                    int64_t num_slots) const;
-  static Failure check_append(Groups groups, const AppendColumns& columns, int64_t item,
-                              const int32_t* tokens, std::vector<AppendPlan>& plans);
   Failure check_append(const Session& session, const AppendColumns& columns, int64_t item,
                        const int32_t* tokens, AppendPlan& plan) const;
   int64_t append_one(Session& session, const AppendColumns& columns, int64_t item,
@@ -306,9 +291,7 @@ class Pool final : private Listener {
   // Admission (admit.cpp)
   static std::variant<Admitted, Failure> admit_with(Groups groups, Slot slot,
                                                     const Admission& admission, int64_t admitted_by,
-                                                    bool computes);
-  static Failure plan_admission(Groups groups, Slot slot, const Admission& admission, bool computes,
-                                std::vector<AdmitPlan>& plans);
+                                                    bool computes, bool only_check);
   Failure check_admission(const Session& session, const Admission& admission) const;
   static void find_agreed_hits(Groups groups, Slot slot, const Admission& admission, int64_t most,
                                std::vector<AdmitPlan>& plans);

@@ -109,6 +109,7 @@ class _Sessions:
         """Release about so many blocks of a session that has ended; whether some are left."""
     def session_fenced(self, slot: int) -> None: ...
     def begin(self, slot: int, number: int) -> None: ...
+    # check_as: unless it is 0, nothing is done; each item is answered as the only one of that step.
     def admit(
         self,
         slot: int,
@@ -119,6 +120,7 @@ class _Sessions:
         max_total_tokens: int,
         skip_lookup: bool,
         headroom: int,
+        check_as: int = 0,
     ) -> tuple[int, int, int] | _Failure: ...
     def grant(
         self,
@@ -141,6 +143,7 @@ class _Sessions:
         num_tokens: bytes,
         token_ids: bytes,
         num_lookahead: bytes,
+        check_as: int = 0,
     ) -> tuple[bytes, list[_Failure] | None]: ...
     def growth(
         self,
@@ -151,12 +154,14 @@ class _Sessions:
         num_lookahead: bytes,
     ) -> bytes: ...
     def truncate(
-        self, slot: int, sequence_ids: bytes, num_tokens: bytes
+        self, slot: int, sequence_ids: bytes, num_tokens: bytes, check_as: int = 0
     ) -> tuple[bytes, list[_Failure] | None]: ...
     def fork(
-        self, slot: int, parent_ids: bytes, sequence_ids: bytes
+        self, slot: int, parent_ids: bytes, sequence_ids: bytes, check_as: int = 0
     ) -> tuple[bytes, list[_Failure] | None]: ...
-    def free(self, slot: int, sequence_ids: bytes) -> tuple[bytes, list[_Failure] | None]: ...
+    def free(
+        self, slot: int, sequence_ids: bytes, check_as: int = 0
+    ) -> tuple[bytes, list[_Failure] | None]: ...
     def swap(
         self,
         slot: int,
@@ -164,48 +169,13 @@ class _Sessions:
         destination_tier: int,
         headroom: int = 0,
         max_blocks: int = ...,
+        check_as: int = 0,
     ) -> int | _Failure:
         """Blocks that are moved: about ``max_blocks`` at once, the others by calls of
         ``swap_some``, which are to follow before anything else of the session until one returns
         False.
         """
     def swap_some(self, slot: int, max_blocks: int) -> bool: ...
-
-    # What each item would be answered now if it were the only one of step ``number``.
-
-    def check_admit(
-        self,
-        slot: int,
-        number: int,
-        sequence_id: int,
-        token_ids: bytes,
-        fork_ids: bytes,
-        num_compute: int,
-        max_total_tokens: int,
-        skip_lookup: bool,
-        headroom: int,
-    ) -> tuple[int, int, int] | _Failure: ...
-    def check_append(
-        self,
-        slot: int,
-        number: int,
-        sequence_ids: bytes,
-        first_positions: bytes,
-        num_slots: bytes,
-        num_tokens: bytes,
-        token_ids: bytes,
-        num_lookahead: bytes,
-    ) -> list[_Failure] | None: ...
-    def check_truncate(
-        self, slot: int, number: int, sequence_ids: bytes, num_tokens: bytes
-    ) -> list[_Failure] | None: ...
-    def check_fork(
-        self, slot: int, number: int, parent_ids: bytes, sequence_ids: bytes
-    ) -> list[_Failure] | None: ...
-    def check_free(self, slot: int, number: int, sequence_ids: bytes) -> list[_Failure] | None: ...
-    def check_swap(
-        self, slot: int, number: int, sequence_ids: bytes, destination_tier: int, headroom: int
-    ) -> list[_Failure] | None: ...
     def cut(self, slot: int, sequence_id: int) -> int: ...
     def reserve(self, slot: int, sequence_id: int, num_blocks: int) -> bool: ...
     def prepare(self, slot: int, max_blocks: int) -> bool:

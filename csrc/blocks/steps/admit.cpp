@@ -32,57 +32,23 @@ struct Pool::AdmitPlan {
   bool copies_last = false;
 };
 
-std::variant<Admitted, Failure> Pool::admit(Groups groups, Slot slot, const Admission& admission) {
-  return admit_with(groups, slot, admission, groups[0]->sessions_[slot].number, true);
+std::variant<Admitted, Failure> Pool::admit(Groups groups, Slot slot, const Admission& admission,
+                                            bool only_check) {
+  const int64_t number = groups[0]->sessions_[slot].number;
+  return admit_with(groups, slot, admission, number, true, only_check);
 }
 
 std::variant<Admitted, Failure> Pool::grant(Groups groups, Slot slot, int64_t admitted_by,
                                             const Admission& admission) {
   // What it needs is done by the next plan, at the earliest this one.
   const InStep next(groups, slot, groups[0]->sessions_[slot].number + 1);
-  return admit_with(groups, slot, admission, admitted_by, false);
-}
-
-std::variant<Admitted, Failure> Pool::check_admit(Groups groups, Slot slot,
-                                                  const Admission& admission) {
-  std::vector<AdmitPlan> plans;
-  const Failure failure = plan_admission(groups, slot, admission, true, plans);
-  if (failure.code != Code::kOk) return failure;
-  const AdmitPlan& plan = plans[0];
-  const int64_t num_blocks =
-      std::max(static_cast<int64_t>(plan.hits.size()), div_ceil(plan.end, groups[0]->block_size_));
-  return Admitted{plan.cached, num_blocks, plan.end - plan.cached};
+  return admit_with(groups, slot, admission, admitted_by, false, false);
 }
 
 std::variant<Admitted, Failure> Pool::admit_with(Groups groups, Slot slot,
                                                  const Admission& admission, int64_t admitted_by,
-                                                 bool computes) {
-  std::vector<AdmitPlan> plans;
-  const Failure failure = plan_admission(groups, slot, admission, computes, plans);
-  if (failure.code != Code::kOk) return failure;
-  Admitted admitted;
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
-    const AdmitPlan& plan = plans[static_cast<size_t>(g)];
-    const uint32_t index =
-        pool.admit_one(pool.sessions_[slot], admission, admitted_by, computes, plan);
-    const Sequence& sequence = pool.sequences_[index];
-    admitted = {plan.cached, sequence.table.size, sequence.num_scheduled - plan.cached};
-  }
-  agree(groups, slot, admission.sequence_id);
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
-    Session& session = pool.sessions_[slot];
-    const uint32_t index = *session.sequences.find(admission.sequence_id);
-    for (int64_t i = 0; i < admission.fork_ids.size; ++i)
-      pool.add_fork(session, index, admission.fork_ids[i], admitted_by);
-  }
-  return admitted;
-}
-
-// What is done in each group.
-Failure Pool::plan_admission(Groups groups, Slot slot, const Admission& admission, bool computes,
-                             std::vector<AdmitPlan>& plans) {
+                                                 bool computes, bool only_check) {
+  const Pool& first = *groups[0];
   const Proportion proportion(groups, kDevice);
   bool has_window = false;
   for (int64_t g = 0; g < groups.size; ++g) {
@@ -91,8 +57,8 @@ Failure Pool::plan_admission(Groups groups, Slot slot, const Admission& admissio
     const Failure failure = pool.check_admission(pool.sessions_[slot], admission);
     if (failure.code != Code::kOk) return failure;
   }
-  int64_t most_hits = admission.tokens.size / groups[0]->block_size_;
-  plans.resize(static_cast<size_t>(groups.size));
+  int64_t most_hits = admission.tokens.size / first.block_size_;
+  std::vector<AdmitPlan> plans(static_cast<size_t>(groups.size));
   while (true) {
     find_agreed_hits(groups, slot, admission, most_hits, plans);
     Failure failure{0, Code::kOk, 0, std::numeric_limits<int64_t>::max(), kDevice};
@@ -118,11 +84,34 @@ Failure Pool::plan_admission(Groups groups, Slot slot, const Admission& admissio
       failure.a = std::max(failure.a, proportion.up(pool, plan.needed));
       failure.b = std::min(failure.b, proportion.down(pool, std::max<int64_t>(0, plan.available)));
     }
-    if (failure.code == Code::kOk) return failure;
+    if (failure.code == Code::kOk) break;
     // Where there is no room for the last block and its copy, it is computed again instead.
     if (!copies_last || has_window) return failure;
     most_hits = static_cast<int64_t>(plans[0].hits.size()) - 1;
   }
+  const AdmitPlan& plan = plans[0];
+  if (only_check)
+    return Admitted{
+        plan.cached,
+        std::max(static_cast<int64_t>(plan.hits.size()), div_ceil(plan.end, first.block_size_)),
+        plan.end - plan.cached};
+  Admitted admitted;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    const uint32_t index = pool.admit_one(pool.sessions_[slot], admission, admitted_by, computes,
+                                          plans[static_cast<size_t>(g)]);
+    const Sequence& sequence = pool.sequences_[index];
+    admitted = {plan.cached, sequence.table.size, sequence.num_scheduled - plan.cached};
+  }
+  agree(groups, slot, admission.sequence_id);
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    Session& session = pool.sessions_[slot];
+    const uint32_t index = *session.sequences.find(admission.sequence_id);
+    for (int64_t i = 0; i < admission.fork_ids.size; ++i)
+      pool.add_fork(session, index, admission.fork_ids[i], admitted_by);
+  }
+  return admitted;
 }
 
 // Whether its fields can be done at all.

@@ -17,13 +17,15 @@ struct Pool::AppendPlan {
   int64_t available = 0;
 };
 
-ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns) {
+ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns, bool only_check) {
   const int64_t num = columns.sequence_ids.size;
   ItemResults results;
   results.values.resize(static_cast<size_t>(num));
   const bool has_negatives = any_negative(columns.token_ids.data, columns.token_ids.size);
-  const bool is_plain = !has_negatives && columns.num_lookahead.size == 0;
-  std::vector<AppendPlan> plans = append_plans(groups, slot);
+  const bool is_plain = !only_check && !has_negatives && columns.num_lookahead.size == 0;
+  std::vector<AppendPlan> plans;
+  for (int64_t g = 0; g < groups.size; ++g)
+    plans.push_back({groups[g], &groups[g]->sessions_[slot], groups[g]->max_tokens()});
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
@@ -40,40 +42,22 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
       }
       continue;
     }
-    const Failure failure = check_append(groups, columns, item, tokens, plans);
+    Failure failure{item, Code::kOk};
+    for (AppendPlan& plan : plans) {
+      failure = plan.pool->check_append(*plan.session, columns, item, tokens, plan);
+      if (is_later(failure.code)) failure = in_proportion(groups, *plan.pool, failure);
+      if (failure.code != Code::kOk) break;
+    }
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
     }
+    if (only_check) continue;
     for (AppendPlan& plan : plans)
       results.values[static_cast<size_t>(item)] =
           static_cast<int32_t>(plan.pool->append_one(*plan.session, columns, item, tokens, plan));
   }
   return results;
-}
-
-std::vector<Pool::AppendPlan> Pool::append_plans(Groups groups, Slot slot) {
-  std::vector<AppendPlan> plans;
-  for (int64_t g = 0; g < groups.size; ++g)
-    plans.push_back({groups[g], &groups[g]->sessions_[slot], groups[g]->max_tokens()});
-  return plans;
-}
-
-Failure Pool::check_append(Groups groups, Slot slot, const AppendColumns& columns, int64_t item,
-                           const int32_t* tokens) {
-  std::vector<AppendPlan> plans = append_plans(groups, slot);
-  return check_append(groups, columns, item, tokens, plans);
-}
-
-Failure Pool::check_append(Groups groups, const AppendColumns& columns, int64_t item,
-                           const int32_t* tokens, std::vector<AppendPlan>& plans) {
-  Failure failure{item, Code::kOk};
-  for (AppendPlan& plan : plans) {
-    failure = plan.pool->check_append(*plan.session, columns, item, tokens, plan);
-    if (is_later(failure.code)) return in_proportion(groups, *plan.pool, failure);
-    if (failure.code != Code::kOk) break;
-  }
-  return failure;
 }
 
 // A failure of one group, its blocks counted as for all groups.

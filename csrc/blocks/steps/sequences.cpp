@@ -48,15 +48,19 @@ Failure Pool::check_new_id(const Session& session, int64_t id, int64_t num_more,
 
 // Fork
 
-ItemResults Pool::fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids) {
+ItemResults Pool::fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids,
+                       bool only_check) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
-    const Failure failure = check_fork(groups, slot, parents[item], ids[item], item);
+    Failure failure{item, Code::kOk};
+    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+      failure = groups[g]->check_fork(groups[g]->sessions_[slot], parents[item], ids[item], item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
     }
+    if (only_check) continue;
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
       Session& session = pool.sessions_[slot];
@@ -67,13 +71,6 @@ ItemResults Pool::fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int
     }
   }
   return results;
-}
-
-Failure Pool::check_fork(Groups groups, Slot slot, int64_t parent, int64_t id, int64_t item) {
-  Failure failure{item, Code::kOk};
-  for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-    failure = groups[g]->check_fork(groups[g]->sessions_[slot], parent, id, item);
-  return failure;
 }
 
 Failure Pool::check_fork(const Session& session, int64_t parent_id, int64_t id,
@@ -125,15 +122,18 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
 
 // Free and cut
 
-ItemResults Pool::free(Groups groups, Slot slot, Span<int64_t> ids) {
+ItemResults Pool::free(Groups groups, Slot slot, Span<int64_t> ids, bool only_check) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
-    const Failure failure = check_free(groups, slot, ids[item], item);
+    Failure failure{item, Code::kOk};
+    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+      failure = groups[g]->check_free(groups[g]->sessions_[slot], ids[item], item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
     }
+    if (only_check) continue;
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
       Session& session = pool.sessions_[slot];
@@ -142,13 +142,6 @@ ItemResults Pool::free(Groups groups, Slot slot, Span<int64_t> ids) {
     }
   }
   return results;
-}
-
-Failure Pool::check_free(Groups groups, Slot slot, int64_t id, int64_t item) {
-  Failure failure{item, Code::kOk};
-  for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-    failure = groups[g]->check_free(groups[g]->sessions_[slot], id, item);
-  return failure;
 }
 
 Failure Pool::check_free(const Session& session, int64_t id, int64_t item) const {
@@ -214,16 +207,20 @@ int64_t Pool::fewest_tokens(const Sequence& sequence) const {
   return sequence.num_trimmed * block_size_ + config_.window_tokens - 1;
 }
 
-ItemResults Pool::truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens) {
+ItemResults Pool::truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens,
+                           bool only_check) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
     const int64_t id = ids[item], num = num_tokens[item];
-    const Failure failure = check_truncate(groups, slot, id, num, item);
+    Failure failure{item, Code::kOk};
+    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+      failure = groups[g]->check_truncate(groups[g]->sessions_[slot], id, num, item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
     }
+    if (only_check) continue;
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
       Session& session = pool.sessions_[slot];
@@ -232,13 +229,6 @@ ItemResults Pool::truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int
     }
   }
   return results;
-}
-
-Failure Pool::check_truncate(Groups groups, Slot slot, int64_t id, int64_t num, int64_t item) {
-  Failure failure{item, Code::kOk};
-  for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-    failure = groups[g]->check_truncate(groups[g]->sessions_[slot], id, num, item);
-  return failure;
 }
 
 Failure Pool::check_truncate(const Session& session, int64_t id, int64_t num, int64_t item) const {
@@ -287,31 +277,11 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
 // Swap
 
 std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t> ids,
-                                          Tier destination, int64_t headroom, int64_t max_blocks) {
-  std::vector<Swapping> plans;
-  const Failure failure = plan_swap(groups, slot, ids, destination, headroom, plans);
-  if (failure.code != Code::kOk) return failure;
-  int64_t num = 0;
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Swapping& plan = plans[static_cast<size_t>(g)];
-    num += static_cast<int64_t>(plan.blocks.size());
-    groups[g]->begin_swap(groups[g]->sessions_[slot], plan);
-  }
-  swap_some(groups, slot, max_blocks);
-  return num;
-}
-
-Failure Pool::check_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destination,
-                         int64_t headroom) {
-  std::vector<Swapping> plans;
-  return plan_swap(groups, slot, ids, destination, headroom, plans);
-}
-
-// What is swapped in each group.
-Failure Pool::plan_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destination,
-                        int64_t headroom, std::vector<Swapping>& plans) {
+                                          Tier destination, int64_t headroom, int64_t max_blocks,
+                                          bool only_check) {
   const Proportion proportion(groups, destination);
-  plans.resize(static_cast<size_t>(groups.size));
+  std::vector<Swapping> plans(static_cast<size_t>(groups.size));
+  int64_t num = 0;
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
     Swapping& plan = plans[static_cast<size_t>(g)];
@@ -320,8 +290,13 @@ Failure Pool::plan_swap(Groups groups, Slot slot, Span<int64_t> ids, Tier destin
         pool.plan_swap(pool.sessions_[slot], ids, proportion.of_group(pool, headroom), plan);
     if (is_later(failure.code)) return in_proportion(groups, pool, failure);
     if (failure.code != Code::kOk) return failure;
+    num += static_cast<int64_t>(plan.blocks.size());
   }
-  return {0, Code::kOk};
+  if (only_check) return num;
+  for (int64_t g = 0; g < groups.size; ++g)
+    groups[g]->begin_swap(groups[g]->sessions_[slot], plans[static_cast<size_t>(g)]);
+  swap_some(groups, slot, max_blocks);
+  return num;
 }
 
 Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, int64_t headroom,

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -413,20 +414,16 @@ class Caller(View):
 
 
 class _Checks:
-    """A pool's checks, by the names of the operations; None says that a swap would be done."""
+    """A pool whose operations are only checked, as those of a step."""
 
     def __init__(self, pool: Any, number: int) -> None:
         self._pool, self._number = pool, number
 
     def __getattr__(self, name: str) -> Any:
-        def check(slot: int, *rest: Any) -> Any:
-            if name == "swap":
-                (failure,) = self._pool.check_swap(slot, self._number, *rest[:2], 0) or (None,)
-                return failure
-            answer = getattr(self._pool, f"check_{name}")(slot, self._number, *rest)
-            return answer if name == "admit" else (b"", answer)
+        return partial(getattr(self._pool, name), check_as=self._number)
 
-        return check
+    def swap_some(self, slot: int, max_blocks: int) -> bool:
+        return False
 
 
 def _rows(answer: tuple[bytes, list[Failure] | None]) -> Rows:

@@ -333,8 +333,8 @@ GROUPED = {
     ),
     "an_append_asks_one_group_alone": Mutant(
         "steps/append.cpp",
-        "    if (failure.code != Code::kOk) break;\n",
-        "    break;\n",
+        "      if (failure.code != Code::kOk) break;\n",
+        "      break;\n",
     ),
     "an_abort_begins_again_in_one_group_alone": Mutant(
         "steps/abort.cpp",

@@ -11,7 +11,7 @@ from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.member import Waiting
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.plans import sign_grant
-from control_plane.planning.steps.prefixes import require_retention
+from control_plane.planning.steps.prefixes import retain
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
@@ -70,14 +70,16 @@ def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:
 @pytest.mark.parametrize(
     ("priority", "seconds", "field"), [(0, 1, "priority"), (101, 1, "priority"), (1, 0, "time")]
 )
-def test_a_retention_out_of_range_is_refused(priority: int, seconds: int, field: str) -> None:
+def test_a_retention_out_of_range_is_refused(
+    rig: PlanningRig, priority: int, seconds: int, field: str
+) -> None:
     message = cpb.Retain(
         token_ids=ops.pack_tokens(PROMPT),
         time_to_live=duration_pb2.Duration(seconds=seconds),
         priority=priority,
     )
     with pytest.raises(InvalidRequestError) as refused:
-        require_retention(message)
+        retain(rig.session, message, cpb.OperationResult(), only_check=False)
     assert refused.value.field.startswith(field)
 
 
