@@ -24,8 +24,8 @@ from benchmarks.common.calls import Calls, call_in_rounds
 from benchmarks.common.memory import cold_caches
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.kernels.pages import PageShape
 from data_plane.memory import huge_pages
+from data_plane.memory.pages import PageShape
 from kvplane.attention_options import AttentionOptions
 from kvplane.layout import LATENT, LayerGroup
 

@@ -35,10 +35,10 @@ from benchmarks.bare_packets import SPIN_S, Echo
 from examples.planes import Planes
 from kvplane import LayerGroup, Layout, ops
 from kvplane.attention_options import AttentionOptions
+from kvplane.runtime.backend import DataBackend, RemoteBackend
+from kvplane.runtime.embedded import EmbeddedBackend, start_planes
+from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.backend import DataBackend, RemoteBackend
-from kvplane.transformers.embedded import EmbeddedBackend, start_planes
-from kvplane.transformers.link import ControlLink
 
 NUM_LAYERS = 8
 NUM_DEVICE_BLOCKS = 4096

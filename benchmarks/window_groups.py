@@ -17,8 +17,8 @@ from transformers import Cohere2Config, Gemma3TextConfig, GptOssConfig
 
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import Engine
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
 from kvplane import ops
 from kvplane.layout import Layout
 from kvplane.models.model_layers import layer_groups

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from data_plane.executor import Executor
-    from data_plane.fixed_step import FixedStep
-    from data_plane.plan_runner import StartedPlan
+    from data_plane.execution.executor import Executor
+    from data_plane.execution.fixed_step import FixedStep
+    from data_plane.execution.plan_runner import StartedPlan
     from data_plane.plans.batches.fixed_rows import StepBounds
     from data_plane.server.config import DataPlaneConfig
     from data_plane.server.embedded import EmbeddedDataPlane
@@ -29,10 +29,10 @@ __all__ = [
 # Imported when first used, so that the executor alone does not import gRPC, and that the program
 # can say what is not installed.
 _HOMES = {
-    "Executor": "data_plane.executor",
-    "FixedStep": "data_plane.fixed_step",
+    "Executor": "data_plane.execution.executor",
+    "FixedStep": "data_plane.execution.fixed_step",
     "StepBounds": "data_plane.plans.batches.fixed_rows",
-    "StartedPlan": "data_plane.plan_runner",
+    "StartedPlan": "data_plane.execution.plan_runner",
     "DataPlaneConfig": "data_plane.server.config",
     "EmbeddedDataPlane": "data_plane.server.embedded",
 }

@@ -15,10 +15,10 @@ import torch
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
+from kvplane.runtime.backend import DataBackend
+from kvplane.runtime.link import ControlLink
 from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.backend import DataBackend
-from kvplane.transformers.link import ControlLink
 from kvplane.v1 import control_pb2 as pb
 
 from .config import EngineConfig
@@ -330,7 +330,7 @@ def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel
 
 
 def _embeds_latents(config: EngineConfig) -> bool:
-    from kvplane.transformers.embedded import serves_latents
+    from kvplane.runtime.embedded import serves_latents
 
     return config.latent and serves_latents()
 

@@ -34,18 +34,18 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.imports_go_one_way,
         {
-            "kvplane/a.py": "import control_plane.planning.core\n",
+            "kvplane/a.py": "import control_plane.core\n",
             "control_plane/b.py": "def f():\n    from data_plane import pool\n",
             "control_plane/c.py": "import torch\n",
-            "data_plane/d.py": "import torch\nfrom control_plane.planning.model import Plan\n",
+            "data_plane/d.py": "import torch\nfrom control_plane.sessions.model import Plan\n",
             "engine/e.py": "import data_plane, kvplane\nimport control_plane\n",
             "kvplane/transformers/f.py": "import torch, data_plane\nimport engine.llm\n",
         },
         [
-            "kvplane/a.py:1: imports control_plane.planning.core",
+            "kvplane/a.py:1: imports control_plane.core",
             "control_plane/b.py:2: imports data_plane.pool",
             "control_plane/c.py:1: imports torch",
-            "data_plane/d.py:2: imports control_plane.planning.model.Plan",
+            "data_plane/d.py:2: imports control_plane.sessions.model.Plan",
             "engine/e.py:2: imports control_plane",
             "kvplane/transformers/f.py:2: imports engine.llm",
         ],
@@ -81,14 +81,14 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.only_the_server_of_a_plane_knows_grpc,
         {
-            "data_plane/executor.py": "from grpc import aio\n",
-            "control_plane/planning/core.py": "import grpc_status\n",
+            "data_plane/execution/executor.py": "from grpc import aio\n",
+            "control_plane/core.py": "import grpc_status\n",
             "data_plane/server/service.py": "import grpc\n",
             "kvplane/clients/control_client.py": "import grpc\n",
         },
         [
-            "control_plane/planning/core.py:1: imports grpc_status",
-            "data_plane/executor.py:1: imports grpc.aio",
+            "control_plane/core.py:1: imports grpc_status",
+            "data_plane/execution/executor.py:1: imports grpc.aio",
         ],
     ),
     (
@@ -180,34 +180,32 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.modules_of_the_core_are_named_by_a_test,
         {
-            "control_plane/planning/a.py": "",
+            "control_plane/sessions/a.py": "",
             "control_plane/server/b.py": "",
-            "data_plane/executor.py": "",
+            "data_plane/execution/executor.py": "",
             "data_plane/plans/c.py": "",
             "data_plane/plans/d.py": "",
             "data_plane/plans/__init__.py": "",
             "engine/e.py": "",
             "tests/helpers/d.py": "import data_plane.plans.d\n",
-            "tests/unit/test_a.py": "from control_plane.planning.a import f\n"
+            "tests/unit/test_a.py": "from control_plane.sessions.a import f\n"
             "from data_plane.plans import c\n",
         },
         [
-            "data_plane/executor.py: no test imports it",
+            "data_plane/execution/executor.py: no test imports it",
             "data_plane/plans/d.py: no test imports it",
         ],
     ),
     (
-        rules.folders_of_many_files_have_floors,
+        rules.folders_form_no_circle,
         {
-            f"{folder}/{name}.py": ""
-            for folder, names in (
-                ("kvplane/many", "abcdefghijklmnopq"),
-                ("kvplane/few", "abcdefghijklmnop"),
-                ("benchmarks/many", "abcdefghijklmnopq"),
-            )
-            for name in names
+            "data_plane/kernels/a.py": "from data_plane.memory.deep.b import f\n",
+            "data_plane/memory/deep/b.py": "from data_plane.c import f\n",
+            "data_plane/memory/d.py": "from data_plane.kernels import a\n",
+            "data_plane/c.py": "from data_plane.kernels import a\n",
+            "kvplane/runtime/e.py": "from data_plane import c\n",
         },
-        ["kvplane/many: 17 files", "benchmarks/many: 17 files"],
+        ["circle: data_plane/kernels -> data_plane/memory -> data_plane/kernels"],
     ),
     (rules.the_readme_is_short, {"README.md": "\n" * 150}, ["README.md: 150 lines"]),
     (
@@ -273,7 +271,7 @@ def test_the_sdk_and_the_control_plane_run_without_torch() -> None:
         for package in ("kvplane", "control_plane")
         for path in sorted((ROOT / package).rglob("*.py"))
         if path.name not in ("__main__.py", "__init__.py")
-        and not {"transformers", "ray"} & set(path.parts)  # these are extras
+        and not {"transformers", "runtime"} & set(path.parts)  # these are extras
     ]
     program = (
         "import importlib, sys\n"
@@ -284,7 +282,7 @@ def test_the_sdk_and_the_control_plane_run_without_torch() -> None:
 
 
 def test_the_core_of_the_control_plane_runs_without_grpc() -> None:
-    program = "import sys, control_plane.planning.core\nsys.exit('grpc' in sys.modules)"
+    program = "import sys, control_plane.core\nsys.exit('grpc' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 

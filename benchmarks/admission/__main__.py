@@ -23,7 +23,7 @@ import json
 from pathlib import Path
 
 from benchmarks.admission.cases import CASES, NORMAL, measure
-from control_plane.planning.admission.decisions import AdmissionConfig
+from control_plane.admission.decisions import AdmissionConfig
 
 
 def print_table(results: dict[str, list[dict[str, float]]]) -> None:

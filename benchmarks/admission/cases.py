@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from benchmarks.admission.pool import NUM_BLOCKS, Engine, Request
 from benchmarks.admission.simulation import Simulation
-from control_plane.planning.admission.decisions import AdmissionConfig
+from control_plane.admission.decisions import AdmissionConfig
 
 SERVED_S: Final = (60.0, 120.0)
 NORMAL: Final = "normal"

@@ -16,14 +16,14 @@ from benchmarks.admission.pool import (
     Engine,
     Live,
 )
-from control_plane.planning.admission.decisions import (
+from control_plane.admission.decisions import (
     AdmissionConfig,
     Cut,
     EndSession,
     Growth,
     Pressure,
 )
-from control_plane.planning.admission.line import Line
+from control_plane.admission.line import Line
 
 DECODE_BLOCK_S: Final = 0.32
 PREFILL_TOKENS_PER_S: Final = 10_000.0

@@ -17,10 +17,10 @@ from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import Engine
 from benchmarks.control_plane.gc_pauses import Pauses
 from benchmarks.control_plane.messages import EPOCH, POOL
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.steps.large_answers import LargeAnswer
-from control_plane.planning.steps.pieces import finished
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps.pieces import finished
 from kvplane.v1 import control_pb2 as cpb
 
 TENANT: Final = "tenant"

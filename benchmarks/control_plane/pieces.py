@@ -15,8 +15,8 @@ from benchmarks.control_plane.in_process import TENANT, CorePool
 from benchmarks.control_plane.messages import prompt
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
-from control_plane.planning.steps.large_answers import LargeAnswer
-from control_plane.planning.steps.requests import Request
+from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps.requests import Request
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

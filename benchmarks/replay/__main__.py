@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.replay.cache import Cache
 from benchmarks.replay.synthetic import named_requests
 from benchmarks.replay.traces import FORMATS, Request, TraceError, read_trace
-from control_plane.planning.config import EVICTION_POLICIES
+from control_plane.config import EVICTION_POLICIES
 
 HALVES = ("first", "second", "all")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
-from control_plane.planning.core import ControlPlane
+from control_plane.config import EVICTION_POLICIES, CoreConfig
+from control_plane.core import ControlPlane
 from kvplane import ops
 from kvplane.clients.prefix_feed import FeedReader, PrefixEvent
 from kvplane.layout import LayerGroup, Layout

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.replay.__main__ import HALVES, read_half, replay
 from benchmarks.replay.traces import TraceError
-from control_plane.planning.config import EVICTION_POLICIES
+from control_plane.config import EVICTION_POLICIES
 
 SIZES_BLOCKS = (500, 1000, 2000, 3000, 4000, 6000, 10_000, 30_000)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
+from control_plane.config import EVICTION_POLICIES, CoreConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.config import (
     ServingConfig,

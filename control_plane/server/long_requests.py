@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from control_plane.planning.steps.pieces import Pieces
+from control_plane.steps.pieces import Pieces
 
 TURNS_OF_A_CALL: Final = 2
 """Turns of the event loop that a call takes from its arrival to its answer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from control_plane.planning.pools.statistics import (
+from control_plane.pools.statistics import (
     ALLOCATION_BOUNDS_S,
     DURATION_BOUNDS_S,
     WAIT_BOUNDS_S,

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from control_plane.planning.observing import PoolObservation
-from control_plane.planning.pools.statistics import EVICTION_REASONS
-from control_plane.planning.session import END_CAUSES
-from control_plane.planning.steps.plain_steps import PlainAnswer
+from control_plane.observing import PoolObservation
+from control_plane.pools.statistics import EVICTION_REASONS
 from control_plane.server import metric_declarations as declared
+from control_plane.sessions.session import END_CAUSES
+from control_plane.steps.plain_steps import PlainAnswer
 from kvplane.serving.observability.histogram import Histogram
 from kvplane.serving.observability.metrics import LATENCY_BUCKETS_S, Counts, PlaneMetrics, Samples
 from kvplane.v1 import control_pb2 as pb

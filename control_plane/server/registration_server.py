@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final
 
-from control_plane.planning.core import ControlPlane
+from control_plane.core import ControlPlane
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,

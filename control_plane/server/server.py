@@ -9,8 +9,7 @@ from typing import Final
 
 from kvplane_blocks import PlainStep
 
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.steps.plain_steps import may_be_plain
+from control_plane.core import ControlPlane
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.election.choice import elector_of
 from control_plane.server.election.elector import Elector
@@ -18,6 +17,7 @@ from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
+from control_plane.steps.plain_steps import may_be_plain
 from kvplane import __version__
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer

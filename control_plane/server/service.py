@@ -17,13 +17,13 @@ import grpc.aio
 from google.protobuf import duration_pb2
 from kvplane_blocks import PlainStep
 
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.steps.large_answers import LargeAnswer
-from control_plane.planning.steps.requests import Request
+from control_plane.core import ControlPlane
 from control_plane.server.long_requests import TURNS_OF_A_CALL, LongRequests
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.server.watch_server import WatchServer
+from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps.requests import Request
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.callers.identity import caller

@@ -1,7 +1,7 @@
 """The streams of followers of prefix indexes.
 
 A follower is woken when the index has changed, and takes what there is to tell when its stream has
-room again; see ``control_plane.planning.watching``.
+room again; see ``control_plane.watching``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from control_plane.planning.core import ControlPlane
+from control_plane.core import ControlPlane
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 

@@ -1,6 +1,6 @@
 """The arguments of the kernels. All checks of their shapes, dtypes and devices are here.
 
-A layer's pages are described in ``data_plane.kernels.pages``. They are views of a pool
+A layer's pages are described in ``data_plane.memory.pages``. They are views of a pool
 ``[num_blocks, num_layers, ...]``, in which a block is contiguous. Slot ``block * block_size +
 offset`` holds one token. Queries, keys, values and pages may each be fp32, fp16 or bf16; pages may
 also be fp8 (e4m3 or e5m2), and then have scales: ``round(key / scale)`` is stored, saturated, and
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_plane.kernels.pages import Pages
+from data_plane.memory.pages import Pages
 from data_plane.memory.upload import upload
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError

@@ -20,8 +20,8 @@ from functools import partial
 
 import torch
 
-from data_plane.kernels.pages import PageShape
 from data_plane.memory import huge_pages, pinned
+from data_plane.memory.pages import PageShape
 from data_plane.places import Place, group_of, in_groups, place_of, places_of
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout

@@ -11,8 +11,8 @@ from typing import Final
 
 import torch
 
-from data_plane.commands import Observer
-from data_plane.executor import Executor
+from data_plane.execution.commands import Observer
+from data_plane.execution.executor import Executor
 from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.shares import fit_blocks, share_blocks

@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from types import TracebackType
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import PoolNotReadyError

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
 from data_plane.pieces import Pieces

@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from data_plane.counters import BATCH_BOUNDS
-from data_plane.executor import Executor
+from data_plane.execution.counters import BATCH_BOUNDS
+from data_plane.execution.executor import Executor
 from data_plane.kernels.backends.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from data_plane.places import group_of, tier_of

@@ -22,7 +22,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.places import place_of
 from data_plane.server.files.tier import FileTier
 from data_plane.server.worker_thread import WorkerThread

@@ -13,10 +13,10 @@ from typing import Any, Final, TypeVar
 
 import grpc.aio
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
+from data_plane.execution.plan_runner import StartedPlan
 from data_plane.pieces import Pieces, whole
 from data_plane.places import place_of
-from data_plane.plan_runner import StartedPlan
 from data_plane.server.execute_stream import PIECE_S, ExecuteStream, attention_options
 from data_plane.server.fair_queue import Lane
 from data_plane.server.files.tier import FileTier

@@ -16,9 +16,9 @@ from transformers.utils import logging as transformers_logging
 
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.layout import LayerGroup
+from kvplane.models.config import read_config
 from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import attention
-from kvplane.transformers.config import read_config
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe as run_probe
 from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independent_tokens

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
+from kvplane.runtime.backend import DataBackend, OpenedSession, RemoteBackend
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.backend import DataBackend, OpenedSession, RemoteBackend
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 from kvplane.v1.control_pb2 import ShardInfo
@@ -32,7 +32,7 @@ def backend_of(
 
 def _embedded(config: EngineConfig, layout: Layout, rank: int) -> DataBackend:
     # It needs the data plane's own packages.
-    from kvplane.transformers.embedded import EmbeddedBackend
+    from kvplane.runtime.embedded import EmbeddedBackend
 
     return EmbeddedBackend(
         layout,

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
+from kvplane.runtime.backend import DataBackend, OpenedSession, Started
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.backend import DataBackend, OpenedSession, Started
 from kvplane.v1 import types_pb2 as pb
 
 from ..config import EngineConfig

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
+from kvplane.runtime.backend import DataBackend
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

@@ -30,9 +30,9 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.runtime.backend import DataBackend
+from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import wait
-from kvplane.transformers.backend import DataBackend
-from kvplane.transformers.link import ControlLink
 from kvplane.v1 import types_pb2 as types
 
 from ..models.loader import LoadedModel

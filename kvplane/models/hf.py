@@ -55,7 +55,7 @@ def layout_from_hf(
 
 def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
     try:
-        from kvplane.transformers.config import read_config
+        from kvplane.models.config import read_config
     except ImportError as error:
         raise InvalidRequestError(
             "cannot be read without transformers: install kvplane[transformers], or give --layout "

@@ -32,11 +32,11 @@ from kvplane.errors import (
 from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.models.model_layers import layer_groups, layer_shapes
+from kvplane.runtime.backend import DataBackend, RemoteBackend
+from kvplane.runtime.link import ControlLink
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers import attention
-from kvplane.transformers.backend import DataBackend, RemoteBackend
-from kvplane.transformers.link import ControlLink
 from kvplane.transformers.model_state import last_changes, namespace_of
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
@@ -369,7 +369,7 @@ def _connect(
         closing.callback(remote.stop)
         return settings.control_plane, remote
     try:
-        from kvplane.transformers.embedded import device_for, serves_latents, start_planes
+        from kvplane.runtime.embedded import device_for, serves_latents, start_planes
     except ImportError as error:
         raise InvalidRequestError(
             "must be given: planes in this process need kvplane[control-plane,data-plane]; "

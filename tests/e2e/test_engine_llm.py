@@ -14,7 +14,7 @@ import torch
 from engine_planes import POOL, ROOT, Pair, save_byte_model
 from transformers import AutoModelForCausalLM
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from engine import LLM, SamplingParams
 from kvplane.errors import InvalidRequestError, LayoutMismatchError, NeverFitsError
 

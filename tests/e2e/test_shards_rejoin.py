@@ -9,9 +9,9 @@ import itertools
 import pytest
 from registration_messages import LAYOUT, all_outgoing, hello
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from data_plane.executor import Executor
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from data_plane.execution.executor import Executor
 from kvplane import ops
 from kvplane.errors import StaleEpochError
 from kvplane.shard import Shard

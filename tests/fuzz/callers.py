@@ -26,9 +26,9 @@ from plan_author import (
     truncate,
 )
 
+from data_plane.execution.table_blocks import BlockRange
 from data_plane.server.push import chunks
 from data_plane.server.tensor_codec import tensor_to_message
-from data_plane.table_blocks import BlockRange
 from kvplane import ops
 from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as cpb

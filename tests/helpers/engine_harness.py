@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from control_plane.planning.core import ControlPlane, CoreConfig
+from control_plane.core import ControlPlane, CoreConfig
 from data_plane import Executor
 from engine.models import loader
 from engine.request import Delta, RequestOutput, SamplingParams
@@ -31,7 +31,7 @@ from kvplane.errors import KvplaneError, SessionNotFoundError, StaleError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, StepResult, sequence_states
-from kvplane.transformers.backend import Started
+from kvplane.runtime.backend import Started
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 from kvplane.wire.protocol import supported
@@ -133,7 +133,7 @@ class OpenedSession:
 
 
 class Link:
-    """As ``kvplane.transformers.link.ControlLink``, with the core behind it. ``faults``: raised by
+    """As ``kvplane.runtime.link.ControlLink``, with the core behind it. ``faults``: raised by
     steps, one each, before the control plane has them.
     """
 
@@ -212,7 +212,7 @@ class Link:
 
 
 class Backend:
-    """As ``kvplane.transformers.backend.DataBackend``, with the executor behind it.
+    """As ``kvplane.runtime.backend.DataBackend``, with the executor behind it.
 
     ``faults``: raised, one each, by the layers that ``fault_at`` counts down to.
     """

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from two_pools import HERE, THERE, control_plane, data_plane, settings_of, write_layout
 
+from data_plane.execution.table_blocks import BlockRange
 from data_plane.server.push import chunks
 from data_plane.server.server import DataPlaneServer
-from data_plane.table_blocks import BlockRange
 from kvplane import ControlClient, DataClient, LayerGroup, Layout, Session, Tensor
 from kvplane.errors import KvplaneError, UnavailableError
 from kvplane.v1.data_pb2 import PushTicket

@@ -15,10 +15,10 @@ import grpc.aio
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
+from data_plane.execution.table_blocks import BlockRange
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.push import chunks
 from data_plane.server.server import DataPlaneServer
-from data_plane.table_blocks import BlockRange
 from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.transport.connection import typed_errors
 from kvplane.v1 import control_pb2, data_pb2, push_pb2, push_pb2_grpc

@@ -21,7 +21,7 @@ from emulated_build import emulated_module
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backends.cuda import CudaKernels
-from data_plane.kernels.pages import Pages
+from data_plane.memory.pages import Pages
 
 Arguments = TypeVar("Arguments", AttentionArguments, WriteArguments)
 

@@ -18,7 +18,7 @@ import torch
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.kernels.pages import PageShape
+from data_plane.memory.pages import PageShape
 from kvplane.attention_options import AttentionOptions
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 

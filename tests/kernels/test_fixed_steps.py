@@ -250,7 +250,7 @@ def test_what_a_step_needs_is_in_memory_before_it_is_captured(
     monkeypatch.setattr("data_plane.kernels.step_memory.is_capturing", lambda device: True)
     with pytest.raises(InvalidRequestError, match="before they are captured"):
         Stepped().forward()
-    monkeypatch.setattr("data_plane.fixed_step.is_capturing", lambda device: True)
+    monkeypatch.setattr("data_plane.execution.fixed_step.is_capturing", lambda device: True)
     with pytest.raises(InvalidRequestError) as caught:
         Stepped(options=OPTIONS[1]).forward()
     assert caught.value.field == "options"

@@ -25,11 +25,11 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
 from kvplane.layout import LayerGroup
 from kvplane.models.model_layers import layer_groups
+from kvplane.runtime.probe_planes import ProbePlanes
 from kvplane.transformers import attention
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.probe import probe
-from kvplane.transformers.models.probe_planes import ProbePlanes
 from tests.models.tiny_models import TYPES, VOCABULARY, tiny_model
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "models.md"

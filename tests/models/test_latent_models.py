@@ -18,11 +18,11 @@ from engine.models.linears import PackedLinear, pack_linears
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT
 from kvplane.models.model_layers import layer_groups
+from kvplane.runtime.probe_planes import ProbePlanes
 from kvplane.transformers import PlaneCache, absorbed, attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.probe import probe
-from kvplane.transformers.models.probe_planes import ProbePlanes
 from kvplane.v1 import types_pb2 as tpb
 
 NUM_TOKENS = 40

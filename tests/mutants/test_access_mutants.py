@@ -22,7 +22,7 @@ FAULTS = {
         SOCKETS,
     ),
     "grants_open_for_other_tenants": Fault(
-        "data_plane/executor.py",
+        "data_plane/execution/executor.py",
         "if tenant is not None and verified.tenant != tenant:",
         "if False:",
         SOCKETS,

@@ -113,7 +113,7 @@ FAULTS = {
         f"{PAGE}::test_a_browser_that_left_takes_up_no_place",
     ),
     "sessions_of_other_tenants_are_shown": Fault(
-        "control_plane/planning/core.py",
+        "control_plane/core.py",
         "self._sessions_of(p, tenant)",
         "self._sessions_of(p)",
         f"{PAGE}::test_a_tenant_sees_no_session_of_another",
@@ -126,13 +126,13 @@ FAULTS = {
         "::test_an_engine_with_the_adapter_answers_as_without_pages[with_room]",
     ),
     "a_plan_forgets_its_trace": Fault(
-        "control_plane/planning/steps/plans.py",
+        "control_plane/steps/plans.py",
         "if tracing.checked(traceparent):",
         "if False:",
         f"{TRACING}::test_a_plan_takes_its_steps_trace_on_if_it_is_one",
     ),
     "a_plan_takes_any_trace_on": Fault(
-        "control_plane/planning/steps/plans.py",
+        "control_plane/steps/plans.py",
         "if tracing.checked(traceparent):",
         "if traceparent:",
         f"{TRACING}::test_a_plan_takes_its_steps_trace_on_if_it_is_one",
@@ -150,7 +150,10 @@ FAULTS = {
         "tests/e2e/test_traces.py",
     ),
     "a_data_plane_begins_traces_anew": Fault(
-        "data_plane/plan_runner.py", "plan.traceparent,", '"",', "tests/e2e/test_traces.py"
+        "data_plane/execution/plan_runner.py",
+        "plan.traceparent,",
+        '"",',
+        "tests/e2e/test_traces.py",
     ),
     "a_session_that_ends_leaves_a_trace_open": Fault(
         "data_plane/plans/sessions.py",

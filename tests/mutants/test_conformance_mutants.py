@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from source_faults import Fault, assert_noticed
 
-SHARING = "control_plane/planning/sharing/sharing.py"
+SHARING = "control_plane/sharing/sharing.py"
 YIELDING = "tests/rpc/test_operations_conformance_yielding.py"
 RETENTIONS = "tests/rpc/test_operations_conformance_retentions.py"
 NAMESPACES = "tests/rpc/test_operations_conformance_namespaces.py"
@@ -45,35 +45,35 @@ FAULTS = {
         YIELDING,
     ),
     "who_was_cut_is_unknown": Fault(
-        "control_plane/planning/steps/failures.py",
+        "control_plane/steps/failures.py",
         "case _native.NOT_FOUND if a in member.revoked",
         "case _native.NOT_FOUND if False",
         YIELDING,
         "revoked",
     ),
     "growth_cuts_nobody": Fault(
-        "control_plane/planning/admission/yielding.py",
+        "control_plane/admission/yielding.py",
         "        (num_for_growth, _juniors(turns, blocked)),\n",
         "",
         YIELDING,
         "growth",
     ),
     "turns_do_not_end": Fault(
-        "control_plane/planning/admission/yielding.py",
+        "control_plane/admission/yielding.py",
         "is_past = ends_s < now_s",
         "is_past = False",
         YIELDING,
         "turn",
     ),
     "who_frees_enough_is_cut_all_the_same": Fault(
-        "control_plane/planning/admission/yielding.py",
+        "control_plane/admission/yielding.py",
         "            if num_found >= num_lacking:\n                break\n",
         "",
         YIELDING,
         "frees_enough",
     ),
     "a_refused_retention_is_done_in_part": Fault(
-        "control_plane/planning/steps/prefixes.py",
+        "control_plane/steps/prefixes.py",
         "    if len(done) == 5:\n",
         "    if len(done) == 5:\n        session.native.retain(\n"
         "            session.slot,\n"
@@ -85,7 +85,7 @@ FAULTS = {
         "over_the_quota",
     ),
     "a_retention_is_checked_too_late": Fault(
-        "control_plane/planning/steps/prefixes.py",
+        "control_plane/steps/prefixes.py",
         "    if not 1 <= message.priority <= MAX_PRIORITY:\n",
         "    session.native.retain(\n"
         "        session.slot, message.token_ids, 7, session.pool.now_s + time_to_live_s, 10**6\n"
@@ -94,28 +94,28 @@ FAULTS = {
         "repeats",
     ),
     "namespaces_are_not_kept_apart": Fault(
-        "control_plane/planning/core.py",
+        "control_plane/core.py",
         "root = root_of(fingerprint, tenant, request.namespace)",
         'root = root_of(fingerprint, tenant, "")',
         NAMESPACES,
         "weights or adapter",
     ),
     "searches_ignore_the_namespace": Fault(
-        "control_plane/planning/queries.py",
+        "control_plane/queries.py",
         "root = root_of(pool.layout.fingerprint, tenant, request.namespace)",
         'root = root_of(pool.layout.fingerprint, tenant, "")',
         NAMESPACES,
         "named",
     ),
     "a_follower_that_is_overrun_is_not_told": Fault(
-        "control_plane/planning/watching.py",
+        "control_plane/watching.py",
         "        if found is None:\n",
         "        if found is None:\n            return None\n        if found is None:\n",
         WATCH,
         "overrun",
     ),
     "a_follower_that_is_overrun_goes_on": Fault(
-        "control_plane/planning/watching.py",
+        "control_plane/watching.py",
         "        if found is None:\n",
         "        while found is None:\n"
         "            self._revision += 1\n"
@@ -126,16 +126,16 @@ FAULTS = {
         "overrun",
     ),
     "negative_tokens_are_looked_up": Fault(
-        "control_plane/planning/steps/checks.py",
+        "control_plane/checks.py",
         "if not value[3::4].isascii():",
         "if False:",
         QUESTIONS,
     ),
     "a_part_of_a_token_is_left_out": Fault(
-        "control_plane/planning/steps/checks.py", "if len(value) % 4:", "if False:", QUESTIONS
+        "control_plane/checks.py", "if len(value) % 4:", "if False:", QUESTIONS
     ),
     "all_followers_are_asked": Fault(
-        "control_plane/planning/pools/registration.py",
+        "control_plane/registration/registration.py",
         "        for pool in self.touched:\n",
         "        for pool in self._pools.values():\n"
         "            for follower in pool.followers:\n                follower.wake()\n"
@@ -151,7 +151,7 @@ FAULTS = {
         "has_news",
     ),
     "all_sessions_are_looked_at": Fault(
-        "control_plane/planning/core.py",
+        "control_plane/core.py",
         "        session.expires_at_s = now_s + self._config.lease_s\n        self._touch",
         "        session.expires_at_s = now_s + self._config.lease_s\n"
         "        sum(each.num_held() for each in self._sessions.values())\n        self._touch",
@@ -159,7 +159,7 @@ FAULTS = {
         "thousand_sessions",
     ),
     "forks_go_up_to_the_first": Fault(
-        "control_plane/planning/sharing/groups.py",
+        "control_plane/sharing/groups.py",
         "        group = self._by_id[sequence_id] = self._by_id[parent_id]\n",
         "        self.of(parent_id) if parent_id < 2 else self.fork(parent_id - 1, parent_id)\n"
         "        group = self._by_id[sequence_id] = self._by_id[parent_id]\n",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from patched_faults import Run, assert_noticed, load
 
-from control_plane.planning.pools import file_forgets
-from control_plane.planning.pools.file_forgets import FileForgets
+from control_plane.pools import file_forgets
+from control_plane.pools.file_forgets import FileForgets
 from data_plane.files import block_files, names
 from data_plane.files.block_files import BlockFiles
 from data_plane.files.index import FileIndex

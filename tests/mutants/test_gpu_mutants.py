@@ -33,13 +33,13 @@ MUTANTS = {
         *PLANE_CACHE,
     ),
     "the_probe_s_executor_gets_tensors_of_the_gpu": Fault(
-        "kvplane/transformers/models/probe_planes.py",
+        "kvplane/runtime/probe_planes.py",
         "there = (query.cpu(), key.cpu(), None if value is None else value.cpu())",
         "there = (query, key, value)",
         *PLANE_CACHE,
     ),
     "the_probe_s_output_stays_on_the_host": Fault(
-        "kvplane/transformers/models/probe_planes.py",
+        "kvplane/runtime/probe_planes.py",
         "return out.to(query.device)",
         "return out",
         *PLANE_CACHE,

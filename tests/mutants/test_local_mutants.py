@@ -14,7 +14,7 @@ from source_faults import Fault, assert_noticed
 
 LOCAL = "tests/rpc/test_local_executions.py"
 KNOWN = "tests/rpc/test_known_layers.py"
-EXPECTED = "data_plane/expected_layers.py"
+EXPECTED = "data_plane/execution/expected_layers.py"
 KNOWN_LAYERS = "data_plane/server/local/known_layers.py"
 WORKER = "tests/unit/executor/test_worker_thread.py"
 REGION = "data_plane/server/local/region.py"
@@ -182,7 +182,7 @@ FAULTS = {
         "a_bug_ends",
     ),
     "outputs_stay_in_the_region": Fault(
-        "kvplane/transformers/region_layers.py",
+        "kvplane/runtime/region_layers.py",
         "return output if was_moved else output.copy_(known.output)",
         "return output",
         KNOWN,

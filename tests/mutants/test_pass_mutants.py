@@ -59,14 +59,14 @@ FAULTS = {
         "data_plane/server/service.py", ", pass_index=None", "", RPC, "single_call"
     ),
     "an_embedded_engine_forgets_its_pass": Fault(
-        "kvplane/transformers/embedded.py",
+        "kvplane/runtime/embedded.py",
         "pass_index=self._pass_index,",
         "",
         EXECUTOR,
         "embedded_engine",
     ),
     "a_captured_step_runs_in_any_pass": Fault(
-        "data_plane/fixed_step.py",
+        "data_plane/execution/fixed_step.py",
         "self._plans.latest(self.session_id, plan_number, pass_index)",
         "self._plans.latest(self.session_id, plan_number)",
         STEPS,
@@ -93,7 +93,7 @@ FAULTS = {
         SESSIONS, "index + is_written)", "index + 1)", EXECUTOR, "can_be_read"
     ),
     "blocks_are_written_to_a_plan_in_passes": Fault(
-        "data_plane/table_blocks.py",
+        "data_plane/execution/table_blocks.py",
         "if run.pass_index is not None:",
         "if False:",
         EXECUTOR,
@@ -107,7 +107,7 @@ FAULTS = {
         "fails_in_a_pass",
     ),
     "layers_are_served_in_another_pass": Fault(
-        "data_plane/expected_layers.py",
+        "data_plane/execution/expected_layers.py",
         " and run.pass_index == expected.pass_index",
         "",
         RPC,

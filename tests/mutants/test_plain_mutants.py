@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from patched_faults import load
 
-from control_plane.planning.steps import plain_steps
+from control_plane.steps import plain_steps
 
 NUM_WALKS = 40
 # What is left out, or what takes its place.
@@ -59,7 +59,7 @@ def test_a_walk_notices(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch)
     assert source.count(fault[0]) == 1
     faulty: dict[str, Any] = {"__name__": "faulty_plain_steps"}
     exec(compile(source.replace(*fault), "faulty_plain_steps", "exec", dont_inherit=True), faulty)
-    monkeypatch.setattr("control_plane.planning.core.PlainSteps", faulty["PlainSteps"])
+    monkeypatch.setattr("control_plane.core.PlainSteps", faulty["PlainSteps"])
     with pytest.raises((AssertionError, ArithmeticError, LookupError, ValueError, TypeError)):
         TESTS.test_plain_steps_stand_in_line_as_others_do()
         for seed in range(NUM_WALKS):

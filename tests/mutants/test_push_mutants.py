@@ -15,9 +15,9 @@ from patched_faults import assert_noticed as assert_patch_noticed
 from source_faults import Fault, assert_noticed
 from two_pools import two_pools
 
-from data_plane import table_blocks
-from data_plane.executor import Executor
-from data_plane.kernels.shards.shard_kernels import ShardKernels
+from data_plane.execution import table_blocks
+from data_plane.execution.executor import Executor
+from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.server.push import chunks, receiver, sender
 from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from patched_faults import Run, alone, assert_noticed, load
 
-from control_plane.planning import core, silent_shards
-from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.shards import PoolShards
-from control_plane.planning.session import Session
+from control_plane import core
+from control_plane.pools.pool import Pool
+from control_plane.pools.shards import PoolShards
+from control_plane.sessions import silent_shards
+from control_plane.sessions.session import Session
 from engine.parallel import model_part
 from kvplane import AttentionOptions, Tensor
 from kvplane.clients import sharded_execution

@@ -10,7 +10,7 @@ import pytest
 import torch
 from patched_faults import load
 
-from data_plane.fixed_step import FixedStep
+from data_plane.execution.fixed_step import FixedStep
 from data_plane.kernels.arguments import numbers_of_heads
 from data_plane.kernels.step_memory import StepMemory
 from data_plane.plans.batches.fixed_rows import FixedRows

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from patched_faults import alone, assert_noticed, load
 
-from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.shards import PoolShards, ShardState
+from control_plane.pools.pool import Pool
+from control_plane.pools.shards import PoolShards, ShardState
 from kvplane.v1.control_pb2 import RegisterResponse
 
 TESTS = load("unit/core/test_withdrawals.py")
@@ -37,7 +37,7 @@ def sent_once(patch: pytest.MonkeyPatch) -> None:
 
 def resent_at_once(patch: pytest.MonkeyPatch) -> None:
     """A data plane that comes back is sent all publications while everybody waits."""
-    patch.setattr("control_plane.planning.pools.pool.MAX_PUBLICATIONS", 10**6)
+    patch.setattr("control_plane.pools.pool.MAX_PUBLICATIONS", 10**6)
 
 
 def resent_from_the_middle(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from plan_author import DEVICE, blocks_of, publications, set_blocks, span, token
 from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.server.build import build_executor
 from data_plane.server.registration_client import BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer

@@ -25,7 +25,7 @@ from two_pools import (
     write_layout,
 )
 
-from control_plane.planning.pools.shards import PoolShards
+from control_plane.pools.shards import PoolShards
 from control_plane.server.server import ControlPlaneServer
 from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES

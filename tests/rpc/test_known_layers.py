@@ -31,7 +31,7 @@ from kvplane.errors import (
     SessionExpiredError,
     UnauthenticatedError,
 )
-from kvplane.transformers.region_layers import RegionLayers
+from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc

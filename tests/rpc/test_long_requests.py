@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from control_wire import RawSession, RawShard, Stub
 
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.steps.pieces import Pieces
+from control_plane.core import ControlPlane
 from control_plane.server.server import ControlPlaneServer
+from control_plane.steps.pieces import Pieces
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 
@@ -28,8 +28,8 @@ class Lingering:
         self.began = asyncio.Event()
         self._is_first = True
         self._in_pieces = core.in_pieces
-        patch.setattr("control_plane.planning.steps.requests._MANY_TOKENS", 100)
-        patch.setattr("control_plane.planning.steps.requests.LARGE_BYTES", 300)
+        patch.setattr("control_plane.steps.requests._MANY_TOKENS", 100)
+        patch.setattr("control_plane.steps.requests.LARGE_BYTES", 300)
         patch.setattr(core, "in_pieces", self.in_pieces)
 
     def in_pieces(self, request: Any, tenant: str) -> Pieces[Any]:

@@ -14,8 +14,8 @@ from operations_world import BLOCK, HOST, POOL, Caller, World, int32, plan_of, p
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, SequenceExistsError, SequenceNotFoundError
 from kvplane.results import error_of, news_of
+from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.link import ControlLink
 from kvplane.v1 import control_pb2 as pb
 
 StartWorld = Callable[..., Awaitable[World]]

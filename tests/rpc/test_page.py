@@ -18,9 +18,9 @@ from both_planes import LAYOUT, POOL, Planes, StartServer, run_step
 from browser import Browser
 from tools import needs
 
-from control_plane.planning.views import STATES
 from control_plane.server.page import page_server
 from control_plane.server.server import ControlPlaneServer
+from control_plane.views import STATES
 from kvplane import ControlClient, DataClient, Execution, Session, ops
 
 TLS = Path(__file__).parent / "tls"

@@ -15,8 +15,8 @@ from data_plane.server.server import DataPlaneServer
 from kvplane import DataClient, Execution
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
+from kvplane.runtime.region_layers import RegionLayers
 from kvplane.tensor import Tensor
-from kvplane.transformers.region_layers import RegionLayers
 from kvplane.v1 import types_pb2 as tpb
 
 NUM_TOKENS = 5  # of one sequence, one in each pass

@@ -16,10 +16,10 @@ from two_pools import HERE, LAYOUT, PROMPT, SEQUENCE, THERE, settings_of, write_
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
+from data_plane.execution.table_blocks import BlockRange
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.push import chunks
 from data_plane.server.server import DataPlaneServer
-from data_plane.table_blocks import BlockRange
 from kvplane import ControlClient, DataClient, PrefixMover, Session, Tensor, TlsOptions
 from kvplane.errors import (
     InvalidRequestError,

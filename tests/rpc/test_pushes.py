@@ -25,7 +25,7 @@ from two_pools import (
     two_pools,
 )
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.server.push import chunks, receiver
 from kvplane import ControlClient, DataClient, PrefixMover, ShardedDataClient, Tensor, ops
 from kvplane.errors import (

@@ -11,8 +11,8 @@ import pytest
 from control_wire import PATIENCE_S, RawShard
 from operations_world import World, prompt
 
-from control_plane.planning.watching import Follower
 from control_plane.server import registration_server, service
+from control_plane.watching import Follower
 from kvplane import Session, ops
 from kvplane.v1 import control_pb2 as pb
 

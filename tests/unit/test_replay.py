@@ -14,7 +14,7 @@ import pytest
 from benchmarks.replay.cache import Cache
 from benchmarks.replay.synthetic import WORKLOADS, make_requests, named_requests
 from benchmarks.replay.traces import Request, TraceError, read_trace
-from control_plane.planning.config import EVICTION_POLICIES
+from control_plane.config import EVICTION_POLICIES
 
 
 def write_lines(path: Path, *rows: Mapping[str, object]) -> Path:

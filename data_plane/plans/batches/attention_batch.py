@@ -22,7 +22,7 @@ from kvplane_kernels import span_rows
 from numpy.typing import NDArray
 
 from data_plane.kernels.arguments import HostLengths, SharedPlans
-from data_plane.kernels.shards.step_rows import StepRows
+from data_plane.kernels.step_rows import StepRows
 from data_plane.memory.upload import upload
 from data_plane.places import place_of
 from data_plane.plans.plan_columns import ints, refuse

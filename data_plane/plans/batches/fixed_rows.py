@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from data_plane.kernels.arguments import HostLengths, require
-from data_plane.kernels.shards.step_rows import StepRows
+from data_plane.kernels.step_rows import StepRows
 from data_plane.plans.batches.attention_batch import MAX_PADDED_ENTRIES, AttentionBatch
 
 _MOST = 2**30  # of tokens: positions are 32 bits wide in the kernels

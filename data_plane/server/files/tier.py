@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.files.block_files import BlockFiles
 from data_plane.files.disk import Disk
 from data_plane.files.names import Scope, block_names, folder_name, part_name, scope_of

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.files.block_files import BlockFiles
 from data_plane.files.names import block_names, scope_of
 from data_plane.kernels.device.cuda_streams import device_errors

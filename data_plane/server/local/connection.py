@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.pieces import Pieces
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.local.device_regions import DeviceRegion, DeviceRegions

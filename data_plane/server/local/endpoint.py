@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.fair_queue import Lane
 from data_plane.server.local.connection import LocalConnection

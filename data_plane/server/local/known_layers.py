@@ -16,8 +16,8 @@ from typing import Final
 
 from kvplane_kernels import ServedLayers
 
-from data_plane.executor import Executor
-from data_plane.expected_layers import BoundCall, ExpectedLayers, LayerCall
+from data_plane.execution.executor import Executor
+from data_plane.execution.expected_layers import BoundCall, ExpectedLayers, LayerCall
 from data_plane.server.execute_stream import PIECE_S, ExecuteStream, Layer
 from data_plane.server.local.region import overlap
 from kvplane.errors import KvplaneError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.grpc_transport import GrpcTransport, PushChannels

@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
+from data_plane.execution.table_blocks import BlockRange
 from data_plane.server.push import chunks
-from data_plane.table_blocks import BlockRange
 from kvplane.errors import KvplaneError, PlaneUnavailableError
 from kvplane.transport.renewed import Renewed
 from kvplane.transport.tls import TlsOptions

@@ -24,7 +24,7 @@ import torch
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
+from data_plane.execution.table_blocks import BlockRange
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
@@ -25,7 +26,6 @@ from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.grpc_transport import Chunks, GrpcTransport
 from data_plane.server.push.slots import PushSlots
 from data_plane.server.worker_thread import WorkerThread
-from data_plane.table_blocks import BlockRange
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,

@@ -127,7 +127,7 @@ def _difference(
     ``shapes``; infinite where it is no number.
     """
     try:
-        from kvplane.transformers.models.probe_planes import ProbePlanes
+        from kvplane.runtime.probe_planes import ProbePlanes
     except ImportError as error:
         raise InvalidRequestError(
             f"the probe computes attention in this process and lacks a package ({error.name}): "

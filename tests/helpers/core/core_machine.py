@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.pools.publications import publish_message
+from control_plane.config import CoreConfig
+from control_plane.pools.publications import publish_message
 from kvplane import ops
 from kvplane.errors import StaleError, StepConflictError, TooManyPlansInFlightError
 from kvplane.v1 import control_pb2 as cpb

@@ -22,9 +22,9 @@ from core_messages import (
 )
 from kvplane_blocks import chained_hash, root_hash
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.pools.publications import root_of
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout

@@ -15,9 +15,9 @@ from plan_author import tokens
 
 from kvplane import DataClient, Execution
 from kvplane.attention_options import AttentionOptions
-from kvplane.transformers import device_region, region_layers
-from kvplane.transformers.device_region import DeviceRegion
-from kvplane.transformers.region_layers import RegionLayers
+from kvplane.runtime import device_region, region_layers
+from kvplane.runtime.device_region import DeviceRegion
+from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload

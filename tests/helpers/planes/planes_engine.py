@@ -28,7 +28,7 @@ from planes_known import (
 from planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
-from control_plane.planning import queries
+from control_plane import queries
 from data_plane.pieces import finish
 from kvplane import ops
 from kvplane.errors import (

@@ -10,8 +10,8 @@ import torch
 from planes_values import Values
 from planes_world import POOL, DataProcess
 
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.silent_shards import num_missing_receipts
+from control_plane.core import ControlPlane
+from control_plane.sessions.silent_shards import num_missing_receipts
 from kvplane.errors import KvplaneError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

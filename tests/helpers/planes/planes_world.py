@@ -26,10 +26,10 @@ from planes_values import (
 )
 from registration_messages import all_outgoing
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.publications import publish_message
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.pools.pool import Pool
+from control_plane.pools.publications import publish_message
 from data_plane import Executor
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.shard import Shard

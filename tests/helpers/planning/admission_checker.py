@@ -13,7 +13,7 @@ from typing import Any
 
 from admission_world import CONFIG, HOSTILE, Case, State, World, moves
 
-from control_plane.planning.admission.decisions import AdmissionConfig
+from control_plane.admission.decisions import AdmissionConfig
 
 # The index of the next state, words for what leads there, and who ended a sequence.
 Edge = tuple[int, str, int | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.planning.admission.decisions import (
+from control_plane.admission.decisions import (
     AdmissionConfig,
     Cut,
     Decision,
@@ -11,7 +11,7 @@ from control_plane.planning.admission.decisions import (
     Growth,
     Place,
 )
-from control_plane.planning.admission.line import Line
+from control_plane.admission.line import Line
 
 
 class Rig:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from admission_rig import Rig
 
-from control_plane.planning.admission.decisions import AdmissionConfig, Pressure
-from control_plane.planning.admission.turns import Sequence
-from control_plane.planning.admission.yielding import Waiting
+from control_plane.admission.decisions import AdmissionConfig, Pressure
+from control_plane.admission.turns import Sequence
+from control_plane.admission.yielding import Waiting
 
 HONEST, YIELDING, HOSTILE = "h", "y", "x"
 ASKED = 99  # the id of a sequence that is to be admitted; live ones are numbered from 0

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from plan_author import LAYOUT
 
-from control_plane.planning import queries
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.session import Session
+from control_plane import queries
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.sessions.session import Session
 from data_plane import Executor
 from kvplane.layout import LayerGroup
 from kvplane.results import SequenceState, sequence_states

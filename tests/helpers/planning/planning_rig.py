@@ -10,20 +10,20 @@ from typing import Any
 
 from registration_messages import LAYOUT, hello
 
-from control_plane.planning import queries
-from control_plane.planning.admission.decisions import AdmissionConfig
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.integrity import check_pool
-from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.publications import root_of
-from control_plane.planning.pools.shards import PoolShards
-from control_plane.planning.session import Session
-from control_plane.planning.sharing.sharing import Sharing
-from control_plane.planning.steps.abort import abort_plans
-from control_plane.planning.steps.pieces import finished
-from control_plane.planning.steps.planner import Planner, read_operations
-from control_plane.planning.steps.plans import finish_plan
-from control_plane.planning.steps.receipts import take_receipts
+from control_plane import queries
+from control_plane.admission.decisions import AdmissionConfig
+from control_plane.config import CoreConfig
+from control_plane.integrity import check_pool
+from control_plane.pools.pool import Pool
+from control_plane.pools.publications import root_of
+from control_plane.pools.shards import PoolShards
+from control_plane.sessions.session import Session
+from control_plane.sharing.sharing import Sharing
+from control_plane.steps.abort import abort_plans
+from control_plane.steps.pieces import finished
+from control_plane.steps.planner import Planner, read_operations
+from control_plane.steps.plans import finish_plan
+from control_plane.steps.receipts import take_receipts
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

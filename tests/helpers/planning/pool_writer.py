@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from control_plane.planning.pools.pool import Pool
+from control_plane.pools.pool import Pool
 from kvplane import ops
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns

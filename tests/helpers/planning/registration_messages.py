@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvplane_blocks import chained_hash, root_hash
 
-from control_plane.planning.pools.publications import root_of
+from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import control_pb2 as pb

@@ -8,10 +8,10 @@ from typing import Any
 from pool_writer import NativeSession
 from registration_messages import LAYOUT, all_outgoing, hello, report
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.publications import root_of
-from control_plane.planning.pools.registration import Registration
+from control_plane.config import CoreConfig
+from control_plane.pools.pool import Pool
+from control_plane.pools.publications import root_of
+from control_plane.registration.registration import Registration
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from control_plane.planning.admission import yielding
-from control_plane.planning.admission.decisions import Admission, Growth, Place, Reason
-from control_plane.planning.admission.line import Line
-from control_plane.planning.admission.turns import Sequence, Session, Turns
+from control_plane.admission import yielding
+from control_plane.admission.decisions import Admission, Growth, Place, Reason
+from control_plane.admission.line import Line
+from control_plane.admission.turns import Sequence, Session, Turns
 
 
 def the_head_is_passed(patch: pytest.MonkeyPatch) -> None:

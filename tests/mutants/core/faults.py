@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from control_plane.planning import core, queries
-from control_plane.planning.admission.line import Line
-from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.publications import root_of
-from control_plane.planning.session import Session
-from control_plane.planning.steps import planner, receipts
-from control_plane.planning.steps.numbering import Numbering
+from control_plane import core, queries
+from control_plane.admission.line import Line
+from control_plane.pools.pool import Pool
+from control_plane.pools.publications import root_of
+from control_plane.sessions.numbering import Numbering
+from control_plane.sessions.session import Session
+from control_plane.steps import planner, receipts
 from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns

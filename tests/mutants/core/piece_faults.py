@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.pools.pool import Pool
-from control_plane.planning.session import Session
-from control_plane.planning.sharing.sharing import Sharing
-from control_plane.planning.steps import large_answers, pieces, planner, requests
-from control_plane.planning.steps.large_answers import LargeAnswer
-from control_plane.planning.steps.numbering import Numbering
-from control_plane.planning.steps.pieces import finished
-from control_plane.planning.steps.planner import Planner
+from control_plane.core import ControlPlane
+from control_plane.pools.pool import Pool
 from control_plane.server import long_requests
 from control_plane.server.long_requests import LongRequests
+from control_plane.sessions.numbering import Numbering
+from control_plane.sessions.session import Session
+from control_plane.sharing.sharing import Sharing
+from control_plane.steps import large_answers, pieces, planner, requests
+from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps.pieces import finished
+from control_plane.steps.planner import Planner
 from kvplane.v1 import control_pb2 as cpb
 
 Fault = Callable[[pytest.MonkeyPatch], None]

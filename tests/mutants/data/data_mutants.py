@@ -16,10 +16,10 @@ from kernel_faults import FAULTS, with_fault
 from repeated_mutants import REPEATED_MUTANTS
 from table_mutants import TABLE_MUTANTS
 
-from data_plane import executor, plan_runner
+from data_plane.execution import executor, plan_runner
+from data_plane.execution.shards import scales, shard_kernels
 from data_plane.kernels.backends import bound_layers
 from data_plane.kernels.device import cuda_streams
-from data_plane.kernels.shards import scales, shard_kernels
 from data_plane.memory import pool
 from data_plane.plans import ended_sessions, progress, sessions, verifier
 from data_plane.plans.batches import attention_batch, transfers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from data_plane import plan_runner, repeated_layers
+from data_plane.execution import plan_runner, repeated_layers
 from data_plane.plans import progress, sessions
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from data_plane import executor, plan_runner
-from data_plane.kernels.shards import shard_kernels
+from data_plane.execution import executor, plan_runner
+from data_plane.execution.shards import shard_kernels
 from data_plane.plans import sessions
 from data_plane.plans.batches import attention_batch, transfers
 from data_plane.plans.contents import last_tenants, written_slots

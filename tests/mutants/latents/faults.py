@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from data_plane.kernels.pages import PageShape
-from data_plane.kernels.shards import shard_kernels
+from data_plane.execution.shards import shard_kernels
+from data_plane.memory.pages import PageShape
 from kvplane.attention_options import AttentionOptions
 from kvplane.transformers import absorbed, attention
 from kvplane.transformers.models import latent

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from control_plane.planning import core, queries
-from control_plane.planning.pools import registration, shards
-from control_plane.planning.pools.pool import Pool
-from control_plane.planning.session import Session
-from control_plane.planning.steps import planner
-from control_plane.planning.steps.abort import abort_from
-from control_plane.planning.steps.numbering import Answer, Numbering
-from control_plane.planning.steps.pieces import finished
+from control_plane import core, queries
+from control_plane.pools import shards
+from control_plane.pools.pool import Pool
+from control_plane.registration import registration
+from control_plane.sessions.numbering import Answer, Numbering
+from control_plane.sessions.session import Session
+from control_plane.steps import planner
+from control_plane.steps.abort import abort_from
+from control_plane.steps.pieces import finished
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.sessions import Sessions
 from data_plane.plans.tables.block_tables import BlockTables

@@ -8,9 +8,9 @@ import pytest
 from admission_checker import CASES, QUICK, SLOW, explore, starved
 from admission_world import CONFIG, World
 
-from control_plane.planning.admission.line import Line
-from control_plane.planning.admission.turns import Sequence, Session, Turns
-from control_plane.planning.admission.yielding import Waiting
+from control_plane.admission.line import Line
+from control_plane.admission.turns import Sequence, Session, Turns
+from control_plane.admission.yielding import Waiting
 
 
 @pytest.mark.parametrize("name", QUICK)

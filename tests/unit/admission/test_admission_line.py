@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from admission_rig import Rig
 
-from control_plane.planning.admission.decisions import (
+from control_plane.admission.decisions import (
     Admission,
     AdmissionConfig,
     Growth,
     Place,
     Reason,
 )
-from control_plane.planning.admission.line import Line
+from control_plane.admission.line import Line
 
 CONFIG = AdmissionConfig(headroom=0.0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.admission import cases, pool
-from control_plane.planning.admission.decisions import AdmissionConfig
+from control_plane.admission.decisions import AdmissionConfig
 
 
 def requests() -> list[dict[str, Any]]:

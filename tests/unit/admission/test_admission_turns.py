@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from control_plane.planning.admission.decisions import Reason
-from control_plane.planning.admission.turns import Sequence, Turns
+from control_plane.admission.decisions import Reason
+from control_plane.admission.turns import Sequence, Turns
 
 
 def opened(num_sessions: int = 2) -> Turns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from admission_rig import Rig
 
-from control_plane.planning.admission.decisions import (
+from control_plane.admission.decisions import (
     Admission,
     AdmissionConfig,
     Cut,
@@ -14,7 +14,7 @@ from control_plane.planning.admission.decisions import (
     Pressure,
     Reason,
 )
-from control_plane.planning.admission.yielding import decide
+from control_plane.admission.yielding import decide
 
 # Sequences here go on only where a test says so: in the tests of idleness.
 CONFIG = AdmissionConfig(headroom=0.0, idle_s=1000.0)

@@ -7,7 +7,7 @@ import itertools
 from index_writer import DEVICE, Writer, blocks, checked_pool, i32
 from kvplane_blocks import Pool
 
-from control_plane.planning.pools.statistics import (
+from control_plane.pools.statistics import (
     DURATION_BOUNDS_S,
     BlockTimes,
     read_block_times,

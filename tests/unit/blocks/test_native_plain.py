@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvplane_blocks import MAX_PLAIN_RECEIPTS, PlainStep
 
-from control_plane.planning.steps.numbering import content_of
+from control_plane.sessions.numbering import content_of
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

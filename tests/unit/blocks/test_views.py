@@ -6,7 +6,7 @@ import pytest
 from index_writer import Writer, blocks, checked_pool
 from kvplane_blocks import Pool
 
-from control_plane.planning.views import STATES
+from control_plane.views import STATES
 
 DEVICE = 1
 

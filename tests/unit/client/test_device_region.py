@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.transformers import device_region
-from kvplane.transformers.device_region import DeviceRegion, cuda_module, gpu_of
-from kvplane.transformers.region_layers import RegionLayers, _Known
+from kvplane.runtime import device_region
+from kvplane.runtime.device_region import DeviceRegion, cuda_module, gpu_of
+from kvplane.runtime.region_layers import RegionLayers, _Known
 from kvplane.transport.local import packets
 
 

@@ -6,8 +6,8 @@ import pytest
 from core_messages import DEVICE
 from core_model import World
 
-from control_plane.planning.steps.abort import abort_from
-from control_plane.planning.steps.pieces import finished
+from control_plane.steps.abort import abort_from
+from control_plane.steps.pieces import finished
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.v1 import types_pb2 as tpb

@@ -9,7 +9,7 @@ from core_machine import growth, joined
 from core_messages import BLOCK, changes_of, pack
 from core_model import World
 
-from control_plane.planning.config import CoreConfig
+from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

@@ -7,7 +7,7 @@ from core_data_plane import DataPlane
 from core_messages import POOL
 from core_model import World
 
-from control_plane.planning.config import CoreConfig
+from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.v1 import control_pb2 as cpb

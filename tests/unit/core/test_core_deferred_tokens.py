@@ -6,7 +6,7 @@ import pytest
 from core_messages import POOL, pack
 from core_model import World
 
-from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
+from control_plane.steps.deferred_tokens import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
 from kvplane.v1 import control_pb2 as cpb

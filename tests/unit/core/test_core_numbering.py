@@ -9,7 +9,7 @@ import pytest
 from core_messages import pack
 from core_model import Engine, World, error_in
 
-from control_plane.planning.config import CoreConfig
+from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,

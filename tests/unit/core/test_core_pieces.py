@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from core_model import LATER, Engine, World, status_of
 
-from control_plane.planning import queries
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.session import Session
-from control_plane.planning.steps import abort, pieces, plans, receipts, requests
-from control_plane.planning.steps.large_answers import LargeAnswer
+from control_plane import queries
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.sessions.session import Session
+from control_plane.steps import abort, pieces, plans, receipts, requests
+from control_plane.steps.large_answers import LargeAnswer
 from kvplane import ops
 from kvplane.errors import SessionNotFoundError
 from kvplane.v1 import control_pb2 as cpb
@@ -48,12 +48,12 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     for module in (requests, pieces):
         patch.setattr(module, "PIECE_TOKENS", 10)
     patch.setattr(receipts, "PIECE_BLOCKS", 3)
-    patch.setattr("control_plane.planning.steps.planner.PIECE_BLOCKS", 3)
+    patch.setattr("control_plane.steps.planner.PIECE_BLOCKS", 3)
     for module in (abort, plans):
         patch.setattr(module, "PIECE_ENTRIES", 3)
     patch.setattr(requests, "LARGE_BYTES", 300)
-    patch.setattr("control_plane.planning.pools.pool._PIECE_BLOCKS", 20)
-    patch.setattr("control_plane.planning.core._CHECKED_AT_A_TIME", 3)
+    patch.setattr("control_plane.pools.pool._PIECE_BLOCKS", 20)
+    patch.setattr("control_plane.core._CHECKED_AT_A_TIME", 3)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core_messages import DEVICE, HOST
 from core_model import LATER, NEVER, OK, World, status_of
 
-from control_plane.planning.config import CoreConfig
+from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 

@@ -8,10 +8,10 @@ import pytest
 from core_messages import DEVICE, LAYOUT, POOL, TIERS
 from core_model import World
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.pools.recovery import begin_if_complete
-from control_plane.planning.session import EndedSessions
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.registration.recovery import begin_if_complete
+from control_plane.sessions.session import EndedSessions
 from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,

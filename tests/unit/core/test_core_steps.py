@@ -12,7 +12,7 @@ from core_model import (
     status_of,
 )
 
-from control_plane.planning.config import CoreConfig
+from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,

@@ -8,8 +8,8 @@ import pytest
 from core_messages import DEVICE, HOST, POOL
 from core_model import Engine, World
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.watching import Follower
+from control_plane.config import CoreConfig
+from control_plane.watching import Follower
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, RevisionTooOldError
 from kvplane.v1 import control_pb2 as cpb
@@ -88,7 +88,7 @@ def churn(world: World, engines: list[Engine], rng: random.Random, num: int) -> 
 
 
 def test_followers_that_begin_at_any_time_end_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.planning.watching._MAX_ELEMENTS", 2)
+    monkeypatch.setattr("control_plane.watching._MAX_ELEMENTS", 2)
     rng = random.Random(3)
     world = World(num_device=24)
     engines = [world.engine() for _ in range(2)]
@@ -167,8 +167,8 @@ def test_it_goes_on_from_a_revision() -> None:
 
 
 def test_after_a_large_prefix_is_forgotten_it_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.planning.steps.prefixes._MOST_COUNTED", 1)
-    monkeypatch.setattr("control_plane.planning.pools.pool._PIECE_ENTRIES", 1)
+    monkeypatch.setattr("control_plane.steps.prefixes._MOST_COUNTED", 1)
+    monkeypatch.setattr("control_plane.pools.pool._PIECE_ENTRIES", 1)
     world = World()
     engine = world.engine()
     write(engine, range(25))

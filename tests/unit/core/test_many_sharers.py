@@ -15,7 +15,7 @@ import pytest
 from core_messages import BLOCK, POOL, pack
 from core_model import Engine, World
 
-from control_plane.planning.config import CoreConfig
+from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

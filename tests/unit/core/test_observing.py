@@ -5,8 +5,8 @@ from __future__ import annotations
 from core_messages import BLOCK
 from core_model import Engine, World
 
-from control_plane.planning.observing import PoolObservation
-from control_plane.planning.pools.statistics import PoolStatistics
+from control_plane.observing import PoolObservation
+from control_plane.pools.statistics import PoolStatistics
 from kvplane import ops
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from kvplane_blocks import PlainStep
 from registration_messages import LAYOUT, hello
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.session import Session
-from control_plane.planning.sharing.groups import Group
-from control_plane.planning.steps.numbering import content_of
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.sessions.numbering import content_of
+from control_plane.sessions.session import Session
+from control_plane.sharing.groups import Group
 from kvplane import ops
 from kvplane.errors import KvplaneError
 from kvplane.layout import LayerGroup, Layout

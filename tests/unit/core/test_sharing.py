@@ -6,7 +6,7 @@ import pytest
 from core_messages import BLOCK
 from core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
 
-from control_plane.planning.config import CoreConfig
+from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import news_of

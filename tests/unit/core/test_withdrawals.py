@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_model import World
 
-from control_plane.planning.config import CoreConfig
+from control_plane.config import CoreConfig
 from kvplane import ops
 
 TOKENS = range(32)
@@ -81,7 +81,7 @@ def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:
 
 
 def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.planning.pools.pool._PIECE_ENTRIES", 1)
+    monkeypatch.setattr("control_plane.pools.pool._PIECE_ENTRIES", 1)
     world = cached_world()
     engine = world.engine()
     engine.send(ops.forget(list(range(8))))

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from data_plane.counters import ExecutorCounters
-from data_plane.kernels.shards.kernel_times import kernel_times
+from data_plane.execution.counters import ExecutorCounters
+from data_plane.execution.shards.kernel_times import kernel_times
 
 
 def test_on_the_cpu_every_call_is_timed_with_its_bytes() -> None:

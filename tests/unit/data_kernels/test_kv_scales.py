@@ -9,7 +9,7 @@ import torch
 from plan_author import LAYOUT, POOL_ID, PlanAuthor, set_blocks, span, tokens
 
 from data_plane import Executor
-from data_plane.kernels.shards.scales import layer_scales
+from data_plane.execution.shards.scales import layer_scales
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_plane.layers import layer_index, layer_range
+from data_plane.execution.layers import layer_index, layer_range
 from kvplane.errors import InvalidRequestError
 
 HELD = (4, 5, 6)

@@ -19,8 +19,8 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
 )
+from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.link import ControlLink
 
 NUM_LAYERS = 2
 

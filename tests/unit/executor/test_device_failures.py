@@ -18,7 +18,7 @@ from data_plane.pieces import finish
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
-from kvplane.transformers.embedded import EmbeddedBackend
+from kvplane.runtime.embedded import EmbeddedBackend
 
 
 class LateRig(Rig):

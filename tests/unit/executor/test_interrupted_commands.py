@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from plan_author import LAYOUT, POOL_ID
 
-from data_plane.executor import Executor
+from data_plane.execution.executor import Executor
 
 NUM_INTERRUPTS = 400
 PATIENCE_S = 10.0

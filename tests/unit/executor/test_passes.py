@@ -22,7 +22,7 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     StaleGenerationError,
 )
-from kvplane.transformers.embedded import EmbeddedBackend
+from kvplane.runtime.embedded import EmbeddedBackend
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
 FIRST = {1: 7, 2: 0, 3: 14}  # so that some cross the edge of a block

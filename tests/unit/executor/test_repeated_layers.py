@@ -12,7 +12,7 @@ import torch
 from data_rig import LAYERS, Rig
 from plan_author import publications, set_blocks, span, tokens
 
-from data_plane.repeated_layers import RepeatedLayers
+from data_plane.execution.repeated_layers import RepeatedLayers
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,

@@ -8,9 +8,9 @@ import torch
 from data_rig import Rig
 from plan_author import set_blocks, span, tokens
 
+from data_plane.execution.shards import row_pieces
+from data_plane.execution.shards.row_pieces import PieceSizes
 from data_plane.kernels.arguments import HostLengths
-from data_plane.kernels.shards import row_pieces
-from data_plane.kernels.shards.row_pieces import PieceSizes
 from data_plane.pieces import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import SessionExpiredError, StaleGenerationError

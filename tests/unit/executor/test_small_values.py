@@ -19,7 +19,7 @@ from plan_author import (
     transfer,
 )
 
-from data_plane.kernels.pages import PageShape
+from data_plane.memory.pages import PageShape
 from data_plane.pieces import finish
 from kvplane.errors import InvalidRequestError
 

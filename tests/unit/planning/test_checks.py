@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.planning.steps import checks
+from control_plane import checks
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_rig import PlanningRig
 
-from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
+from control_plane.steps.deferred_tokens import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb

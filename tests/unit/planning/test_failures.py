@@ -6,7 +6,7 @@ import pytest
 from kvplane_blocks import ColumnError, _native
 from planning_rig import DEVICE, PlanningRig
 
-from control_plane.planning.steps.failures import (
+from control_plane.steps.failures import (
     add_error,
     add_failures,
     error_of,

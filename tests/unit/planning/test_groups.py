@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.planning.sharing.groups import Groups
+from control_plane.sharing.groups import Groups
 
 
 def test_forks_of_forks_are_in_the_group_until_the_last_is_gone() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.planning.sharing.sharing import most_growth
+from control_plane.sharing.sharing import most_growth
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 

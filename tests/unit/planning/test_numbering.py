@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.planning.steps.numbering import Numbering, content_of
+from control_plane.sessions.numbering import Numbering, content_of
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,

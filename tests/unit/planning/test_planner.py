@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from planning_rig import BLOCK_SIZE, DEVICE, HOST, PlanningRig, entries_of, spans_of, transfers_of
 
-from control_plane.planning.steps.planner import may_plan, read_operations
+from control_plane.steps.planner import may_plan, read_operations
 from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,

@@ -6,12 +6,12 @@ import pytest
 from google.protobuf import duration_pb2
 from planning_rig import BLOCK_SIZE, DEVICE, PlanningRig
 
-from control_plane.planning import queries
-from control_plane.planning.sharing.blocks import DeviceBlocks
-from control_plane.planning.sharing.member import Waiting
-from control_plane.planning.sharing.sharing import Sharing
-from control_plane.planning.steps.plans import sign_grant
-from control_plane.planning.steps.prefixes import retain
+from control_plane import queries
+from control_plane.sharing.blocks import DeviceBlocks
+from control_plane.sharing.member import Waiting
+from control_plane.sharing.sharing import Sharing
+from control_plane.steps.plans import sign_grant
+from control_plane.steps.prefixes import retain
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb

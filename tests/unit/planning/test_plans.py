@@ -13,7 +13,7 @@ from planning_rig import (
     transfers_of,
 )
 
-from control_plane.planning.steps.large_answers import large_answer
+from control_plane.steps.large_answers import large_answer
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

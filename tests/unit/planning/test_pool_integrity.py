@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from planning_rig import PlanningRig
 
-from control_plane.planning.integrity import check_pool
-from control_plane.planning.session import Session
+from control_plane.integrity import check_pool
+from control_plane.sessions.session import Session
 from kvplane import ops
 
 

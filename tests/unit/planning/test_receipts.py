@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from planning_rig import EPOCH, PlanningRig
 
-from control_plane.planning.pools.shards import ShardState
-from control_plane.planning.steps.receipts import take_receipts
+from control_plane.pools.shards import ShardState
+from control_plane.steps.receipts import take_receipts
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,

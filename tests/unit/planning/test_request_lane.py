@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from control_plane.planning.steps.pieces import Pieces
 from control_plane.server.long_requests import LongRequests
+from control_plane.steps.pieces import Pieces
 from kvplane.errors import QuotaExceededError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planning_rig import HOST, PlanningRig
 
-from control_plane.planning.session import EndedSessions
+from control_plane.sessions.session import EndedSessions
 from kvplane import ops
 from kvplane.errors import SessionExpiredError, SessionNotFoundError
 from kvplane.v1 import types_pb2 as tpb

@@ -6,7 +6,7 @@ import pytest
 import torch
 from plan_author import BLOCK_SIZE, pack_changes, pack_spans, set_blocks, span
 
-from data_plane.kernels.shards.step_rows import StepRows
+from data_plane.kernels.step_rows import StepRows
 from data_plane.plans.batches.attention_batch import AttentionBatch, prepare_batch
 from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
 from data_plane.plans.tables.block_tables import BlockTables

@@ -22,11 +22,11 @@ from plan_author import (
     transfer,
 )
 
-from data_plane.counters import ExecutorCounters
+from data_plane.execution.counters import ExecutorCounters
+from data_plane.execution.plan_runner import PlanRunner, StartedPlan
+from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.memory.pool import Pools
-from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.sessions import Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.verifier import Verifier

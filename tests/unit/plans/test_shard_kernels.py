@@ -20,9 +20,9 @@ from plan_author import (
     tokens,
 )
 
-from data_plane.counters import ExecutorCounters
+from data_plane.execution.counters import ExecutorCounters
+from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.kernels.shards.shard_kernels import ShardKernels
 from data_plane.memory.pool import Pools
 from data_plane.plans.batches.attention_batch import AttentionBatch, prepare_batch
 from data_plane.plans.batches.transfers import Batch

@@ -8,8 +8,8 @@ from pool_writer import found
 from registration_messages import LAYOUT, Prefix, blocks, chain, half, publications
 from registration_world import Plane, World
 
-from control_plane.planning.pools.publications import root_of
-from control_plane.planning.pools.recovery import _SMALL_BLOCKS
+from control_plane.pools.publications import root_of
+from control_plane.registration.recovery import _SMALL_BLOCKS
 from kvplane.v1 import control_pb2 as pb
 
 NUM_BLOCKS = _SMALL_BLOCKS + 1000

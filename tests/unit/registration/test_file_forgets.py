@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.planning.pools import file_forgets
-from control_plane.planning.pools.file_forgets import FileForgets
+from control_plane.pools import file_forgets
+from control_plane.pools.file_forgets import FileForgets
 from kvplane.v1 import control_pb2 as cpb
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from registration_messages import LAYOUT, hello, report
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.pools.publications import root_of
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.pools.publications import root_of
 from control_plane.server.registration_server import Registrar
 from kvplane.errors import CancelledError, InvalidRequestError, QuotaExceededError
 from kvplane.serving.callers.access import everything

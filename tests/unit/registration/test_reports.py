@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from registration_messages import LAYOUT, chain, report
 
-from control_plane.planning.pools.reports import Reports
+from control_plane.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns

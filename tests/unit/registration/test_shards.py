@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from registration_messages import LAYOUT, half, hello, report
 
-from control_plane.planning.pools.shards import PoolShards, ShardState
+from control_plane.pools.shards import PoolShards, ShardState
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import LayerGroup
 from kvplane.shard import QueryHeads, Shard

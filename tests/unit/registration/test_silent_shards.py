@@ -7,10 +7,10 @@ import hashlib
 import pytest
 from registration_messages import LAYOUT, half, hello, report
 
-from control_plane.planning.config import CoreConfig
-from control_plane.planning.core import ControlPlane
-from control_plane.planning.observing import PoolObservation
-from control_plane.planning.silent_shards import num_missing_receipts
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.observing import PoolObservation
+from control_plane.sessions.silent_shards import num_missing_receipts
 from kvplane import ops
 from kvplane.errors import MissingReceiptError, PoolNotReadyError
 from kvplane.v1 import control_pb2 as pb

@@ -1,0 +1,244 @@
+"""The line for the device blocks of one pool: what may be admitted, what may grow, who yields.
+
+Nothing is reserved, and nothing that a client declares is believed. Without most of these rules a
+checker (``tests/helpers/planning/admission_checker.py``) finds a session that can be starved; for
+each part of them ``tests/mutants/admission/faults.py`` says which test fails when it is left out.
+
+1. **One place a session, first come, first served.** A waiting admission stands until it is
+   admitted or withdrawn, and nobody passes the head. Without it, who asks often or for little
+   starves the others.
+2. **Grants are pushed.** Who is granted blocks has them, and its turn runs. An offer that somebody
+   has to take would stop the line when it is not taken.
+3. **Growth before admissions**, the oldest sequence first, and no younger growth passes. Without
+   it, what a session frees goes to its own next admission while others wait to go on: a deadlock.
+4. **Growth blocked for a grace period makes the most junior session yield**, its newest sequence
+   first. Otherwise sequences that wait for each other's blocks wait for ever. Nobody senior to all
+   that are blocked yields, and of the most senior of these only what is newer.
+5. **Who outstays its turn yields while others wait**, and so does a sequence that does not go on
+   for some time; who is furthest past it first. Its session goes to the back of the line.
+   Otherwise sequences that hold blocks and never end keep them. Turns are the shorter the more a
+   session holds beyond a quarter of the pool and twice its fair share.
+6. **A turn that was cut doubles the session's next one**, until a sequence of it ends. Otherwise
+   a sequence that needs longer than its turn is cut for ever. Idleness doubles nothing. Until then
+   the session is not admitted beside a live sequence of its own, and for every such turn after the
+   first, and for an idle one or one with much of the pool at once, it lets others pass: for a turn
+   for each fair share that it held. Otherwise who holds most and longest gets most of the pool.
+7. **The clock of a turn stands while its sequence is blocked.** Otherwise sequences that block each
+   other are cut in turn, and none ever ends.
+8. **Who is asked to yield is told which sequence, and until when**; then it is cut. A sequence that
+   leaves while it is asked counts as cut: a session neither loses nor gains by that.
+9. **A session whose missing receipts keep blocks from others is ended** after a deadline.
+
+Swapping a sequence in is an admission: a growth that came before the line could be repeated for
+ever. All times are given by the caller, and never go back. Every operation is O(1), but for the
+logarithm of the number of blocked sequences; ``tick`` scans sessions and live sequences.
+
+What the caller does, in this order, with nothing in between:
+
+    admit -> None          allocate, then ``started``
+    may_grow -> True       allocate
+    a sequence leaves      release its blocks, ``ended`` or ``swapped_out``
+    blocks came back       ``next_grant`` until None: allocate what each grant says, see there
+    a timer                ``tick``; release what it cuts, close what it ends; ``next_grant``
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from control_plane.admission.decisions import (
+    Admission,
+    AdmissionConfig,
+    Cut,
+    Decision,
+    Grant,
+    Growth,
+    Place,
+    PoolView,
+    Reason,
+)
+from control_plane.admission.turns import Turns
+from control_plane.admission.yielding import Waiting, decide
+
+
+class Line:
+    """Who gets the blocks of one pool next. Callers pass ids of open sessions, or get KeyError."""
+
+    def __init__(self, pool: PoolView, config: AdmissionConfig | None = None) -> None:
+        self._pool = pool
+        self._config = config or AdmissionConfig()
+        self._turns = Turns(self._config.turn_s, self._config.max_doublings)
+        self._waiting: OrderedDict[int, Waiting] = OrderedDict()
+        self._next_ticket = 0
+
+    @property
+    def is_growth_blocked(self) -> bool:
+        """Whether some live sequence waits for blocks."""
+        return self._turns.num_blocked > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits, so that whoever asks may have what there is."""
+        return not self._waiting and not self._turns.num_blocked
+
+    # Sessions
+
+    def open(self, session: int) -> None:
+        """Add a session, the most junior."""
+        self._turns.open(session)
+
+    def close(self, session: int) -> None:
+        """Remove a session, its place and all its sequences."""
+        self._waiting.pop(session, None)
+        self._turns.close(session)
+
+    # Admissions
+
+    def admit(
+        self, session: int, sequence: int, num_needed: int, now_s: float, *, wait: bool
+    ) -> Place | None:
+        """None when the sequence may be admitted now: do it, and call ``started``.
+
+        ``num_needed``: blocks that it would take from what the session can obtain, at most the
+        pool. With ``wait`` it takes the session's place in the line, if that is free. Asking again
+        keeps the place and brings the number up to date.
+        """
+        assert num_needed <= self._pool.num_blocks, "never fits"
+        waiting, turns = self._waiting.get(session), self._turns
+        if waiting is not None and waiting.sequence != sequence:
+            return Place(Reason.LINE, self._place(waiting), waiting.sequence)
+        if waiting is not None:
+            waiting.num_needed = num_needed
+        blocked, is_first = turns.num_blocked > 0, self._is_first(session, now_s)
+        if not blocked and is_first and self._has_room(session, num_needed):
+            return None
+        if waiting is None and wait:
+            waiting = Waiting(turns.sessions[session], sequence, num_needed, now_s, 0)
+            self._to_the_back(waiting)
+        reason = Reason.GROWTH if blocked else Reason.BLOCKS if is_first else Reason.LINE
+        if waiting is None:
+            return Place(reason)
+        return Place(reason, self._place(waiting), sequence)
+
+    def withdraw(self, session: int, sequence: int) -> None:
+        """The sequence need not be admitted any more; its place is lost."""
+        waiting = self._waiting.get(session)
+        if waiting is not None and waiting.sequence == sequence:
+            del self._waiting[session]
+
+    # Sequences
+
+    def started(self, session: int, sequence: int, now_s: float) -> None:
+        """The sequence was admitted, or swapped in: it holds its blocks and its turn begins."""
+        self.withdraw(session, sequence)
+        self._turns.start(session, sequence, now_s)
+
+    def ended(self, session: int, sequence: int) -> None:
+        """The sequence and all its forks are gone. Not for one that the line has cut."""
+        self._leave(session, sequence, done=True)
+
+    def swapped_out(self, session: int, sequence: int) -> None:
+        """The sequence holds no device blocks any more, but may come back, by ``admit``."""
+        self._leave(session, sequence, done=False)
+
+    def may_grow(self, session: int, sequence: int, num_needed: int, now_s: float) -> bool:
+        """Whether a live sequence may take so many blocks now; the caller then does.
+
+        If not, it waits for them, until it is granted them, asks for another number or leaves; but
+        not for what the pool could not give even to this sequence alone.
+        """
+        turns, pool = self._turns, self._pool
+        growing = turns.sessions[session].sequences[sequence]
+        oldest = turns.oldest_blocked()
+        is_oldest = oldest is None or growing.rank <= oldest.rank
+        if is_oldest and num_needed <= pool.num_obtainable(session):
+            turns.unblock(growing, now_s)
+            return True
+        if pool.num_held(session, sequence) + num_needed > pool.num_blocks:
+            turns.unblock(growing, now_s)
+        else:
+            turns.block(growing, num_needed, now_s)
+        return False
+
+    # What happens when blocks come back, or do not
+
+    def next_grant(self, now_s: float) -> Grant | None:
+        """Who gets blocks now. Call it until it returns None, whenever blocks came back.
+
+        Growth has been taken note of when this returns. For an admission call ``started`` when it
+        was done, or ``admit`` again when it needs more by now, before the next call.
+        """
+        oldest = self._turns.oldest_blocked()
+        if oldest is not None:
+            session, num_blocks = oldest.session.id, oldest.num_blocked
+            if num_blocks > self._pool.num_obtainable(session):
+                return None
+            self._turns.unblock(oldest, now_s)
+            return Growth(session, oldest.id, num_blocks)
+        head = self._head(now_s)
+        if head is None or not self._has_room(head.session.id, head.num_needed):
+            return None
+        return Admission(head.session.id, head.sequence, head.num_needed)
+
+    def tick(self, now_s: float) -> list[Decision]:
+        """Who must yield, is cut or ended. Call it about four times in a grace period.
+
+        Each sequence of a Cut has left the line; call ``close`` for each EndSession.
+        """
+        decisions = decide(
+            self._turns,
+            self._waiting,
+            self._head(now_s),
+            self._pool,
+            self._config,
+            self.num_headroom(),
+            now_s,
+        )
+        for decision in decisions:
+            if isinstance(decision, Cut):
+                self._leave(decision.session, decision.sequence, done=False)
+        return decisions
+
+    def _leave(self, session: int, sequence: int, *, done: bool) -> None:
+        leaving = self._turns.sessions[session].sequences[sequence]
+        reason = leaving.reason
+        self._turns.end(leaving, reason=reason, done=done)
+        waiting = self._waiting.get(session)
+        if reason in (Reason.TURN, Reason.IDLE) and waiting is not None:
+            waiting.is_let_in = False
+            self._to_the_back(waiting)
+
+    def _head(self, now_s: float) -> Waiting | None:
+        """The first that need not let others pass, or if all do, simply the first."""
+        for _ in range(len(self._waiting)):
+            head = next(iter(self._waiting.values()))
+            if head.is_let_in or not head.session.passes(now_s):
+                return head
+            self._to_the_back(head)
+        if not self._waiting:
+            return None
+        head = next(iter(self._waiting.values()))
+        head.is_let_in = True
+        return head
+
+    def _is_first(self, session: int, now_s: float) -> bool:
+        head = self._head(now_s)
+        return head is None or head.session.id == session
+
+    def _has_room(self, session: int, num_needed: int) -> bool:
+        return num_needed + self.num_headroom() <= self._pool.num_obtainable(session)
+
+    def num_headroom(self) -> int:
+        """Blocks that admissions leave free: none in an empty pool, or a prompt of nearly its size
+        would never be admitted.
+        """
+        return int(self._config.headroom * self._pool.num_blocks) if self._turns.num_live else 0
+
+    def _place(self, waiting: Waiting) -> int:
+        return waiting.ticket - next(iter(self._waiting.values())).ticket + 1
+
+    def _to_the_back(self, waiting: Waiting) -> None:
+        self._next_ticket += 1
+        waiting.ticket = self._next_ticket
+        self._waiting[waiting.session.id] = waiting
+        self._waiting.move_to_end(waiting.session.id)

@@ -1,0 +1,447 @@
+"""The control plane's core: the metadata of every pool, behind one interface of messages.
+
+Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
+call runs to its end, but ``in_pieces`` stops between pieces. Invariant: ``check_integrity`` holds
+after every call and every piece, one that raises too.
+
+    registration   register, report, disconnect, fence_done, files_forgotten, announce, take_told,
+                   take_outgoing, take_missed
+    work           what takes long, a few milliseconds at a time
+    sessions       open_session, renew_session, close_session, tick
+    requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
+                   applying its receipts first; answer, or takes_long and in_pieces, for any of them
+    queries        check_operations, block_table, find_prefix, lookup_prefix, explain_prefix,
+                   describe_*, observe_pools, check_integrity
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from kvplane_blocks import PlainStep
+
+from control_plane import checks, integrity, queries
+from control_plane.admission.decisions import AdmissionConfig
+from control_plane.config import CoreConfig
+from control_plane.observing import PoolObservation, observe
+from control_plane.pools.layouts import layout_fingerprint, mismatch
+from control_plane.pools.pool import Pool
+from control_plane.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
+from control_plane.registration.registration import Registration
+from control_plane.sessions.session import END_CAUSES, EndedSessions, Session, random_session_id
+from control_plane.sessions.silent_shards import lost_sessions
+from control_plane.sharing.sharing import Sharing
+from control_plane.steps.pieces import Pieces, finished
+from control_plane.steps.plain_steps import PlainAnswer, PlainSteps
+from control_plane.steps.planner import Planner, read_operations
+from control_plane.steps.plans import sign_grant
+from control_plane.steps.requests import Request, Requests
+from control_plane.views import view
+from control_plane.watching import Follower, Followers
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    MissingReceiptError,
+    PoolNotFoundError,
+    PoolNotReadyError,
+    QuotaExceededError,
+    SessionExpiredError,
+    SessionNotFoundError,
+    StaleEpochError,
+    StaleIncarnationError,
+)
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
+from kvplane.wire.error_messages import duration_of
+
+_LOGGER: Final = logging.getLogger(__name__)
+_RETRY_DELAY_S: Final = 0.5
+_ENDING_S: Final = 0.005  # that sessions are ended for at a time
+_MAX_CLIENT_NAME: Final = 128
+_CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
+
+
+class ControlPlane:
+    """All pools and sessions of one control plane process."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: int,
+        config: CoreConfig,
+        clock: Callable[[], float],
+        new_key: Callable[[], bytes] = signing.new_key,
+        new_session_id: Callable[[], int] = random_session_id,
+    ) -> None:
+        """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
+        self.incarnation = incarnation
+        self._config = config
+        self._clock = clock
+        self._new_session_id = new_session_id
+        self._pools: dict[str, Pool] = {}
+        self._sessions: dict[int, Session] = {}
+        self._sharing: dict[str, Sharing] = {}  # by pool
+        self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
+        self._next_tick_s: float | None = None
+        registry = self._registration = Registration(
+            self._pools,
+            incarnation=lambda: self.incarnation,
+            config=config,
+            new_key=new_key,
+            end_sessions=self._end_all,
+        )
+        self.register, self.report = registry.register, registry.report
+        self.disconnect, self.take_told = registry.disconnect, registry.take_told
+        self.files_forgotten, self.has_work = registry.files_forgotten, registry.has_work
+        self.has_announcements, self.announce = registry.has_announcements, registry.announce
+        self.take_outgoing, self.take_missed = registry.take_outgoing, registry.take_missed
+        self._touch = registry.touched.add
+        self._followers = Followers(lambda: self.incarnation, config.max_followers)
+        self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
+        self._requests = Requests(config, self._sharing_of, self._require_open)
+        self._plain_steps = PlainSteps(config, self._sharing_of)
+
+    def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
+        """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        if pool_id in self._pools:
+            self._pools[pool_id].set_time(self._clock())
+        self._registration.fence_done(pool_id, shard_index, epoch, done)
+        self._sharing_of(self._pools[pool_id]).serve()
+
+    def work(self) -> bool:
+        """Go on for a few milliseconds with what takes long: pools that are built from reports,
+        prefixes that were forgotten, sessions that ended. Returns whether some of it is left.
+        """
+        is_left = self._registration.work()
+        for sharing in self._sharing.values():
+            sharing.serve()
+        return is_left
+
+    def take_notices(self) -> list[tuple[int, cpb.News]]:
+        """Sessions with news that were not taken yet, and the news; answers tell it too."""
+        return [notice for sharing in self._sharing.values() for notice in sharing.take_notices()]
+
+    # Sessions
+
+    def open_session(self, request: cpb.OpenSessionRequest, tenant: str) -> cpb.OpenSessionResponse:
+        """Open a session. The caller negotiates the protocol and fills in its version.
+
+        Raises PoolNotFoundError, PoolNotReadyError, LayoutMismatchError, QuotaExceededError,
+        InvalidRequestError.
+        """
+        pool = self._pool(request.pool_id)
+        checks.short(request.client_name, _MAX_CLIENT_NAME, "client_name")
+        checks.short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
+        fingerprint = layout_fingerprint(request.layout, field="layout")
+        if not pool.ready:
+            raise PoolNotReadyError(
+                f"pool {pool.id!r} cannot be used yet: {pool.shards.what_is_missing()}",
+                retry_delay_s=_RETRY_DELAY_S,
+            )
+        if fingerprint != pool.layout.fingerprint:
+            raise mismatch(request.layout, pool.layout, pool.id)
+        most = self._config.max_sessions
+        if len(self._sessions) >= most:
+            raise QuotaExceededError(f"{most} sessions are open: close one first")
+        most = self._config.max_tenant_sessions
+        unfenced = (i for each in self._pools.values() for i in each.shards.fenced_sessions)
+        if most and most <= (
+            sum(session.tenant == tenant for session in self._sessions.values())
+            + sum(self._ended.knows(i, tenant) for i in unfenced)
+        ):
+            raise QuotaExceededError(f"the tenant has {most} sessions: close one first")
+        root = root_of(fingerprint, tenant, request.namespace)
+        pool.require_can_open(tenant, root)
+        session = Session(
+            tpb.SessionRef(incarnation=self.incarnation, session_id=self._unused_session_id()),
+            pool,
+            ordinal=pool.shards.next_ordinal(),
+            tenant=tenant,
+            root=root,
+            num_answers=self._config.max_plans_in_flight + 1,
+        )
+        self._sessions[session.id] = session
+        self._sharing_of(pool).open(session)
+        self._renew(session)
+        return cpb.OpenSessionResponse(
+            session=session.ref,
+            time_to_live=duration_of(self._config.lease_s),
+            max_plans_in_flight=self._config.max_plans_in_flight,
+            grant=sign_grant(session, self._config.max_plans_in_flight),
+            shards=pool.shards.infos(),
+            layout=pool.layout.to_proto(),
+            num_device_blocks=pool.lead.usage(tpb.TIER_DEVICE)[0],
+            num_host_blocks=pool.lead.usage(tpb.TIER_HOST)[0],
+        )
+
+    def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:
+        """Renew a lease; returns how long it now runs, in seconds."""
+        self._session(session, tenant)
+        return self._config.lease_s
+
+    def close_session(self, session: tpb.SessionRef, tenant: str) -> None:
+        """End a session. Closing one that has ended already changes nothing."""
+        self._check_incarnation(session)
+        if not self._ended.knows(session.session_id, tenant):
+            self._end(self._session(session, tenant), SessionNotFoundError)
+
+    def tick(self) -> float:
+        """End the sessions whose leases ran out; returns the seconds until the next call is due, at
+        most a quarter of a lease.
+
+        A call that is late by more than another quarter means that this process slept. Messages
+        that would have renewed leases may then wait unread, or their senders may have slept too, so
+        every lease starts again from now.
+        """
+        now = self._clock()
+        lease_s = self._config.lease_s
+        if self._next_tick_s is not None and now > self._next_tick_s + lease_s / 4:
+            _LOGGER.warning("this process slept late_s=%.3f", now - self._next_tick_s)
+            for session in self._sessions.values():
+                session.expires_at_s = now + lease_s
+        for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:
+            self._end(session, SessionExpiredError)
+            if self._clock() > now + _ENDING_S:
+                break  # the others end at the next call, which is due at once
+        for pool_id in self._registration.forget_lost_pools(now):
+            self._sharing.pop(pool_id, None)
+        first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
+        self._next_tick_s = min(first_s, now + lease_s / 4)
+        return min(self._next_tick_s - now, self._tick_lines(now))
+
+    def _tick_lines(self, now_s: float) -> float:
+        """Let those who wait get blocks; returns the seconds until the next call is due."""
+        delay_s = math.inf
+        for pool in self._pools.values():
+            pool.set_time(now_s)
+            self._touch(pool)
+            pool_delay_s, overdue = self._sharing_of(pool).tick()
+            delay_s = min(delay_s, pool_delay_s)
+            for session in overdue:
+                self._end(session, SessionExpiredError)
+            for session in lost_sessions(
+                pool, self._sessions_of(pool), self._config.receipt_timeout_s
+            ):
+                self._end(session, MissingReceiptError)
+        return delay_s
+
+    # Requests with numbers
+
+    def step(self, request: cpb.StepRequest, tenant: str) -> cpb.StepResponse:
+        """Apply receipts, then deferred tokens, then each operation; answer with one plan.
+
+        Raises InvalidRequestError, StepOutOfOrderError or StepConflictError when the number is
+        refused. When the step fails as a whole, raises what ``take_receipts`` and
+        ``take_deferred_tokens`` raise, TooManyPlansInFlightError or InvalidRequestError.
+        """
+        return cast(cpb.StepResponse, self.answer(request, tenant))
+
+    def submit_receipts(
+        self, request: cpb.SubmitReceiptsRequest, tenant: str
+    ) -> cpb.SubmitReceiptsResponse:
+        """Apply receipts and deferred tokens. Raises as ``step``."""
+        return cast(cpb.SubmitReceiptsResponse, self.answer(request, tenant))
+
+    def abort_plan(self, request: cpb.AbortPlanRequest, tenant: str) -> cpb.AbortPlanResponse:
+        """Abort a plan and all in flight with it. Raises PlanReceiptedError, and as ``step``."""
+        return cast(cpb.AbortPlanResponse, self.answer(request, tenant))
+
+    def resync(self, request: cpb.ResyncRequest, tenant: str) -> cpb.ResyncResponse:
+        """Abort every plan in flight, and answer with all tables whole. Raises as ``step``."""
+        return cast(cpb.ResyncResponse, self.answer(request, tenant))
+
+    def answer(self, request: Request, tenant: str) -> Any:
+        """One of the four requests."""
+        session = self._session(request.session, tenant)
+        return finished(self._requests.answer(session, request))
+
+    def plain_step(self, request: PlainStep, tenant: str) -> PlainAnswer | None:
+        """``step`` of a request of the most common shapes. None when it has to be read as a message
+        and given to ``answer``; nothing is changed then but what that would do too.
+        """
+        session = self._sessions.get(request.session_id)
+        if session is None or session.tenant != tenant or request.incarnation != self.incarnation:
+            return None
+        self._renew(session)
+        return self._plain_steps.answer(session, request)
+
+    def takes_long(self, request: Request) -> bool:
+        """Whether to run one of the four requests by ``in_pieces``."""
+        session = self._sessions.get(request.session.session_id)
+        return session is not None and self._requests.takes_long(session, request)
+
+    def in_pieces(self, request: Request, tenant: str) -> Pieces[Any]:
+        """One of the four requests in pieces, between which other sessions may do what they like,
+        and its own nothing. Only one request at a time may be in pieces.
+        """
+        session = self._session(request.session, tenant)
+        return self._requests.answer(session, request, in_pieces=True)
+
+    def _require_open(self, session: Session) -> None:
+        if self._sessions.get(session.id) is not session:
+            raise self._ended.error(session.id, session.tenant)
+
+    # Queries
+
+    def check_operations(
+        self, request: cpb.CheckOperationsRequest, tenant: str
+    ) -> Pieces[cpb.CheckOperationsResponse]:
+        """What each item would be answered as the only one of a step by then. Others, and no
+        request in pieces of this session, may come between the pieces. Raises as ``step``, and why
+        the session is not open, at any piece.
+        """
+        response = cpb.CheckOperationsResponse()
+        session = self._session(request.session, tenant)
+        operations = read_operations(request.operations, self._config.max_operations)
+        for begin in range(0, len(operations), _CHECKED_AT_A_TIME):
+            if begin:
+                yield
+                session = self._session(request.session, tenant)
+            sharing = self._sharing_of(session.pool)
+            member, number = sharing.members[session.id], session.numbers.last + 1
+            planner = Planner(member, sharing, check_as=number)
+            for i in range(begin, min(begin + _CHECKED_AT_A_TIME, len(operations))):
+                result = response.results.add()
+                planner.run(i, operations[i], result)
+                if operations[i][0] != "admit" and result.WhichOneof("done") is not None:
+                    result.ClearField("done")
+        return response
+
+    def block_table(
+        self, request: cpb.GetBlockTableRequest, tenant: str
+    ) -> cpb.GetBlockTableResponse:
+        """A sequence's blocks, and how many of its tokens are known."""
+        return queries.block_table(self._session(request.session, tenant), request)
+
+    def describe_sequence(
+        self, request: cpb.DescribeSequenceRequest, tenant: str
+    ) -> cpb.DescribeSequenceResponse:
+        """A sequence's positions and blocks."""
+        return queries.describe_sequence(self._session(request.session, tenant), request)
+
+    def lookup_prefix(
+        self, request: cpb.LookupPrefixRequest, tenant: str
+    ) -> cpb.LookupPrefixResponse:
+        """How much of a prompt an admission would find cached now. Nothing is held."""
+        return queries.lookup_prefix(self._session(request.session, tenant), request)
+
+    def explain_prefix(
+        self, request: cpb.ExplainPrefixRequest, tenant: str
+    ) -> cpb.ExplainPrefixResponse:
+        """The cached blocks of a prompt's prefix. Nothing is held."""
+        return queries.explain_prefix(self._session(request.session, tenant), request)
+
+    def find_prefix(self, request: cpb.FindPrefixRequest, tenant: str) -> cpb.FindPrefixResponse:
+        """How much of a prompt each pool has cached for the tenant. Raises PoolNotFoundError."""
+        if not request.pool_ids:
+            pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
+        else:
+            named = [self._pool(i, f"pool_ids[{n}]") for n, i in enumerate(request.pool_ids)]
+            pools = sorted(set(named), key=lambda pool: pool.id)
+        return queries.find_prefix(pools, request, tenant)
+
+    def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:
+        """Follow a pool's prefix index until ``unfollow``; see ``Followers.add``."""
+        return self._followers.add(self._pool(request.pool_id), request, tenant, wake)
+
+    def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
+        """A pool, ready or not. Raises PoolNotFoundError."""
+        pool = self._pool(pool_id)
+        return pool.info(sum(pool.native.num_sequences(s.slot) for s in self._sessions_of(pool)))
+
+    def list_sessions(
+        self, request: cpb.ListSessionsRequest, tenant: str
+    ) -> cpb.ListSessionsResponse:
+        """The tenant's open sessions. Raises PoolNotFoundError."""
+        pool = self._pool(request.pool_id)
+        return queries.list_sessions(self._sessions_of(pool, tenant), request, self._clock())
+
+    def view_pools(self, tenant: str) -> list[dict[str, Any]]:
+        """The pools as a page shows them to this tenant."""
+        return [view(p, self._sessions_of(p, tenant)) for p in self._pools.values()]
+
+    def observe_pools(self) -> list[PoolObservation]:
+        """What each pool is doing, for metrics."""
+        pools, now_s = self._pools.values(), self._clock()
+        members = {p.id: self._sharing_of(p).members.values() for p in pools}
+        return [observe(p, self._sessions_of(p), members[p.id], now_s) for p in pools]
+
+    def list_pools(self) -> list[str]:
+        """Ids of the pools that have registered, in order."""
+        return sorted(self._pools)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError saying what is wrong, if anything is."""
+        for pool in self._pools.values():
+            integrity.check_pool(pool, self._sessions_of(pool))
+        open_ids = [i for pool in self._pools.values() for i in pool.session_ids]
+        assert sorted(open_ids) == sorted(self._sessions), "pools and the core differ in sessions"
+
+    # Helpers
+
+    def _pool(self, pool_id: str, field: str = "pool_id") -> Pool:
+        if not pool_id:
+            raise InvalidRequestError("is missing: it names a pool", field=field)
+        pool = self._pools.get(pool_id)
+        if pool is None:
+            raise PoolNotFoundError(f"{pool_id!r} is not registered: see ListPools", field=field)
+        return pool
+
+    def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
+        """The tenant's open session, its lease renewed. Raises why it is not open."""
+        self._check_incarnation(ref)
+        session = self._sessions.get(ref.session_id)
+        if session is None or session.tenant != tenant:
+            raise self._ended.error(ref.session_id, tenant)
+        self._renew(session)
+        return session
+
+    def _check_incarnation(self, ref: tpb.SessionRef) -> None:
+        if ref.incarnation != self.incarnation:
+            raise StaleIncarnationError(
+                f"is not this control plane's, {self.incarnation}: open a session and admit again",
+                field="session.incarnation",
+            )
+
+    def _sharing_of(self, pool: Pool) -> Sharing:
+        sharing = self._sharing.get(pool.id)
+        if sharing is None:
+            config = AdmissionConfig(headroom=self._config.watermark)
+            sharing = self._sharing[pool.id] = Sharing(pool, config)
+        return sharing
+
+    def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:
+        return [s for i in pool.session_ids if tenant in (None, (s := self._sessions[i]).tenant)]
+
+    def _unused_session_id(self) -> int:
+        while True:
+            session_id = self._new_session_id()
+            if session_id not in self._sessions and not self._ended.knows(session_id):
+                return session_id
+
+    def _renew(self, session: Session) -> None:
+        now_s = self._clock()
+        session.expires_at_s = now_s + self._config.lease_s
+        self._touch(session.pool)
+        session.pool.set_time(now_s)
+
+    def _end_all(self, pool: Pool) -> None:
+        """End the sessions of a pool, of which a shard has restarted."""
+        for session in self._sessions_of(pool):
+            self._end(session, StaleEpochError)
+
+    def _end(self, session: Session, reason: type[KvplaneError]) -> None:
+        sharing = self._sharing_of(session.pool)
+        sharing.close(session.id)
+        statistics = session.pool.statistics
+        statistics.num_expired_sessions += reason is SessionExpiredError
+        statistics.reclaimed_blocks[END_CAUSES[reason]] += session.num_held()
+        session.end(lacks_receipt=reason is MissingReceiptError)
+        self._touch(session.pool)
+        del self._sessions[session.id]
+        self._ended.add(session, reason)
+        sharing.serve()

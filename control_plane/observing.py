@@ -1,0 +1,63 @@
+"""What a pool is doing, in numbers, for whoever watches the control plane."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from control_plane.pools.pool import Pool
+from control_plane.pools.reports import TIERS
+from control_plane.pools.statistics import BlockTimes, PoolStatistics
+from control_plane.sessions.session import Session
+from control_plane.sessions.silent_shards import num_missing_receipts
+from control_plane.sharing.member import Member
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+
+@dataclass(frozen=True, slots=True)
+class PoolObservation:
+    """A pool at one moment. ``num_sequences``: live ones, by tier. ``num_waiting``: admissions and
+    swap-ins in the line. ``num_missing_receipts``: plans that another shard has receipted and this
+    one has not, by shard index. ``oldest_plan_s``: the age of the plan that waits longest for a
+    receipt, 0 for none. ``oldest_release_s``: how long the blocks have been retired that have been
+    so longest.
+    """
+
+    pool_id: str
+    description: cpb.DescribePoolResponse
+    num_shards: int
+    revision: int
+    num_sequences: dict[tpb.Tier, int]
+    num_waiting: int
+    num_missing_receipts: list[int]
+    num_plans_in_flight: int
+    oldest_plan_s: float
+    oldest_release_s: float
+    num_followers: int
+    block_times: dict[tpb.Tier, BlockTimes]
+    statistics: PoolStatistics
+
+
+def observe(
+    pool: Pool, sessions: Collection[Session], members: Collection[Member], now_s: float
+) -> PoolObservation:
+    """A pool with its open sessions. ``now_s``: monotonic seconds."""
+    pool.set_time(now_s)
+    sequences = {tier: pool.lead.num_sequences_in(tier) for tier in TIERS}
+    made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]
+    return PoolObservation(
+        pool_id=pool.id,
+        description=pool.info(sum(sequences.values())),
+        num_shards=pool.shards.num_shards,
+        revision=pool.revision(),
+        num_sequences=sequences,
+        num_waiting=sum(member.waiting is not None for member in members),
+        num_missing_receipts=num_missing_receipts(pool.shards.num_shards, [*sessions]),
+        num_plans_in_flight=sum(len(session.plans) for session in sessions),
+        oldest_plan_s=now_s - min(made_s, default=now_s),
+        oldest_release_s=max(group.oldest_release_s() for group in pool.groups),
+        num_followers=len(pool.followers),
+        block_times=pool.block_times(),
+        statistics=pool.statistics,
+    )

@@ -1,1 +1,0 @@
-"""Sessions, steps, plans, receipts and registration. Knows messages, but not gRPC."""

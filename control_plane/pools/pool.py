@@ -1,0 +1,474 @@
+"""One pool: its shards, and the native cores that keep the metadata of its blocks, one for each
+layer group.
+
+    register ──► report ──► (all reported, old sessions fenced) ──► built ──► ready
+       ▲                                                             │ while all are connected
+       └──────────── a shard registers with a new epoch ◄────────────┘
+
+Sessions refer to their pool; the pool knows only their ids and slots. Each build makes a new core:
+generations, counters and the revision go on from the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, KeysView, Sequence
+from typing import Final, Protocol
+
+from kvplane_blocks import GroupedPool
+from kvplane_blocks import Pool as NativePool
+
+from control_plane.config import CoreConfig
+from control_plane.pools.publications import (
+    MAX_PUBLICATIONS,
+    owner_of,
+    publish_message,
+    withdraw_message,
+)
+from control_plane.pools.reports import TIERS
+from control_plane.pools.shards import PoolShards
+from control_plane.pools.statistics import BlockTimes, PoolStatistics, read_block_times
+from kvplane.errors import PoolNotReadyError, QuotaExceededError
+from kvplane.layout import Layout
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+_DEVICE: Final = tpb.TIER_DEVICE
+_HOST: Final = tpb.TIER_HOST
+_RETRY_DELAY_S: Final = 0.5
+_MAX_TENANTS: Final = 65_536
+_MAX_WITHDRAWN: Final = 65_536  # blocks in one message
+_PIECE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
+_PIECE_BLOCKS: Final = 65_536  # of an ended session, released at once: a few milliseconds
+# PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
+_COUNTERS: Final = (
+    "num_lookup_tokens",
+    "num_hit_tokens",
+    "num_copies_on_write",
+    "num_swapped_out_blocks",
+    "num_swapped_in_blocks",
+    "num_evictions",
+    "num_publications",
+    "max_held_blocks",
+    "num_host_hit_tokens",
+    "num_demoted_blocks",
+    "num_forgotten_blocks",
+)
+_FORGOTTEN: Final = _COUNTERS.index("num_forgotten_blocks")
+_MAXIMUM: Final = _COUNTERS.index("max_held_blocks")
+_OF_TOKENS: Final = [i for i, name in enumerate(_COUNTERS) if name.endswith("_tokens")]
+
+
+Native = NativePool | GroupedPool
+
+
+class Follower(Protocol):
+    """Follows the prefix index."""
+
+    wake: Callable[[], None]
+    """Is called when the index has changed."""
+
+
+class Pool:
+    """State of one pool; registration, steps and publication are in other modules."""
+
+    groups: list[NativePool]
+    """The core of each layer group."""
+    native: Native
+    """What operations call: the only group, or all of them, which it keeps in step."""
+    lead: NativePool
+    """The group that says of a prefix whether it is cached, to those who ask outside of a session:
+    the first without an attention window, in which a prefix is whole.
+    """
+
+    def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
+        self.id = pool_id
+        self.shards = shards
+        self._slots: dict[int, int] = {}  # of open sessions
+        self.built = False
+        self.is_building = False
+        self.is_forgetting = False
+        self.abandoned_s: float | None = None  # since when
+        self.now_s = 0.0
+        self.statistics = PoolStatistics()
+        self.num_granted_admissions = 0
+        self._config = config
+        self._owners: dict[str, int] = {}
+        self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
+        # Slots of ended sessions that are being fenced, and since when; of these, the sessions that
+        # still have sequences, and whether they are fenced by now.
+        self._ended_slots: dict[int, tuple[int, float]] = {}
+        self._ending: dict[int, bool] = {}
+        self._suspect: dict[int, float] = {}  # of these, those of which a receipt was missing
+        self.followers: set[Follower] = set()
+        self._keeps_changes = False
+        self._followed_revision = 0
+        self._has_forgotten = False  # blocks, which the shards are to withdraw
+        self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
+        self._earlier_times: list[float] = []
+        self._earlier_revision = 0
+        self._usage = cpb.PoolUsage()
+        self._counted: dict[int, tuple[int, ...]] = {}
+        self.groups = []
+        self._use(self._made([dict.fromkeys(TIERS, 0)] * len(shards.layout.groups)))
+
+    @property
+    def key(self) -> bytes:
+        """Signs the pool's plans, grants and receipts."""
+        return self.shards.key
+
+    @property
+    def layout(self) -> Layout:
+        """What the pool's data means."""
+        return self.shards.layout
+
+    @property
+    def epochs(self) -> list[int]:
+        """The shards' epochs, by shard index."""
+        return self.shards.epochs
+
+    @property
+    def block_size(self) -> int:
+        """Token slots of a block."""
+        return self.layout.block_size_tokens
+
+    @property
+    def session_ids(self) -> KeysView[int]:
+        """Open sessions."""
+        return self._slots.keys()
+
+    @property
+    def ready(self) -> bool:
+        """Whether sessions can be opened."""
+        return self.built and self.shards.are_connected and not self.silent_shards
+
+    @property
+    def silent_shards(self) -> set[int]:
+        """Shards that have not receipted a plan in time, and since then not fenced its session."""
+        last_s = self.now_s - self._config.receipt_timeout_s
+        late = [i for i, since_s in self._suspect.items() if since_s <= last_s]
+        return {shard for i in late for shard in self.shards.not_fenced_by(i)}
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no data plane is connected, no session is open and nobody follows the index."""
+        return not (self._slots or self.followers or self.shards.has_connected)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it is being built, entries that were forgotten are still to be taken apart, or
+        sequences of sessions that ended are to be released.
+        """
+        return self.is_building or self.is_forgetting or bool(self._ending)
+
+    @property
+    def has_announcements(self) -> bool:
+        """Whether shards are to be told of blocks that were published or forgotten."""
+        return self._has_forgotten or any(core.has_publications for core in self.groups)
+
+    def num_blocks(self, tier: tpb.Tier) -> int:
+        """Blocks of a tier, of the smallest group; 0 while the pool is not built."""
+        return self.native.usage(tier)[0]
+
+    # Builds
+
+    def close(self) -> None:
+        """Forget all blocks until the pool is built again. Its sessions have ended."""
+        self.built = self.is_building = False
+        self._earlier_revision += 1
+        self.set_tiers(*(dict.fromkeys(TIERS, 0) for _ in self.layout.groups))
+
+    def set_tiers(self, *num_blocks: dict[tpb.Tier, int]) -> None:
+        """Start over with so many blocks of each tier, for each layer group, all free, at the
+        generations known.
+        """
+        self._adopt(self._made(num_blocks))
+
+    def begin_build(self) -> None:
+        """Begin to build the pool from its shards' reports."""
+        self.is_building = True
+        for group, rebuild in enumerate(self.shards.reports.rebuilds):
+            rebuild.begin(*self._settings(group), now_s=self.now_s)
+
+    def end_build(self) -> None:
+        """Use the pool that is built."""
+        self._adopt(self.shards.reports.take())
+        self.is_building, self.built = False, True
+
+    def _made(self, num_blocks: Sequence[dict[tpb.Tier, int]]) -> list[NativePool]:
+        size = self.block_size
+        return [
+            NativePool(size, of_group[_DEVICE], of_group[_HOST], *self._settings(group))
+            for group, of_group in enumerate(num_blocks)
+        ]
+
+    def _settings(self, group: int) -> tuple[bytes, bytes, str, int, int, int, int]:
+        """Of a core that goes on from the present one's generations: also those of blocks beyond
+        the size of a smaller shard, as one that kept running must not see them again.
+        """
+        config, present = self._config, self.groups[group : group + 1]
+        device, host = (b"".join(core.generations(tier) for core in present) for tier in TIERS)
+        return (
+            device,
+            host,
+            config.eviction_policy,
+            self.layout.groups[group].sliding_window_tokens,
+            config.max_sequences,
+            config.max_table_entries,
+            config.max_tenant_blocks,
+        )
+
+    def _adopt(self, groups: list[NativePool]) -> None:
+        self._earlier_counters = self._count()
+        self._earlier_times = self._block_times()
+        self._earlier_revision += self._revision
+        self._ended_slots.clear()
+        self._ending.clear()
+        self._suspect.clear()
+        self.is_forgetting = False
+        self._use(groups)
+        self._roots.clear()
+        for root in self.roots():
+            self._roots.setdefault(owner_of(root)[0], set()).add(root)
+        self._keeps_changes = False
+        if self.followers:
+            self.keep_changes()
+        self.set_time(self.now_s)
+
+    def _use(self, groups: list[NativePool]) -> None:
+        self.groups = groups
+        self.native = groups[0] if len(groups) == 1 else GroupedPool(groups)
+        windows = [group.sliding_window_tokens for group in self.layout.groups]
+        self.lead = groups[windows.index(0) if 0 in windows else 0]
+        self._counted.clear()
+        del self._usage.tiers[:]
+        self._usage.tiers.extend(
+            cpb.TierUsage(tier=tier, group=group) for group in range(len(groups)) for tier in TIERS
+        )
+
+    def _count(self) -> list[int]:
+        """The counters of all cores so far. Tokens are counted in the first group alone."""
+        counted = list(self._earlier_counters)
+        for group, core in enumerate(self.groups):
+            for i, value in enumerate(core.counters()):
+                if i == _MAXIMUM:
+                    counted[i] = max(counted[i], value)
+                elif group == 0 or i not in _OF_TOKENS:
+                    counted[i] += value
+        return counted
+
+    def roots(self) -> list[bytes]:
+        """The roots of which something is cached or a session is open."""
+        if len(self.groups) == 1:
+            return self.groups[0].roots()
+        return list(dict.fromkeys(root for core in self.groups for root in core.roots()))
+
+    def set_time(self, now_s: float) -> None:
+        """``now_s``: monotonic seconds."""
+        self.now_s = now_s
+        for core in self.groups:
+            core.set_time(now_s)
+
+    # Room
+
+    def num_watermark_blocks(self) -> int:
+        """Device blocks that admissions leave free while anything is held."""
+        if not self._config.watermark:
+            return 0
+        num_blocks, _, _, num_held, _ = self.native.usage(_DEVICE)
+        return int(self._config.watermark * num_blocks) if num_held else 0
+
+    def num_retainable_blocks(self) -> int:
+        """Device blocks that a tenant may retain."""
+        return int(self._config.max_retained_share * self.num_blocks(_DEVICE))
+
+    # Sessions
+
+    def require_can_open(self, tenant: str, root: bytes) -> None:
+        """Another session of this root may be opened. Raises PoolNotReadyError,
+        QuotaExceededError.
+        """
+        most = self._config.max_unfenced_sessions
+        if len(self._ended_slots) >= most:
+            raise PoolNotReadyError(
+                f"data planes of pool {self.id!r} have not stopped {most} sessions that ended",
+                retry_delay_s=_RETRY_DELAY_S,
+            )
+        most = self._config.max_tenant_namespaces
+        roots = self._roots.setdefault(tenant, set())
+        if root not in roots and len(roots) >= most:
+            roots.intersection_update(self.roots())
+        if root not in roots and len(roots) >= most:
+            raise QuotaExceededError(
+                f"{most} namespaces are in use: end the sessions of one and forget its contents",
+                field="namespace",
+            )
+        roots.add(root)
+
+    def open(self, session_id: int, tenant: str, root: bytes) -> int:
+        """Add a session; returns its slot. Raises QuotaExceededError."""
+        owner = self._owners.setdefault(tenant, len(self._owners))
+        if owner >= _MAX_TENANTS:
+            del self._owners[tenant]
+            raise QuotaExceededError(f"{_MAX_TENANTS} tenants have used the pool: restart it")
+        slot = self._slots[session_id] = self.native.open_session(root, owner)
+        return slot
+
+    def end(self, session: tpb.SessionRef, ordinal: int, *, lacks_receipt: bool = False) -> None:
+        """Remove a session and release all it held, that of many sequences in pieces; every shard
+        must fence it. ``lacks_receipt``: it ends because a shard has not receipted a plan in time.
+        """
+        slot = self._slots.pop(session.session_id)
+        self._ended_slots[session.session_id] = slot, self.now_s
+        if lacks_receipt:
+            self._suspect[session.session_id] = self.now_s
+        if self.native.end_session(slot, _PIECE_BLOCKS):
+            self._ending[session.session_id] = False
+        self.shards.fence(session, ordinal)
+
+    def fence_done(self, session_id: int, shard_index: int) -> None:
+        """The shard will never again run a plan of the session, if that has ended."""
+        if self.shards.fence_done(session_id, shard_index):
+            self._suspect.pop(session_id, None)
+            if session_id in self._ending:
+                self._ending[session_id] = True
+            else:
+                self._fenced(session_id)
+
+    def _fenced(self, session_id: int) -> None:
+        """All shards have fenced the session, and none of its sequences is left."""
+        ended = self._ended_slots.pop(session_id, None)
+        if ended is not None:  # else it was of an earlier build
+            slot, since_s = ended
+            self.native.session_fenced(slot)
+            self.statistics.fence_s.add(self.now_s - since_s)
+
+    def work_some(self) -> None:
+        """Go on with what was forgotten and with sessions that ended, for a few milliseconds."""
+        if self.is_forgetting:
+            self.forget_some()
+        for session_id, is_fenced in [*self._ending.items()][:1]:
+            slot, _ = self._ended_slots[session_id]
+            if not self.native.end_some(slot, _PIECE_BLOCKS):
+                del self._ending[session_id]
+                if is_fenced:
+                    self._fenced(session_id)
+
+    # Publications
+
+    def announce(self) -> None:
+        """Send what was published and forgotten to the shards, as much as takes milliseconds."""
+        for group, core in enumerate(self.groups):
+            if published := core.take_publications(MAX_PUBLICATIONS):
+                self.shards.send([publish_message(run, group) for run in published])
+        while self._has_forgotten:
+            self._has_forgotten = False
+            for group, core in enumerate(self.groups):
+                indices, generations = core.take_forgotten(_MAX_WITHDRAWN)
+                if indices:
+                    self.shards.send([withdraw_message(indices, generations, group)])
+                    self._has_forgotten = True
+        if not self.is_forgetting:
+            self.shards.withdrawn()
+
+    def forget_some(self) -> None:
+        """Take entries apart that were forgotten, for a few milliseconds."""
+        self._has_forgotten = True
+        self.is_forgetting = any(core.forget_some(_PIECE_ENTRIES) for core in self.groups)
+        if not self.is_forgetting:  # they may wait for it
+            for follower in self.followers:
+                follower.wake()
+
+    def missed(self, group: int, first_block: int) -> tuple[list[cpb.RegisterResponse], int]:
+        """What a shard that came back may not have been sent of the group's device blocks from one
+        on: publications, and what was forgotten. Returns the messages about some of them, of a
+        megabyte at most, and the first of the rest; 0 when there are none left.
+        """
+        core = self.groups[group]
+        published, indices, generations, end = core.publications_in(
+            first_block, first_block + MAX_PUBLICATIONS
+        )
+        messages = [publish_message(run, group) for run in published]
+        if indices and core.counters()[_FORGOTTEN]:
+            messages.append(withdraw_message(indices, generations, group))
+        return messages, end if end < core.usage(_DEVICE)[0] else 0
+
+    # Descriptions
+
+    def revision(self) -> int:
+        """Counts the changes to the prefix index."""
+        return self._earlier_revision + self._revision
+
+    @property
+    def _revision(self) -> int:
+        return self.lead.revision
+
+    def revision_of(self, native_revision: int) -> int:
+        """The pool's revision for one of the present core."""
+        return self._earlier_revision + native_revision
+
+    def native_revision_of(self, revision: int) -> int:
+        """The present core's revision for one of the pool; negative for one of an earlier core."""
+        return revision - self._earlier_revision
+
+    def keep_changes(self) -> None:
+        """Keep the changes of the index from now on, for followers."""
+        if not self._keeps_changes:
+            self.lead.watch_enable(self._config.num_kept_changes)
+            self._keeps_changes = True
+
+    def wake_followers(self) -> None:
+        """Wake the followers if the index has changed since the last call."""
+        revision = self.revision()
+        if revision != self._followed_revision:
+            self._followed_revision = revision
+            for follower in self.followers:
+                follower.wake()
+
+    def usage(self) -> cpb.PoolUsage:
+        """How the blocks of each tier of each layer group are used. The message is changed by the
+        next call.
+        """
+        for i, message in enumerate(self._usage.tiers):
+            counted = self.groups[message.group].usage(message.tier)
+            if self._counted.get(i) != counted:
+                self._counted[i] = counted
+                (
+                    message.num_blocks,
+                    message.num_free_blocks,
+                    message.num_cached_blocks,
+                    message.num_held_blocks,
+                    message.num_retired_blocks,
+                ) = counted
+        return self._usage
+
+    def counters(self) -> cpb.PoolCounters:
+        """What the pool has done since it registered."""
+        counters = cpb.PoolCounters(
+            num_cut_sequences=self.statistics.cut_sequences.total(),
+            num_granted_admissions=self.num_granted_admissions,
+        )
+        for name, value in zip(_COUNTERS, self._count(), strict=True):
+            setattr(counters, name, value)
+        return counters
+
+    def block_times(self) -> dict[tpb.Tier, BlockTimes]:
+        """How long blocks lived and waited, since the pool registered."""
+        return read_block_times(self._block_times())
+
+    def _block_times(self) -> list[float]:
+        times = [group.block_times() for group in self.groups]
+        if self._earlier_times:
+            times.append(self._earlier_times)
+        return [sum(values) for values in zip(*times, strict=True)]
+
+    def info(self, num_sequences: int) -> cpb.DescribePoolResponse:
+        """The pool's description; the caller counts its live sequences."""
+        return cpb.DescribePoolResponse(
+            layout=self.layout.to_proto(),
+            shards=self.shards.infos(),
+            ready=self.ready,
+            usage=self.usage(),
+            num_sessions=len(self.session_ids),
+            num_sequences=num_sequences,
+            counters=self.counters(),
+        )

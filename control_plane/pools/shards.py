@@ -1,0 +1,356 @@
+"""The data planes of one pool: which are registered, what each has reported and must be sent.
+
+    Hello ──► not resumed ──► asked for its report ──► has reported ──► the pool is built from all
+                                   ▲                                    reports, which are dropped
+                                   └── another shard restarts ◄─────────────────┘
+
+A report counts only after it was asked for on the stream that it comes on. A session that ended is
+fenced by every shard: until all have done so, ``is_fencing`` holds and its blocks stay retired.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+
+from control_plane.pools.file_forgets import FileForgets
+from control_plane.pools.reports import Reports
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import Layout
+from kvplane.shard import Shard, most_kv_heads
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
+
+
+class ShardState:
+    """One registered data plane."""
+
+    __slots__ = (
+        "_has_begun",
+        "_index",
+        "_reports",
+        "asked",
+        "complete",
+        "connected",
+        "hello",
+        "outgoing",
+        "resends_from",
+        "welcomed",
+    )
+
+    def __init__(self, hello: cpb.Hello, reports: Reports) -> None:
+        self.hello = hello
+        self._index = hello.shard.index
+        self._reports = reports
+        self._has_begun = False  # to report what the pool is to be built from
+        self.connected = True
+        self.outgoing: deque[cpb.RegisterResponse] = deque()
+        self.welcomed = False  # has reported since its last Hello that was not resumed
+        self.complete = False  # has reported all that the pool is to be built from
+        self.asked = True  # for a report, on the present stream
+        # Layer group and device block from which on publications are to be sent again.
+        self.resends_from: tuple[int, int] | None = None
+
+    def ask_again(self, reports: Reports) -> None:
+        """Ask for another report, after the messages queued so far."""
+        self._reports = reports
+        self.complete = self.asked = self._has_begun = False
+        self.outgoing.append(cpb.RegisterResponse(report_request=cpb.ReportRequest()))
+
+    def add_report(self, part: cpb.BlockReport) -> None:
+        """Add a part of a report. Raises InvalidRequestError naming a field of ``report``; what was
+        reported before is dropped then.
+        """
+        if self.complete:
+            raise InvalidRequestError("is complete: report again when asked to", field="report")
+        if not self.asked:
+            raise InvalidRequestError("was not asked for on this stream", field="report")
+        if not self._has_begun:
+            self._reports.start(self._index, num_blocks_of(self.hello))
+        self._has_begun = False
+        self._reports.add(self._index, num_blocks_of(self.hello), part)
+        self._has_begun = True
+        if part.last:
+            self.complete = self.welcomed = True
+
+    def take_outgoing(self) -> list[cpb.RegisterResponse]:
+        """The messages to send, in order; none before its first report is complete."""
+        if not self.welcomed:
+            return []
+        outgoing = list(self.outgoing)
+        self.outgoing.clear()
+        self.asked = self.asked or any(message.HasField("report_request") for message in outgoing)
+        return outgoing
+
+    def disconnect(self) -> None:
+        """Its stream has ended. What it missed is sent again when it comes back."""
+        self.connected = False
+        self.resends_from = None
+        self.outgoing.clear()
+        self.asked = False
+
+    def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
+        """Resume it on another stream. ``hello`` may bring a new address. It is to be sent
+        ``missed``, and then publications again.
+        """
+        self.hello, self.connected = hello, True
+        self.outgoing = deque(missed)
+        self.resends_from = 0, 0
+        if not self.complete:
+            self.ask_again(self._reports)
+
+    def info(self) -> cpb.ShardInfo:
+        """Its description for clients."""
+        hello = self.hello
+        return cpb.ShardInfo(
+            shard=hello.shard,
+            epoch=hello.epoch,
+            address=hello.address,
+            connected=self.connected,
+            has_file_tier=hello.has_file_tier,
+        )
+
+
+class PoolShards:
+    """All data planes of one pool, and the key that they share."""
+
+    def __init__(
+        self, num_shards: int, layout: Layout, new_key: Callable[[], bytes] = signing.new_key
+    ) -> None:
+        self.num_shards = num_shards
+        self.layout = layout
+        self._new_key = new_key
+        self.key = new_key()
+        """Signs plans, grants and receipts."""
+        self.reports = Reports(layout, num_shards)
+        self.states: dict[int, ShardState] = {}
+        self._num_sessions = 0  # opened since the key was made
+        self._is_told = False  # something since the last take_told
+        # Ended session -> the shards that have not fenced it yet, and the message to them.
+        self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
+        self.file_forgets = FileForgets()
+
+    def add(self, hello: cpb.Hello) -> ShardState:
+        """A shard registers, to report next."""
+        state = self.states[hello.shard.index] = ShardState(hello, self.reports)
+        state.outgoing.extend(self.fences_for(hello.shard.index))
+        state.outgoing.extend(self.forgets_for(hello))
+        self._is_told = True
+        return state
+
+    def add_report(self, index: int, part: cpb.BlockReport) -> None:
+        """Add a part of a shard's report. Raises InvalidRequestError naming a field of it."""
+        self.states[index].add_report(part)
+        self._is_told = True
+
+    def reconnect(self, hello: cpb.Hello) -> None:
+        """Resume a shard on another stream."""
+        index = hello.shard.index
+        self.states[index].reconnect(hello, self.fences_for(index))
+        self._is_told = True
+
+    def ask_again(self, *, but: int) -> None:
+        """Ask all shards but one to report again; what they reported before is dropped."""
+        self.reports = Reports(self.layout, self.num_shards)
+        self._is_told = True
+        for i, state in self.states.items():
+            if i != but:
+                state.ask_again(self.reports)
+
+    # Queries
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether they hold each KV head of each layer, and all have reported."""
+        return self._hold_everything() and all(state.complete for state in self.states.values())
+
+    @property
+    def are_connected(self) -> bool:
+        """Whether the registration stream of each registered shard is open."""
+        return all(state.connected for state in self.states.values())
+
+    @property
+    def has_connected(self) -> bool:
+        """Whether the registration stream of some shard is open."""
+        return any(state.connected for state in self.states.values())
+
+    @property
+    def is_fencing(self) -> bool:
+        """Whether some shard has not fenced some ended session yet."""
+        return bool(self._fencing)
+
+    @property
+    def fenced_sessions(self) -> set[int]:
+        """Ended sessions that some shard has not fenced yet."""
+        return set(self._fencing)
+
+    def not_fenced_by(self, session_id: int) -> set[int]:
+        """Shards that have not fenced an ended session yet."""
+        waiting, _ = self._fencing.get(session_id, (set[int](), None))
+        return waiting
+
+    @property
+    def epochs(self) -> list[int]:
+        """The shards' epochs, by shard index. All have registered."""
+        return [self.states[i].hello.epoch for i in range(self.num_shards)]
+
+    def infos(self) -> list[cpb.ShardInfo]:
+        """Each shard's description, by shard index."""
+        return [self.states[i].info() for i in sorted(self.states)]
+
+    def what_is_missing(self) -> str:
+        """Why sessions cannot be opened."""
+        missing = [str(i) for i in range(self.num_shards) if i not in self.states]
+        lost = [str(i) for i, state in sorted(self.states.items()) if not state.connected]
+        silent = [str(i) for i, state in sorted(self.states.items()) if not state.complete]
+        if missing:
+            return f"shards {', '.join(missing)} of {self.num_shards} have not registered"
+        if not self._hold_everything():
+            return "its shards do not hold every KV head of every layer: correct their ranges"
+        if lost:
+            return f"shards {', '.join(lost)} have lost their connection"
+        if silent:
+            return f"shards {', '.join(silent)} have not reported their blocks yet"
+        unfenced = sorted({i for waiting, _ in self._fencing.values() for i in waiting})
+        if not unfenced:
+            return "what its shards reported is still being entered"
+        return f"shards {', '.join(map(str, unfenced))} have not stopped sessions that ended yet"
+
+    def overlapping(self, shard: tpb.Shard) -> list[int]:
+        """Indices of the other shards that hold a part of what this one would, and are not copies
+        of it.
+        """
+        new = Shard.from_proto(shard)
+        return [
+            i
+            for i, state in sorted(self.states.items())
+            if i != shard.index and self._overlap(new, Shard.from_proto(state.hello.shard))
+        ]
+
+    # Messages
+
+    def take_told(self) -> list[int]:
+        """The shards for which messages wait, if any were queued since the last call."""
+        if not self._is_told:
+            return []
+        self._is_told = False
+        return [i for i, state in self.states.items() if state.outgoing]
+
+    def send(self, messages: list[cpb.RegisterResponse]) -> None:
+        """Queue messages for every connected shard; the others get all they missed on resuming."""
+        self._is_told = True
+        for state in self.states.values():
+            if state.connected:
+                state.outgoing.extend(messages)
+
+    @property
+    def file_tiers(self) -> list[int]:
+        """The shards that keep blocks in files."""
+        return [i for i, state in self.states.items() if state.hello.has_file_tier]
+
+    def forget_files(self, message: cpb.ForgetFiles) -> None:
+        """Have files deleted, now and when ``withdrawn`` is called."""
+        if self.file_tiers:
+            self._send_to_files(self.file_forgets.add(message))
+
+    def withdrawn(self) -> None:
+        """All blocks that were forgotten have been withdrawn. A shard that is still to hear of
+        some is told after them: ``forgets_for``.
+        """
+        if self.file_forgets.has_early:
+            messages = self.file_forgets.told_again(self.file_tiers)
+            self._send_to_files(
+                messages, but={i for i, x in self.states.items() if x.resends_from is not None}
+            )
+
+    def _send_to_files(
+        self, messages: list[cpb.RegisterResponse], but: Collection[int] = ()
+    ) -> None:
+        self._is_told = True
+        for i in self.file_tiers:
+            if self.states[i].connected and i not in but:
+                self.states[i].outgoing.extend(messages)
+
+    def forgets_for(self, hello: cpb.Hello) -> list[cpb.RegisterResponse]:
+        """Which files a shard is to delete, once it knows what was withdrawn."""
+        return self.file_forgets.of_shard(hello.shard.index) if hello.has_file_tier else []
+
+    def fences_for(self, index: int) -> list[cpb.RegisterResponse]:
+        """The fences that a shard has not carried out yet."""
+        return [message for waiting, message in self._fencing.values() if index in waiting]
+
+    # Sessions
+
+    def next_ordinal(self) -> int:
+        """The ordinal of a new session: sessions opened since the key was made, with it."""
+        self._num_sessions += 1
+        return self._num_sessions
+
+    def fence(self, session: tpb.SessionRef, ordinal: int) -> None:
+        """The session ended: every shard must stop it."""
+        message = cpb.RegisterResponse(fence=cpb.Fence(session=session, ordinal=ordinal))
+        self._fencing[session.session_id] = (set(self.states), message)
+        self.send([message])
+
+    def fence_done(self, session_id: int, index: int) -> bool:
+        """A shard has stopped the session; returns whether it was the last to do so."""
+        waiting, _ = self._fencing.get(session_id, (None, None))
+        if waiting is None:
+            return False
+        waiting.discard(index)
+        if waiting:
+            return False
+        del self._fencing[session_id]
+        return True
+
+    def start_over(self, num_shards: int, layout: Layout) -> None:
+        """Forget all shards, and what they still had to fence, and begin with a new key."""
+        self.num_shards, self.layout = num_shards, layout
+        self.key = self._new_key()
+        self.states.clear()
+        self.reports = Reports(layout, num_shards)
+        self._fencing.clear()
+        self._num_sessions = 0
+
+    # Parts of the pool
+
+    def _hold_everything(self) -> bool:
+        """Shards that do not overlap hold everything when their parts add up to it, and copies
+        beside the first of a part are numbered without gaps.
+        """
+        if len(self.states) < self.num_shards:
+            return False
+        shards = [Shard.from_proto(state.hello.shard) for state in self.states.values()]
+        num_copies = Counter(shard.part for shard in shards)
+        if any(shard.copy >= num_copies[shard.part] for shard in shards):
+            return False
+        num_held = sum(len(self._layers(x)) * x.num_kv_heads for x in shards if x.copy == 0)
+        num_layers = sum(len(group.layers) for group in self.layout.groups)
+        return num_held == num_layers * most_kv_heads(self.layout)
+
+    def _layers(self, shard: Shard) -> set[int]:
+        """The model layers that a shard holds."""
+        held = range(shard.first_layer, shard.first_layer + shard.num_layers)
+        return {x for group in self.layout.groups for x in group.layers if x in held}
+
+    def _overlap(self, a: Shard, b: Shard) -> bool:
+        if a.part == b.part and a.copy != b.copy:
+            return False
+        share_heads = max(a.first_kv_head, b.first_kv_head) < min(
+            a.first_kv_head + a.num_kv_heads, b.first_kv_head + b.num_kv_heads
+        )
+        return share_heads and not self._layers(a).isdisjoint(self._layers(b))
+
+
+def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
+    """Blocks of each tier of a shard, by layer group."""
+    return [
+        {tpb.TIER_DEVICE: group.num_device_blocks, tpb.TIER_HOST: group.num_host_blocks}
+        for group in (hello.groups or [hello])
+    ]
+
+
+def total_blocks(hello: cpb.Hello) -> int:
+    """Blocks of a shard, of all layer groups and both tiers."""
+    return sum(sum(of_group.values()) for of_group in num_blocks_of(hello))

@@ -1,0 +1,76 @@
+"""What a pool has done besides what its native core counts: for metrics."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from kvplane_blocks import duration_bounds_s
+
+from control_plane.pools.reports import TIERS
+from kvplane.serving.observability.histogram import Histogram
+from kvplane.v1 import types_pb2 as tpb
+
+# From an append of one token to a prompt of a million.
+ALLOCATION_BOUNDS_S: Final = (
+    *(0.000005, 0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
+)
+# From a fence on loopback, or the next turn of the line, to what an operator looks into.
+WAIT_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+DURATION_BOUNDS_S: Final = tuple(duration_bounds_s())
+# In the order of the native core.
+EVICTION_REASONS: Final = ("policy", "retained", "own")
+_TIMES: Final = ("lifetime", "idle", "reuse_gap")
+
+
+@dataclass(slots=True)
+class PoolStatistics:
+    """Counts since the pool registered first. ``reclaimed_blocks``: of ended sessions, by why they
+    ended. ``allocation_s``: by operation. ``fence_s``: from a session's end until it is fenced.
+    ``wait_s``: of admissions in the line until they are granted. ``reread_*``: tokens looked up and
+    found by admissions of sequences that had been cut.
+    """
+
+    num_expired_sessions: int = 0
+    num_aborts: int = 0
+    num_resyncs: int = 0
+    num_epoch_changes: int = 0
+    reread_lookup_tokens: int = 0
+    reread_hit_tokens: int = 0
+    cut_sequences: Counter[str] = field(default_factory=Counter)
+    reclaimed_blocks: Counter[str] = field(default_factory=Counter)
+    allocation_s: defaultdict[str, Histogram] = field(
+        default_factory=partial(defaultdict, partial(Histogram, ALLOCATION_BOUNDS_S))
+    )
+    fence_s: Histogram = field(default_factory=partial(Histogram, WAIT_BOUNDS_S))
+    wait_s: Histogram = field(default_factory=partial(Histogram, WAIT_BOUNDS_S))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """Of one tier. ``num_evictions``: by reason. ``lifetime``, ``idle``, ``reuse_gap``: in
+    seconds; see ``csrc/blocks/memory/block_times.h``.
+    """
+
+    num_evictions: dict[str, int]
+    lifetime: Histogram
+    idle: Histogram
+    reuse_gap: Histogram
+
+
+def read_block_times(values: list[float]) -> dict[tpb.Tier, BlockTimes]:
+    """The native core's ``block_times``, or sums of several."""
+    numbers = iter(values)
+    times = {}
+    for tier in TIERS:
+        evictions = {reason: int(next(numbers)) for reason in EVICTION_REASONS}
+        histograms = {}
+        for name in _TIMES:
+            histograms[name] = histogram = Histogram(DURATION_BOUNDS_S)
+            histogram.counts = [int(next(numbers)) for _ in histogram.counts]
+            histogram.sum = next(numbers)
+        times[tier] = BlockTimes(evictions, **histograms)
+    return times

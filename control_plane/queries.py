@@ -1,0 +1,174 @@
+"""Questions about sequences and cached prefixes: nothing is taken and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from control_plane import checks
+from control_plane.pools.pool import Pool
+from control_plane.pools.publications import (
+    HASH_BYTES,
+    MAX_NAMESPACE_CHARACTERS,
+    root_of,
+)
+from control_plane.sessions.session import Session
+from kvplane.errors import InvalidRequestError, SequenceNotFoundError
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
+from kvplane.wire.error_messages import duration_of
+
+
+def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceStates:
+    """These sequences, all live, as the contract describes them; None for all of the session."""
+    (
+        ids,
+        admitted_by,
+        num_tokens,
+        num_scheduled,
+        num_written,
+        num_cached,
+        num_blocks,
+        tiers,
+    ) = session.native.states(session.slot, sequence_ids)
+    return cpb.SequenceStates(
+        sequence_ids=ids,
+        admitted_by=admitted_by,
+        num_tokens=num_tokens,
+        num_scheduled_tokens=num_scheduled,
+        num_written_tokens=num_written,
+        num_cached_tokens=num_cached,
+        num_blocks=num_blocks,
+        tiers=tiers,
+    )
+
+
+def block_table(session: Session, request: cpb.GetBlockTableRequest) -> cpb.GetBlockTableResponse:
+    """A sequence's blocks. Raises SequenceNotFoundError."""
+    _require_live(session, request.sequence_id, "sequence_id")
+    response = cpb.GetBlockTableResponse()
+    for group, core in enumerate(session.pool.groups):
+        tier, indices, generations, response.num_tokens, _ = core.table(
+            session.slot, request.sequence_id
+        )
+        response.tables.add(
+            group=group, tier=cast(tpb.Tier, tier), indices=indices, generations=generations
+        )
+    return response
+
+
+def describe_sequence(
+    session: Session, request: cpb.DescribeSequenceRequest
+) -> cpb.DescribeSequenceResponse:
+    """A sequence's positions and blocks. Raises SequenceNotFoundError."""
+    _require_live(session, request.sequence_id, "sequence_id")
+    ids = columns.pack(INT64, [request.sequence_id])
+    return cpb.DescribeSequenceResponse(sequences=states(session, ids))
+
+
+def list_sessions(
+    sessions: Iterable[Session], request: cpb.ListSessionsRequest, now_s: float
+) -> cpb.ListSessionsResponse:
+    """These sessions, and the sequences of one that is named. ``now_s``: monotonic seconds."""
+    response = cpb.ListSessionsResponse()
+    for session in sorted(sessions, key=lambda each: each.id):
+        if request.session_id not in (0, session.id):
+            continue
+        response.sessions.add(
+            session_id=session.id,
+            num_sequences=session.native.num_sequences(session.slot),
+            num_held_blocks=session.num_held(),
+            num_plans_in_flight=len(session.plans),
+            last_number=session.numbers.last,
+            time_to_live=duration_of(max(0.0, session.expires_at_s - now_s)),
+            sequences=states(session) if request.session_id else None,
+        )
+    return response
+
+
+def lookup_prefix(session: Session, request: cpb.LookupPrefixRequest) -> cpb.LookupPrefixResponse:
+    """How much of a prompt is cached. Raises InvalidRequestError."""
+    token_ids, size = request.token_ids, session.pool.block_size
+    checks.token_ids(token_ids, at_least=1, field="token_ids")
+    num_device, num_host, hashes = session.native.match(session.root, token_ids)
+    num_cached = _num_cached(num_device + num_host, size, token_ids)
+    return cpb.LookupPrefixResponse(
+        num_cached_tokens=num_cached,
+        hashes=hashes,
+        num_host_tokens=max(0, num_cached - num_device * size),
+    )
+
+
+def explain_prefix(
+    session: Session, request: cpb.ExplainPrefixRequest
+) -> cpb.ExplainPrefixResponse:
+    """The cached blocks of a prompt's prefix. Raises InvalidRequestError."""
+    token_ids = request.token_ids
+    checks.token_ids(token_ids, at_least=1, field="token_ids")
+    (
+        tiers,
+        indices,
+        generations,
+        ref_counts,
+        num_hits,
+        ages_ms,
+        idle_ms,
+        priorities,
+    ) = session.pool.lead.explain(session.root, token_ids)
+    num_device, num_host, _ = session.native.match(session.root, token_ids)
+    return cpb.ExplainPrefixResponse(
+        tiers=tiers,
+        indices=indices,
+        generations=generations,
+        ref_counts=ref_counts,
+        num_hits=num_hits,
+        ages_ms=ages_ms,
+        idle_ms=idle_ms,
+        priorities=priorities,
+        num_cached_tokens=_num_cached(num_device + num_host, session.pool.block_size, token_ids),
+    )
+
+
+def find_prefix(
+    pools: Iterable[Pool], request: cpb.FindPrefixRequest, tenant: str
+) -> cpb.FindPrefixResponse:
+    """The longest match in each pool. Raises InvalidRequestError."""
+    what = request.WhichOneof("prefix")
+    if what is None:
+        raise InvalidRequestError("must be token_ids or hashes", field="prefix")
+    if what == "token_ids":
+        checks.token_ids(request.token_ids, at_least=1, field="token_ids")
+    elif not request.hashes or len(request.hashes) % HASH_BYTES:
+        raise InvalidRequestError(
+            f"must hold {HASH_BYTES} bytes for each block, at least one", field="hashes"
+        )
+    if len(request.namespace) > MAX_NAMESPACE_CHARACTERS:
+        raise InvalidRequestError(
+            f"must have at most {MAX_NAMESPACE_CHARACTERS} characters", field="namespace"
+        )
+    response = cpb.FindPrefixResponse()
+    for pool in pools:
+        root = root_of(pool.layout.fingerprint, tenant, request.namespace)
+        if what == "token_ids":
+            num_device, num_host, _ = pool.native.match(root, request.token_ids)
+        else:
+            num_device, num_host, _ = pool.lead.match_hashes(root, request.hashes)
+        response.matches.add(
+            pool_id=pool.id,
+            num_device_tokens=num_device * pool.block_size,
+            num_host_tokens=num_host * pool.block_size,
+            revision=pool.revision(),
+        )
+    return response
+
+
+def _num_cached(num_blocks: int, block_size: int, token_ids: bytes) -> int:
+    """Of a prompt, at least the last token is computed."""
+    return min(num_blocks * block_size, len(token_ids) // 4 - 1)
+
+
+def _require_live(session: Session, sequence_id: int, field: str) -> None:
+    if not session.native.has_sequence(session.slot, sequence_id):
+        raise SequenceNotFoundError(f"sequence {sequence_id} is not live", field=field)

@@ -1,0 +1,1 @@
+"""How data planes register: streams, reports, and the index that is rebuilt from reports."""

@@ -1,0 +1,408 @@
+"""Registration: what happens when data planes register, report, disconnect and return.
+
+A shard belongs to the latest process that claimed it: epochs rise, and one that is lower than the
+registered one is refused. A process that returns is resumed when nothing that both sides hold has
+changed. Otherwise all sessions of the pool end, every other shard fences them and reports again,
+and the pool is built again.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from typing import Final
+
+from control_plane.config import CoreConfig
+from control_plane.pools.layouts import served_layout
+from control_plane.pools.pool import Pool
+from control_plane.pools.shards import PoolShards, ShardState, total_blocks
+from control_plane.registration.recovery import begin_if_complete, build_some
+from kvplane.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    PoolNotFoundError,
+    QuotaExceededError,
+    StaleEpochError,
+    StaleIncarnationError,
+)
+from kvplane.layout import Layout
+from kvplane.shard import Shard, most_kv_heads
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import signing
+
+MAX_POOL_ID_CHARACTERS: Final = 128
+MAX_ADDRESS_CHARACTERS: Final = 512
+MAX_BLOCKS: Final = 2**24
+MAX_SHARDS: Final = 1024
+_KEY_ID_BYTES: Final = (0, 16)
+
+
+class Registration:
+    """Handles what data planes send, for all pools."""
+
+    def __init__(
+        self,
+        pools: dict[str, Pool],
+        *,
+        incarnation: Callable[[], int],
+        config: CoreConfig,
+        new_key: Callable[[], bytes],
+        end_sessions: Callable[[Pool], None],
+    ) -> None:
+        """``end_sessions`` ends all sessions of a pool, for StaleEpochError."""
+        self._pools = pools
+        self._incarnation = incarnation
+        self._config = config
+        self._new_key = new_key
+        self._end_sessions = end_sessions
+        self.touched: set[Pool] = set()  # what their shards are to be told may have changed
+        self._working: set[Pool] = set()  # have work that is done in pieces
+        self._announcing: set[Pool] = set()  # have something to announce
+
+    def register(self, hello: cpb.Hello) -> cpb.Welcome:
+        """Register a shard, or resume it. Unless it is resumed, it must report next.
+
+        Raises InvalidRequestError, LayoutMismatchError, StaleIncarnationError (it has seen a later
+        control plane than this one), StaleEpochError (a later process holds the shard),
+        QuotaExceededError.
+        """
+        layout = _validate(hello)
+        if hello.incarnation > self._incarnation():
+            raise StaleIncarnationError(
+                f"the data plane has registered with incarnation {hello.incarnation}, this control "
+                f"plane has {self._incarnation()}: register with the later one",
+                field="hello.incarnation",
+            )
+        self._check_total_blocks(hello)
+        pool = self._pools.get(hello.pool_id)
+        if pool is None:
+            if len(self._pools) >= self._config.max_pools:
+                raise QuotaExceededError(
+                    f"{len(self._pools)} pools are known, the most: one without data planes is "
+                    f"forgotten after {self._config.pool_expiry_s:g} s",
+                    field="hello.pool_id",
+                )
+            shards = PoolShards(hello.shard.num_shards, layout, self._new_key)
+            pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._config)
+        elif self._can_resume(pool, hello):
+            self.touched.add(pool)
+            pool.shards.reconnect(hello)
+            return cpb.Welcome(incarnation=self._incarnation(), resumed=True)
+        else:
+            self._restart(pool, hello, layout)
+        self.touched.add(pool)
+        pool.shards.add(hello)
+        return cpb.Welcome(incarnation=self._incarnation(), key=pool.key)
+
+    def _check_total_blocks(self, hello: cpb.Hello) -> None:
+        others = (
+            state.hello
+            for pool in self._pools.values()
+            for i, state in pool.shards.states.items()
+            if (pool.id, i) != (hello.pool_id, hello.shard.index)
+        )
+        left = self._config.max_blocks - sum(map(total_blocks, others))
+        if total_blocks(hello) > left:
+            raise QuotaExceededError(
+                f"the data plane has {total_blocks(hello)} blocks, and this control plane has room "
+                f"for {left} more: start it with a higher --max-blocks",
+                field="hello.num_device_blocks",
+            )
+
+    def holds_key(self, hello: cpb.Hello) -> bool:
+        """Whether the process shows that it is the one that is registered: by epoch and key."""
+        pool = self._pools.get(hello.pool_id)
+        state = None if pool is None else pool.shards.states.get(hello.shard.index)
+        return (
+            pool is not None
+            and state is not None
+            and state.hello.epoch == hello.epoch
+            and _holds(hello, pool)
+        )
+
+    def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
+        """Add a part of a shard's report.
+
+        Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
+        """
+        pool, _ = self._shard(pool_id, shard_index, epoch)
+        self.touched.add(pool)
+        pool.shards.add_report(shard_index, report)
+        begin_if_complete(pool)
+
+    def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
+        """A shard's stream has ended. Sessions go on: engines carry their plans."""
+        pool = self._pools.get(pool_id)
+        state = pool.shards.states.get(shard_index) if pool is not None else None
+        if state is not None and state.hello.epoch == epoch:
+            state.disconnect()
+
+    def forget_lost_pools(self, now_s: float) -> list[str]:
+        """Forget the pools that nobody has used for long; returns their ids. ``now_s``: monotonic
+        seconds.
+        """
+        forgotten = []
+        for pool in [*self._pools.values()]:
+            if not pool.is_abandoned:
+                pool.abandoned_s = None
+            elif pool.abandoned_s is None:
+                pool.abandoned_s = now_s
+            elif now_s - pool.abandoned_s >= self._config.pool_expiry_s:
+                del self._pools[pool.id]
+                self.touched.discard(pool)
+                self._working.discard(pool)
+                self._announcing.discard(pool)
+                forgotten.append(pool.id)
+        return forgotten
+
+    def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
+        """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        pool, _ = self._shard(pool_id, shard_index, epoch)
+        if done.session.incarnation == self._incarnation():
+            self.touched.add(pool)
+            pool.fence_done(done.session.session_id, shard_index)
+            begin_if_complete(pool)
+
+    def files_forgotten(
+        self, pool_id: str, shard_index: int, epoch: int, done: cpb.FilesForgotten
+    ) -> None:
+        """A shard has deleted files. Raises PoolNotFoundError, StaleEpochError."""
+        pool, _ = self._shard(pool_id, shard_index, epoch)
+        pool.shards.file_forgets.done(done.forget_id, shard_index)
+
+    def take_told(self) -> list[tuple[str, int]]:
+        """The shards (pool, index) for which messages wait, of the pools touched since the last
+        call.
+        """
+        told = []
+        for pool in self.touched:
+            if pool.has_announcements:
+                self._announcing.add(pool)
+            if pool.followers:
+                pool.wake_followers()
+            if pool.has_work:
+                self._working.add(pool)
+            told += [(pool.id, i) for i in pool.shards.take_told()]
+        self.touched.clear()
+        return told
+
+    def has_announcements(self) -> bool:
+        """Whether ``announce`` has something to do, once ``take_told`` has been called."""
+        return bool(self._announcing)
+
+    def announce(self) -> None:
+        """Tell shards what was published and forgotten, for a few milliseconds. No step waits for
+        this, and what many steps published goes together.
+        """
+        for pool in [*self._announcing]:
+            self.touched.add(pool)
+            pool.announce()
+            if not pool.has_announcements:
+                self._announcing.remove(pool)
+
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to do, once ``take_told`` has been called."""
+        return bool(self._working)
+
+    def work(self) -> bool:
+        """Go on for a few milliseconds with what takes long: pools that are built from reports, and
+        prefixes that were forgotten. Returns whether some of it is left.
+        """
+        self._working.update([pool for pool in self.touched if pool.has_work])
+        for pool in [*self._working]:
+            self.touched.add(pool)
+            if pool.is_building:
+                build_some(pool)
+            else:
+                pool.work_some()
+            if not pool.has_work:
+                self._working.remove(pool)
+        return self.has_work()
+
+    def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
+        """The messages to send to a shard, in order. Each is returned once; see ``take_missed``."""
+        pool = self._pools.get(pool_id)
+        if pool is None:
+            return []
+        pool.announce()
+        state = pool.shards.states.get(shard_index)
+        return state.take_outgoing() if state is not None else []
+
+    def take_missed(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse] | None:
+        """Some of what a shard that was resumed may have missed, of a megabyte at most, behind what
+        ``take_outgoing`` returns. To be called again when that was sent; None when it is all.
+        """
+        pool = self._pools.get(pool_id)
+        state = None if pool is None else pool.shards.states.get(shard_index)
+        if pool is None or state is None or state.resends_from is None:
+            return None
+        group, first_block = state.resends_from
+        outgoing = self.take_outgoing(pool_id, shard_index)
+        messages, next_block = pool.missed(group, first_block)
+        group += next_block == 0
+        state.resends_from = (group, next_block) if group < len(pool.groups) else None
+        if state.resends_from is None:
+            messages += pool.shards.forgets_for(state.hello)
+        return outgoing + messages
+
+    def _shard(self, pool_id: str, shard_index: int, epoch: int) -> tuple[Pool, ShardState]:
+        pool = self._pools.get(pool_id)
+        if pool is None:
+            raise PoolNotFoundError(f"no shard of pool {pool_id!r} has registered")
+        state = pool.shards.states.get(shard_index)
+        if state is None or state.hello.epoch != epoch:
+            raise StaleEpochError(
+                f"shard {shard_index} of pool {pool_id!r} is not registered with epoch {epoch}"
+            )
+        return pool, state
+
+    def _can_resume(self, pool: Pool, hello: cpb.Hello) -> bool:
+        """Whether this is the process that registered and reported before, nothing changed."""
+        state = pool.shards.states.get(hello.shard.index)
+        if state is None or not state.welcomed:
+            return False
+        return (
+            hello.incarnation == self._incarnation()
+            and _holds(hello, pool)
+            and _is_same_run(hello, state.hello)
+        )
+
+    def _restart(self, pool: Pool, hello: cpb.Hello, layout: Layout) -> None:
+        """Let a process that cannot be resumed take the shard's place.
+
+        The other shards keep their key. When the pool's shape changes, or there is no other shard,
+        only the generations are kept.
+        """
+        shards, index = pool.shards, hello.shard.index
+        reshapes = _reshapes(pool, hello, layout)
+        earlier = shards.states.get(index)
+        rivals = shards.states.values() if reshapes else [earlier] if earlier is not None else []
+        for state in rivals:
+            _check_epoch(hello, state.hello)
+        if earlier is not None or reshapes:
+            pool.statistics.num_epoch_changes += 1
+            self._end_sessions(pool)
+        if reshapes or shards.num_shards == 1:
+            shards.start_over(hello.shard.num_shards, layout)
+        elif earlier is not None and earlier.hello.epoch != hello.epoch:
+            for session_id in shards.fenced_sessions:
+                pool.fence_done(session_id, index)  # the process that was to do it is gone
+        if pool.built or pool.is_building:
+            shards.ask_again(but=index)
+        pool.close()
+
+
+def _holds(hello: cpb.Hello, pool: Pool) -> bool:
+    """Whether the process shows that it holds the pool's key."""
+    return hmac.compare_digest(hello.key_id, signing.key_id(pool.key))
+
+
+def _is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
+    """Whether both are of one process, which holds the same part of the same pool."""
+    return (
+        hello.epoch == known.epoch
+        and hello.shard == known.shard
+        and hello.layout == known.layout
+        and hello.num_device_blocks == known.num_device_blocks
+        and hello.num_host_blocks == known.num_host_blocks
+        and [*hello.groups] == [*known.groups]
+    )
+
+
+def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
+    """Whether the shard divides the pool in another way, or holds other data, than those before.
+
+    Raises InvalidRequestError or LayoutMismatchError when it does, and another shard is connected.
+    """
+    shards = pool.shards
+    others = [state for i, state in shards.states.items() if i != hello.shard.index]
+    is_alone = not any(state.connected for state in others)
+    if hello.shard.num_shards != shards.num_shards:
+        if is_alone:
+            return True
+        raise InvalidRequestError(
+            f"must be {shards.num_shards}, as for the pool's other shards",
+            field="hello.shard.num_shards",
+        )
+    if layout.fingerprint != shards.layout.fingerprint:
+        if is_alone:
+            return True
+        raise LayoutMismatchError(
+            f"has {layout.differences(shards.layout)}, as the pool's other shards have",
+            field="hello.layout",
+        )
+    overlapping = shards.overlapping(hello.shard)
+    for i in overlapping:
+        if not is_alone:
+            raise InvalidRequestError(
+                f"overlaps with shard {i}: each KV head of each layer is held by one shard, or by "
+                "copies of one part",
+                field="hello.shard",
+            )
+    return bool(overlapping)
+
+
+def _check_epoch(hello: cpb.Hello, registered: cpb.Hello) -> None:
+    if hello.epoch < registered.epoch:
+        raise StaleEpochError(
+            f"shard {registered.shard.index} of pool {hello.pool_id!r} is registered by a later "
+            f"process, of epoch {registered.epoch}: if this process is the later one, its clock is "
+            f"behind: start it with --epoch {registered.epoch + 1}",
+            field="hello.epoch",
+        )
+
+
+def _validate(hello: cpb.Hello) -> Layout:
+    """The hello's layout. Raises InvalidRequestError naming the field at fault."""
+    shard = hello.shard
+    longest = MAX_POOL_ID_CHARACTERS
+    _require(1 <= len(hello.pool_id) <= longest, "pool_id", f"1 to {longest} characters")
+    longest = MAX_ADDRESS_CHARACTERS
+    _require(
+        1 <= len(hello.address) <= longest, "address", f"host:port of 1 to {longest} characters"
+    )
+    layout = served_layout(hello.layout, field="hello.layout")
+    _require(1 <= shard.num_shards <= MAX_SHARDS, "shard.num_shards", f"from 1 to {MAX_SHARDS}")
+    _require(0 <= shard.index < shard.num_shards, "shard.index", "from 0 to num_shards - 1")
+    _require(hello.epoch > 0, "epoch", "above 0")
+    _check_num_blocks(hello, "")
+    _require(len(hello.key_id) in _KEY_ID_BYTES, "key_id", "16 bytes, or empty")
+    num_groups = len(layout.groups)
+    if num_groups > 1:
+        _require(len(hello.groups) == num_groups, "groups", f"{num_groups}, one for each group")
+    else:
+        _require(not hello.groups, "groups", "empty where there is one layer group")
+    for i, group in enumerate(hello.groups):
+        _check_num_blocks(group, f"groups[{i}].")
+    held = {
+        "layer": (
+            shard.first_layer,
+            shard.num_layers,
+            max(group.layers[-1] for group in layout.groups) + 1,
+        ),
+        "kv_head": (shard.first_kv_head, shard.num_kv_heads, most_kv_heads(layout)),
+    }
+    for name, (first, num, end) in held.items():
+        _require(0 <= first < end, f"shard.first_{name}", f"from 0 to {end - 1}")
+        _require(1 <= num <= end - first, f"shard.num_{name}s", f"from 1 to {end - first}")
+    try:
+        Shard.from_proto(shard).layers(layout)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            "must have layers of each layer group, and whole KV heads of them; copies are numbered "
+            "below num_shards",
+            field=f"hello.{error.field}",
+        ) from error
+    return layout
+
+
+def _check_num_blocks(message: cpb.Hello | cpb.GroupBlocks, at: str) -> None:
+    most = MAX_BLOCKS
+    num_device, num_host = message.num_device_blocks, message.num_host_blocks
+    _require(1 <= num_device <= most, f"{at}num_device_blocks", f"from 1 to {most}")
+    _require(0 <= num_host <= most, f"{at}num_host_blocks", f"from 0 to {most}")
+
+
+def _require(ok: bool, field: str, wanted: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"must be {wanted}", field=f"hello.{field}")

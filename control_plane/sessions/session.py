@@ -1,0 +1,203 @@
+"""One engine's lease on a pool: its numbers, its plans in flight, and why ended ones ended.
+
+Its sequences, their tables and the draft of its next plan are in the native core, under ``slot``.
+Invariant: a plan is in ``plans`` until it is receipted or aborted.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict, deque
+from typing import Final, NamedTuple
+
+from control_plane.pools.pool import Pool
+from control_plane.sessions.numbering import Numbering
+from kvplane.errors import (
+    KvplaneError,
+    MissingReceiptError,
+    SessionExpiredError,
+    SessionNotFoundError,
+    StaleEpochError,
+)
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
+
+_MAX_VOIDED: Final = 1024
+_MAX_SESSION_ID: Final = 2**53 - 1
+END_CAUSES: Final[dict[type[KvplaneError], str]] = {
+    SessionNotFoundError: "closed",
+    SessionExpiredError: "expired",
+    StaleEpochError: "epoch",
+    MissingReceiptError: "receipt",
+}
+"""Why sessions end, for metrics, by what their callers are then told."""
+
+
+def random_session_id() -> int:
+    """One that nobody can guess."""
+    return 1 + secrets.randbelow(_MAX_SESSION_ID)
+
+
+class PlanRecord(NamedTuple):
+    """A plan in flight: its SHA-256, and when it was made."""
+
+    digest: bytes
+    made_s: float
+
+
+class Session:
+    """State of an open session; what changes it is in the planner, receipts and abort."""
+
+    __slots__ = (
+        "_receipt_prefixes",
+        "_voided",
+        "done",
+        "epochs",
+        "expires_at_s",
+        "id",
+        "last_plan",
+        "native",
+        "numbers",
+        "ordinal",
+        "plan_prefix",
+        "plans",
+        "pool",
+        "receipted",
+        "ref",
+        "root",
+        "slot",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        ref: tpb.SessionRef,
+        pool: Pool,
+        *,
+        ordinal: int,
+        tenant: str,
+        root: bytes,
+        num_answers: int,
+    ) -> None:
+        """Open it in the pool. ``root``: of the prefixes that it shares. ``num_answers``: how many
+        are remembered. Raises QuotaExceededError.
+        """
+        self.ref = ref
+        self.id = ref.session_id
+        self.pool = pool
+        self.ordinal = ordinal
+        self.tenant = tenant
+        self.root = root
+        self.expires_at_s = 0.0
+        self.epochs = pool.epochs  # of the shards; a session ends when one of them changes
+        self.slot = pool.open(self.id, tenant, root)
+        self.native = pool.native
+        self.numbers = Numbering(num_answers)
+        self.last_plan = 0
+        self.plans: dict[int, PlanRecord] = {}  # in flight, oldest first
+        self.receipted = [0] * pool.shards.num_shards  # highest plan receipted by each shard
+        self.done = 0  # highest plan receipted by all
+        # The fields that all plans of the session begin with, encoded.
+        self.plan_prefix = tpb.Plan(
+            version=protocol.PAYLOAD_VERSION, session=ref, pool_id=pool.id, shard_epochs=self.epochs
+        ).SerializeToString(deterministic=True)
+        self._receipt_prefixes: dict[int, bytes] = {}  # by shard: what its receipts begin with
+        self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
+
+    @property
+    def resync_due(self) -> bool:
+        """Whether the next plan says what all tables are."""
+        return self.native.resync_due(self.slot)
+
+    def num_held(self) -> int:
+        """Blocks in its tables, of all layer groups and both tiers."""
+        return sum(group.num_blocks_held(self.slot) for group in self.pool.groups)
+
+    def end(self, *, lacks_receipt: bool = False) -> None:
+        """Release all blocks. They are retired until every shard has fenced the session."""
+        self.plans.clear()
+        self.pool.end(self.ref, self.ordinal, lacks_receipt=lacks_receipt)
+
+    # Plans
+
+    def oldest_plan_s(self) -> float | None:
+        """When the oldest plan in flight was made."""
+        for record in self.plans.values():
+            return record.made_s
+        return None
+
+    def receipt_of(self, number: int, shard_index: int) -> bytes | None:
+        """The encoded receipt by a shard of a plan in flight; None when there is none of these."""
+        record = self.plans.get(number)
+        if record is None or not 0 <= shard_index < len(self.epochs):
+            return None
+        prefix = self._receipt_prefixes.get(shard_index)
+        if prefix is None:
+            prefix = self._receipt_prefixes[shard_index] = tpb.Receipt(
+                version=protocol.PAYLOAD_VERSION,
+                session=self.ref,
+                pool_id=self.pool.id,
+                shard_index=shard_index,
+                epoch=self.epochs[shard_index],
+            ).SerializeToString(deterministic=True)
+        return b"%b\x30%b\x3a\x20%b" % (prefix, _varint(number), record.digest)
+
+    def void(self, number: int) -> None:
+        """Remember that the plan is aborted, so that aborting it again changes nothing."""
+        self._voided.append(number)
+
+    def is_voided(self, number: int) -> bool:
+        """Whether the plan was aborted."""
+        return number in self._voided
+
+
+def _varint(value: int) -> bytes:
+    """In protobuf's encoding."""
+    if value < 1 << 14:  # in two bytes at most, as most are
+        return bytes((value & 0x7F | 0x80, value >> 7) if value > 0x7F else (value,))
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+_WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
+    SessionExpiredError: "ended when nothing had renewed its lease in time",
+    SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",
+    StaleEpochError: "ended when a data plane of its pool was restarted",
+    MissingReceiptError: "ended because a shard did not receipt in time a plan that others had",
+}
+
+
+class EndedSessions:
+    """Why recently ended sessions ended, to tell their callers."""
+
+    __slots__ = ("_max_sessions", "_reasons")
+
+    def __init__(self, max_sessions: int) -> None:
+        self._max_sessions = max_sessions
+        self._reasons: OrderedDict[int, tuple[str, type[KvplaneError]]] = OrderedDict()
+
+    def add(self, session: Session, reason: type[KvplaneError]) -> None:
+        """The session ended; later calls raise ``reason``."""
+        self._reasons[session.id] = (session.tenant, reason)
+        while len(self._reasons) > self._max_sessions:
+            self._reasons.popitem(last=False)
+
+    def knows(self, session_id: int, tenant: str | None = None) -> bool:
+        """Whether a session of this id, and the tenant's if one is given, is among them."""
+        owner, _ = self._reasons.get(session_id, (None, None))
+        return owner is not None and tenant in (None, owner)
+
+    def error(self, session_id: int, tenant: str) -> KvplaneError:
+        """What to raise for a session that is not open, or not the tenant's."""
+        owner, reason = self._reasons.get(session_id, (tenant, SessionNotFoundError))
+        if owner != tenant:
+            reason = SessionNotFoundError
+        return reason(
+            f"session {session_id} {_WHY_ENDED[reason]}: open another and admit its sequences "
+            "again",
+            field="session.session_id",
+        )

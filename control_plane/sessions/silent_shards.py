@@ -1,0 +1,44 @@
+"""Shards that do not say that a plan ran, though another shard did.
+
+A plan has run when all shards have receipted it. Where one is late, either its receipt was lost on
+the way, which its session alone pays for, or the shard does not work. The session cannot tell, and
+must not be believed: it could stop the others. So it ends, and the shard itself is asked to fence
+it. A shard that does not do that in time either makes the whole pool useless.
+
+    receipt missing for receipt_timeout_s ──► the session ends ──► its fence
+                           all sessions end, none is opened ◄── missing for receipt_timeout_s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from control_plane.pools.pool import Pool
+from control_plane.sessions.session import Session
+
+
+def num_missing_receipts(num_shards: int, sessions: Sequence[Session]) -> list[int]:
+    """Plans that another shard has receipted and this one has not, by shard index."""
+    num_missing = [0] * num_shards
+    for session in sessions:
+        highest = max(session.receipted)
+        for i, receipted in enumerate(session.receipted):
+            num_missing[i] += sum(receipted < number <= highest for number in session.plans)
+    return num_missing
+
+
+def lost_sessions(pool: Pool, sessions: Sequence[Session], timeout_s: float) -> list[Session]:
+    """The sessions of a pool that end because of a silent shard. The time is the pool's."""
+    if pool.shards.num_shards == 1:
+        return []
+    if pool.silent_shards:
+        return list(sessions)
+    return [session for session in sessions if _is_late(session, pool.now_s - timeout_s)]
+
+
+def _is_late(session: Session, since_s: float) -> bool:
+    """Whether a plan that was made before ``since_s`` was receipted by some shards and not all."""
+    oldest = next(iter(session.plans), None)
+    if oldest is None or oldest > max(session.receipted):
+        return False
+    return session.plans[oldest].made_s <= since_s

@@ -1,0 +1,112 @@
+"""What sharing a pool means for one session: its groups, its place in the line, its news."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+from control_plane.sessions.session import Session
+from control_plane.sharing.groups import Group, Groups
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64, UINT8
+
+# Sequences that were cut and are remembered to be so.
+_MAX_REVOKED: Final = 4096
+
+
+@dataclass(slots=True)
+class Waiting:
+    """What a session has its place in the line for: an admission, which step ``number`` asked for,
+    or with no message a swap-in. ``since_s``: when it came to the line. ``lapses_s``: when a
+    swap-in that has come to its turn loses it.
+    """
+
+    key: int
+    message: cpb.Admit | None
+    number: int
+    since_s: float
+    lapses_s: float | None = None
+
+    def names(self, sequence_id: int) -> bool:
+        """Whether the id is to be that of one of the admission's sequences."""
+        message = self.message
+        return message is not None and (
+            sequence_id == message.sequence_id
+            or sequence_id in columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
+        )
+
+    def is_of(self, sequence_id: int) -> bool:
+        """Whether it is the admission of this sequence."""
+        return self.message is not None and self.message.sequence_id == sequence_id
+
+
+class Member:
+    """A session among those that share its pool.
+
+    ``news``: what its next answer tells, None when nothing happened. ``is_drafted``: whether its
+    next plan carries what happened outside of its steps. ``wanted``: for each group whose growth
+    is blocked, the sequence that asked.
+    """
+
+    __slots__ = (
+        "_with_news",
+        "groups",
+        "is_drafted",
+        "news",
+        "revoked",
+        "session",
+        "waiting",
+        "wanted",
+    )
+
+    def __init__(self, session: Session, with_news: set[int]) -> None:
+        """``with_news``: sessions that have news, to which it adds itself."""
+        self.session = session
+        self._with_news = with_news
+        self.groups = Groups()
+        self.waiting: Waiting | None = None
+        self.wanted: dict[int, int] = {}
+        self.news: cpb.News | None = None
+        self.is_drafted = False
+        self.revoked: OrderedDict[int, None] = OrderedDict()
+
+    def take_news(self) -> cpb.News | None:
+        """The news, which the next answer tells."""
+        news, self.news = self.news, None
+        self._with_news.discard(self.session.id)
+        return news
+
+    def tell_granted(self, message: cpb.Admit, num_cached: int, num_blocks: int) -> None:
+        """The admission that waited was granted."""
+        self._news().granted.add(
+            sequence_id=message.sequence_id,
+            fork_sequence_ids=message.fork_sequence_ids,
+            num_cached_tokens=num_cached,
+            num_blocks=num_blocks,
+        )
+
+    def tell_cut(self, sequence_id: int, reason: cpb.CutReason) -> None:
+        """A sequence was cut."""
+        news = self._news()
+        news.cut_sequence_ids += columns.pack(INT64, [sequence_id])
+        news.cut_reasons += columns.pack(UINT8, [reason])
+        self.revoked[sequence_id] = None
+        self.revoked.move_to_end(sequence_id)
+        while len(self.revoked) > _MAX_REVOKED:
+            self.revoked.popitem(last=False)
+
+    def tell_pressure(self, group: Group, num_blocks: int, time_left_s: float) -> None:
+        """The session is asked to release what a group holds."""
+        pressure = self._news().pressure
+        pressure.num_blocks += num_blocks
+        pressure.sequence_ids += columns.pack(INT64, sorted(group.members - group.swapped))
+        if not pressure.HasField("deadline"):
+            pressure.deadline.FromNanoseconds(int(time_left_s * 1e9))
+
+    def _news(self) -> cpb.News:
+        if self.news is None:
+            self.news = cpb.News()
+        self._with_news.add(self.session.id)
+        return self.news

@@ -1,0 +1,42 @@
+"""Aborting plans that have not run, or may have run in part.
+
+Each sequence is cut to what receipts say was written, so every plan in flight loses its spans: all
+are aborted together. Their transfers are undone: tables refer to the sources again, which were
+pinned for this, in place of the copies. Forks and frees stay. The data plane learns of the abort
+from the next plan, which says what all tables are: what it has of them is named, and not sent
+again. Until that has run, blocks released here stay retired.
+"""
+
+from __future__ import annotations
+
+from control_plane.sessions.session import Session
+from control_plane.steps.pieces import PIECE_ENTRIES, Pieces
+from kvplane.errors import InvalidRequestError, PlanReceiptedError
+
+
+def abort_from(session: Session, plan_number: int) -> Pieces[None]:
+    """Abort plan ``plan_number`` and all in flight with it, some blocks at a time.
+
+    Raises PlanReceiptedError when it has run, InvalidRequestError when no plan has that number.
+    """
+    if not 0 < plan_number < session.numbers.last:
+        raise InvalidRequestError("is not the number of a plan", field="plan_number")
+    if session.is_voided(plan_number):
+        return
+    if plan_number <= session.done:
+        raise PlanReceiptedError(
+            f"plan {plan_number} has run: what it wrote stays", field="plan_number"
+        )
+    if any(number >= plan_number for number in session.plans):
+        yield from abort_plans(session, next_plan=session.numbers.last + 1)
+
+
+def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> Pieces[None]:
+    """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher, says
+    what all tables are, and unless it ``keeps_tables`` has all of them whole.
+    """
+    for number in session.plans:
+        session.void(number)
+    session.plans.clear()
+    while session.native.abort(session.slot, next_plan, keeps_tables, PIECE_ENTRIES):
+        yield

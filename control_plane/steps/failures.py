@@ -1,0 +1,221 @@
+"""Why items of an operation were not done: what the native core says, as messages."""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+from google.protobuf import duration_pb2
+from kvplane_blocks import ColumnError, _native
+
+from control_plane.admission.decisions import Place, Reason
+from control_plane.sessions.session import Session
+from control_plane.sharing.member import Member
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    PositionMismatchError,
+    QuotaExceededError,
+    SequenceBusyError,
+    SequenceExistsError,
+    SequenceNotFoundError,
+    SequenceRevokedError,
+    SequenceSwappedError,
+)
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.error_messages import to_wire
+
+# Item, code, and what the code gives a sense to; see kvplane_blocks._native.
+Failure = tuple[int, int, int, int, int]
+
+# About as long as a step takes on a busy engine: receipts come with steps.
+RETRY_DELAY: Final = duration_pb2.Duration(nanos=50_000_000)
+_TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
+_REASONS: Final = {
+    _native.LATER: cpb.SHORTAGE_REASON_BLOCKS,
+    _native.LATER_HEADROOM: cpb.SHORTAGE_REASON_HEADROOM,
+    _native.LATER_QUOTA: cpb.SHORTAGE_REASON_QUOTA,
+    _native.NEVER_QUOTA: cpb.SHORTAGE_REASON_QUOTA,
+}
+_NEVER: Final = (_native.NEVER, _native.NEVER_QUOTA)
+_PLACE_REASONS: Final = {
+    Reason.LINE: cpb.SHORTAGE_REASON_LINE,
+    Reason.GROWTH: cpb.SHORTAGE_REASON_GROWTH,
+}
+# Operations that are one item, and how they call the sequence at fault.
+_ONE_ITEM: Final = ("admit", "swap_out", "swap_in", "retain", "release", "forget")
+
+
+def add_failures(
+    result: cpb.OperationResult,
+    member: Member,
+    at: str,
+    kind: str,
+    failures: list[Failure],
+) -> None:
+    """Add the items that the core did not do. ``at`` is where the operation stands in the request,
+    such as "operations[2].append"; ``kind`` is its name.
+    """
+    for failure in failures:
+        item = 0 if kind in _ONE_ITEM else failure[0]
+        status = shortage_status(failure)
+        if status is not None:
+            shortage = shortage_of(member.session, failure)
+            result.failures.add(item=item, status=status, shortage=shortage)
+        else:
+            error = error_of(member, kind, failure)
+            index = failure[0]
+            if kind == "admit":  # its items are the sequence and the forks of it
+                if error.field == "sequence_id" and index:
+                    error.field, index = "fork_sequence_ids", index - 1
+                elif error.field == "token_ids":
+                    index = failure[3]
+            field = f"{at}.{error.field}"
+            if kind not in _ONE_ITEM or error.field.endswith("_ids"):
+                field += f"[{index}]"
+            _add(result, item, error, field)
+
+
+def add_error(result: cpb.OperationResult, at: str, error: KvplaneError) -> None:
+    """Add why none of an operation was done; the error's field is relative to the operation."""
+    _add(result, 0, error, f"{at}.{error.field}" if error.field else at)
+
+
+def error_of_columns(error: ColumnError, *, at: str = "") -> InvalidRequestError:
+    """Of a column that the core cannot read. ``at`` prefixes the column's name in the field."""
+    column, index, text = error.args
+    return InvalidRequestError(text, field=f"{at}{column}" + (f"[{index}]" if index >= 0 else ""))
+
+
+def shortage_status(failure: Failure) -> cpb.OperationStatus | None:
+    """LATER or NEVER; None when the item is wrong."""
+    if failure[1] in _NEVER:
+        return cpb.OPERATION_STATUS_NEVER
+    return cpb.OPERATION_STATUS_LATER if failure[1] in _REASONS else None
+
+
+def shortage_of(session: Session, failure: Failure, place: Place | None = None) -> cpb.Shortage:
+    """What is missing, when there is no room. ``place``: why the line has it wait."""
+    _, code, num_needed, num_available, tier = failure
+    shortage = cpb.Shortage(
+        tier=cast(tpb.Tier, tier),
+        num_blocks_needed=num_needed,
+        num_blocks_available=num_available,
+        reason=_REASONS.get(code, cpb.SHORTAGE_REASON_BLOCKS),
+    )
+    if code not in _NEVER:
+        if code != _native.LATER_QUOTA:
+            shortage.num_blocks_pending = session.native.num_pending(session.slot, tier)
+        shortage.retry_delay.CopyFrom(RETRY_DELAY)
+    if place is not None:
+        # The core was asked with more headroom than there is, to learn what is needed.
+        num_obtainable = session.native.num_obtainable(session.slot, tier)
+        num_headroom = session.pool.num_watermark_blocks()
+        shortage.num_blocks_available = max(0, num_obtainable - num_headroom)
+        shortage.place_in_line = place.place
+        if place.place:  # asking again does not help
+            shortage.ClearField("retry_delay")
+        if place.reason in _PLACE_REASONS:
+            shortage.reason = _PLACE_REASONS[place.reason]
+        elif num_needed <= num_obtainable:
+            shortage.reason = cpb.SHORTAGE_REASON_HEADROOM
+        else:
+            shortage.reason = _REASONS[code]
+    return shortage
+
+
+def error_of(member: Member, kind: str, failure: Failure) -> KvplaneError:
+    """Why an item is wrong; the field is a column of the operation."""
+    _, code, a, b, c = failure
+    ids = "sequence_id" if kind == "admit" else "sequence_ids"
+    parents = "parent_sequence_ids" if kind == "fork" else ids
+    match code:
+        case _native.NOT_FOUND if a in member.revoked:
+            return SequenceRevokedError(f"sequence {a} was cut: admit it again", field=parents)
+        case _native.NOT_FOUND:
+            return SequenceNotFoundError(f"sequence {a} is not live: admit it first", field=parents)
+        case _native.EXISTS if kind.startswith("swap"):
+            return InvalidRequestError("must be one or more distinct ids", field=ids)
+        case _native.EXISTS:
+            return SequenceExistsError(
+                f"sequence {a} is live already: free it, or take another id", field=ids
+            )
+        case _native.BAD_ID:
+            return InvalidRequestError("must be from 1 to 2^63 - 1", field=ids)
+        case _native.BUSY if kind == "append":
+            return InvalidRequestError(
+                f"sequence {a} already computes tokens in this step", field="num_slots"
+            )
+        case _native.BUSY:
+            return SequenceBusyError(
+                f"sequence {a} computes tokens in this step: wait for the next", field=parents
+            )
+        case _native.SWAPPED:
+            text = f"sequence {a} is on the {_TIER_NAMES[cast(tpb.Tier, b)]} tier"
+            text += ": swap it in first" if kind == "append" else " already"
+            return SequenceSwappedError(text, field=ids)
+        case _native.TOO_MANY_SEQUENCES:
+            return QuotaExceededError(f"{a} sequences are live: free one first", field=ids)
+        case _native.TOO_MANY_ENTRIES:
+            return QuotaExceededError(
+                f"the session's block tables have {b} entries, and may have {a}, {c} more are "
+                "needed: free sequences first",
+                field=ids,
+            )
+    return _position_error(kind, failure)
+
+
+def _position_error(kind: str, failure: Failure) -> KvplaneError:
+    """Of positions and tokens that do not fit the sequence."""
+    _, code, a, b, c = failure
+    match code:
+        case _native.POSITION:
+            return PositionMismatchError(
+                f"the next slot of sequence {a} is at position {b}, not {c}: DescribeSequence "
+                "tells its positions",
+                field="first_positions",
+            )
+        case _native.NEGATIVE:
+            column = ("num_slots", "token_ids", "num_lookahead_slots", "num_tokens")[a]
+            return InvalidRequestError(_NEGATIVE.get(column, "must not be negative"), field=column)
+        case _native.TOO_LONG:
+            return InvalidRequestError(
+                f"must be at most {b}, the positions of sequence {a}", field="num_tokens"
+            )
+        case _native.TRIMMED:
+            return InvalidRequestError(
+                f"positions of sequence {a} before {b} were given up behind the attention window",
+                field="num_tokens",
+            )
+        case _native.NOT_KNOWN:
+            return InvalidRequestError(
+                f"must be from 0 to {b}, the first position whose token is not known",
+                field="first_positions",
+            )
+        case _native.OTHER_ADMISSION:
+            return SequenceNotFoundError(
+                f"sequence {a} was admitted by step {b}, not {c}: leave out the tokens of the one "
+                "that was freed",
+                field="admitted_by",
+            )
+        case _native.BEYOND_SLOTS:
+            return InvalidRequestError(
+                f"must end by position {b}, where the slots end", field="num_tokens"
+            )
+        case _native.OTHER_TOKENS:
+            return InvalidRequestError(
+                f"differ from those known of sequence {a}, or given here before", field="token_ids"
+            )
+    raise AssertionError(f"the native core refuses an item of {kind} with code {code}")
+
+
+_NEGATIVE: Final = {
+    "token_ids": "must not hold negative values",
+    "num_tokens": "must be at least 1",
+}
+
+
+def _add(result: cpb.OperationResult, item: int, error: KvplaneError, field: str) -> None:
+    wire = to_wire(error)
+    wire.field = field
+    result.failures.add(item=item, status=cpb.OPERATION_STATUS_FAILED, error=wire)

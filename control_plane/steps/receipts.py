@@ -1,0 +1,94 @@
+"""Receipts: data planes' signed statements that plans ran.
+
+All of a request are checked before one is applied. A data plane runs a session's plans in order and
+refuses one whose predecessor has not run, so the receipt of a plan stands for all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from control_plane.sessions.session import Session
+from control_plane.steps.pieces import PIECE_BLOCKS, Pieces, finished
+from kvplane.errors import (
+    BadSignatureError,
+    InvalidRequestError,
+    ProtocolMismatchError,
+    StaleEpochError,
+    StaleIncarnationError,
+)
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
+
+
+def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> None:
+    """Check all receipts, then let the plans that every shard has run take effect.
+
+    Those of plans receipted or aborted before are skipped. Raises BadSignatureError,
+    InvalidRequestError, ProtocolMismatchError, StaleEpochError or StaleIncarnationError naming
+    ``receipts[i]``; then none is applied.
+    """
+    finished(take_in_pieces(session, payloads))
+
+
+def take_in_pieces(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Pieces[None]:
+    """``take_receipts``, with a stop after each piece of what the plans have published."""
+    if not payloads:
+        return
+    highest = list(session.receipted)
+    for i, signed in enumerate(payloads):
+        at, payload = f"receipts[{i}]", signed.payload
+        signing.verify(
+            session.pool.key, signing.RECEIPT, signed.type, payload, signed.signature, field=at
+        )
+        try:
+            receipt = tpb.Receipt.FromString(payload)
+        except DecodeError as error:
+            raise InvalidRequestError("is not a Receipt", field=f"{at}.payload") from error
+        number, shard = receipt.plan_number, receipt.shard_index
+        # Nearly all are the receipt of a plan in flight, to the byte.
+        if payload != session.receipt_of(number, shard):
+            _check(session, receipt, at)
+        if number in session.plans:
+            highest[shard] = max(number, highest[shard])
+    is_news = min(highest) > session.done
+    apply_receipts(session, highest)
+    while is_news and session.native.receipted(session.slot, session.done, PIECE_BLOCKS):
+        yield
+
+
+def _check(session: Session, receipt: tpb.Receipt, at: str) -> None:
+    if receipt.version != protocol.PAYLOAD_VERSION:
+        raise ProtocolMismatchError(
+            f"is {receipt.version}; this control plane reads {protocol.PAYLOAD_VERSION}",
+            field=f"{at}.version",
+        )
+    protocol.refuse_unknown_fields(receipt, field=f"{at}.payload")
+    epochs = session.epochs
+    if receipt.session.incarnation != session.ref.incarnation:
+        raise StaleIncarnationError(
+            "is of another control plane", field=f"{at}.session.incarnation"
+        )
+    if receipt.session.session_id != session.id:
+        raise BadSignatureError("is another session's", field=f"{at}.session.session_id")
+    if receipt.pool_id != session.pool.id:
+        raise BadSignatureError("is another pool's", field=f"{at}.pool_id")
+    if not 0 <= receipt.shard_index < len(epochs):
+        raise BadSignatureError("is not a shard of the pool", field=f"{at}.shard_index")
+    if receipt.epoch != epochs[receipt.shard_index]:
+        raise StaleEpochError("is of another run of the shard", field=f"{at}.epoch")
+    if not 0 < receipt.plan_number <= session.last_plan:
+        raise BadSignatureError("is not the number of a plan", field=f"{at}.plan_number")
+    record = session.plans.get(receipt.plan_number)
+    if record is not None and receipt.plan_digest != record.digest:
+        raise BadSignatureError("is of another plan", field=f"{at}.plan_digest")
+
+
+def apply_receipts(session: Session, highest: list[int]) -> None:
+    """Shards have run plans up to these, by their index; all but what the native core does."""
+    session.receipted = highest
+    session.done = done = max(session.done, min(highest))
+    for number in [number for number in session.plans if number <= done]:
+        del session.plans[number]

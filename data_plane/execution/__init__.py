@@ -1,0 +1,1 @@
+"""Carries out plans: the executor and its commands, layers, transfers and captured steps."""

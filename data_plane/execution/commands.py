@@ -1,0 +1,66 @@
+"""An executor's commands: one at a time, timed, and their rejections counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from data_plane.execution.counters import ExecutorCounters
+from data_plane.kernels.device.device_watch import DeviceWatch
+from kvplane.errors import InternalError, KvplaneError
+
+Observer = Callable[[str, float], None]
+"""Called with each command's name and its duration in seconds."""
+
+
+class Commands:
+    """``with commands.lock, commands(name):`` is a command, which others may be inside of. The lock
+    is apart: wherever Ctrl-C comes, Python itself releases it.
+    """
+
+    def __init__(
+        self, counters: ExecutorCounters, device_watch: DeviceWatch, observe: Observer | None
+    ) -> None:
+        self.lock = threading.RLock()
+        """Held while a command runs."""
+        self.depth = 0
+        self.counters = counters
+        self.device_watch = device_watch
+        self.observe = observe
+
+    def __call__(self, name: str) -> Command:
+        return Command(self, name)
+
+
+class Command:
+    """A context, used once. Not a generator: each layer of a step is a command."""
+
+    __slots__ = ("_began_s", "_commands", "_depth", "_name")
+
+    def __init__(self, commands: Commands, name: str) -> None:
+        self._commands = commands
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+        self._depth = self._commands.depth
+        self._commands.depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        commands = self._commands
+        commands.depth = self._depth  # also where the end of one inside was cut off
+        try:
+            if isinstance(error, KvplaneError) and not self._depth:
+                commands.counters.num_rejections[error.reason] += 1
+                if isinstance(error, InternalError):
+                    commands.device_watch.check()
+        finally:
+            if commands.observe is not None:
+                commands.observe(self._name, time.perf_counter() - self._began_s)

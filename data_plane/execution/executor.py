@@ -1,0 +1,507 @@
+"""Runs plans on the pools: the data plane without a server.
+
+    install ──► open ──► start ──► layer, once for each of the shard's layers ──► receipt
+    (key)      (grant)   (plan)     writes keys and values, attends
+
+A model runner in the same process calls this class with tensors; the gRPC service is a thin wrapper
+around it. Commands run one at a time. One that is refused changes neither tables nor memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from data_plane.execution.commands import Commands, Observer
+from data_plane.execution.counters import ExecutorCounters
+from data_plane.execution.expected_layers import Expectations
+from data_plane.execution.fixed_step import FixedStep
+from data_plane.execution.layers import layer_index
+from data_plane.execution.plan_runner import PlanRunner, StartedPlan
+from data_plane.execution.repeated_layers import RepeatedLayers
+from data_plane.execution.shards.shard_kernels import ShardKernels
+from data_plane.execution.table_blocks import BlockRange, TableBlocks
+from data_plane.kernels.arguments import require
+from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
+from data_plane.kernels.device.device_watch import DeviceWatch
+from data_plane.kernels.device.devices import with_index
+from data_plane.memory.pool import Pools
+from data_plane.pieces import Pieces, finish, guarded
+from data_plane.places import check_group, place_of
+from data_plane.plans.batches.fixed_rows import StepBounds
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
+from data_plane.plans.tables.block_report import Parts, block_report
+from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.plans.verifier import Verifier
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    NotPermittedError,
+)
+from kvplane.layout import Layout
+from kvplane.shard import Shard
+from kvplane.v1 import control_pb2, data_pb2
+from kvplane.v1 import types_pb2 as pb
+
+
+class Executor:
+    """One shard's pools and the plans that run on them. Thread-safe.
+
+    Tensors are on the executor's device, [num_tokens, heads of this shard, head_size], of the
+    layout's dtype; their last dimension is contiguous, other strides are free. On a GPU, commands
+    queue work on the caller's stream; only the command that returns a plan's receipt, or starts the
+    next plan, waits for it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        pool_id: str,
+        num_device_blocks: int | Sequence[int],
+        num_host_blocks: int | Sequence[int] = 0,
+        shard: Shard | None = None,
+        device: str | torch.device = "cpu",
+        num_threads: int = 0,
+        kernels: Kernels | None = None,
+        epoch: int = 0,
+        observe: Observer | None = None,
+    ) -> None:
+        """Allocate the pools. ``num_device_blocks`` and ``num_host_blocks``: of each layer group;
+        a single number is for each of them. ``num_threads``: of the CPU kernels, 0 for as many as
+        torch uses. ``kernels``: None for those of ``device``. ``epoch``: the number of this run,
+        higher than that of the process it replaces; 0 takes the clock's nanoseconds.
+
+        Raises InvalidRequestError for a setting out of range, and NeverFitsError for pools that do
+        not fit in a GPU's memory or in the host memory beside it.
+        """
+        require(1 <= len(pool_id) <= 128, "must be 1 to 128 characters", "pool_id")
+        shard = shard if shard is not None else Shard.whole(layout)
+        self._verifier = Verifier(pool_id, shard.index, shard.num_shards, epoch)
+        self.layout, self.shard = layout, shard
+        self.layers = self.shard.layers(layout)
+        self.device = with_index(torch.device(device))
+        self.kernels = kernels if kernels is not None else kernels_of(self.device, num_threads)
+        check_cache_kinds(layout, self.kernels)
+        self.device_watch = DeviceWatch(self.kernels.streams)
+        self.counters = ExecutorCounters()
+        self._command = Commands(self.counters, self.device_watch, observe)
+        self.pools = Pools(
+            layout,
+            self.shard,
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=num_host_blocks,
+            device=self.device,
+            drain=self.kernels.streams.drain,
+        )
+        self._tables = BlockTables(self.pools.num_blocks, layout.block_size_tokens)
+        self._sessions = Sessions()
+        self._compute = ShardKernels(
+            layout,
+            self.shard,
+            self.pools,
+            self.counters,
+            device=self.device,
+            kernels=self.kernels,
+        )
+        self._plans = PlanRunner(
+            self._tables,
+            self._sessions,
+            self._compute,
+            self._verifier,
+            self.counters,
+            layers=self.layers,
+            check_device=self.device_watch.check,
+        )
+        self._blocks = TableBlocks(
+            layout, shard, self._tables, self._sessions, self._plans, self._compute
+        )
+        self.published = self._blocks.published(self._command)
+        self.expectations = Expectations(
+            self._plans, self._compute, self.layers, self._command.lock, observe
+        )
+
+    @property
+    def pool_id(self) -> str:
+        """The pool that this is a shard of."""
+        return self._verifier.pool_id
+
+    @property
+    def epoch(self) -> int:
+        """The number of this run; a later run of the shard has a higher one."""
+        return self._verifier.epoch
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of the control plane registered with; 0 before the first."""
+        return self._verifier.incarnation
+
+    @property
+    def key_id(self) -> bytes:
+        """Identifies the pool's key; empty before there is one."""
+        return self._verifier.key_id
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
+
+    @property
+    def num_sequences(self) -> int:
+        """Block tables of all sessions."""
+        return self._tables.num_sequences
+
+    def use_own_stream(self) -> None:
+        """Give the calling thread a stream of its own, beside other work on the device."""
+        self.kernels.streams.use_own_stream()
+
+    def finish(self, *, raises: bool = False) -> None:
+        """Wait until the device has finished all work queued on it. When it has failed, running
+        plans have; with ``raises`` InternalError is raised too, as plans that have run know of no
+        failure.
+        """
+        with self._command.lock, self._command("finish"):
+            self._plans.quiesce(raises=raises)
+
+    def block_source(self) -> data_pb2.BlockSource:
+        """Identifies this process as the source of the blocks that ``read_blocks`` returns."""
+        return data_pb2.BlockSource(
+            pool_id=self.pool_id,
+            shard_index=self.shard.index,
+            epoch=self.epoch,
+            layout_fingerprint=self.layout.fingerprint,
+        )
+
+    def install(self, incarnation: int, key: bytes) -> None:
+        """Begin to serve a control plane: take its key, end every session and remove every table.
+
+        Generations and publications stay, because the data does. Raises StaleIncarnationError when
+        a higher incarnation was seen, and InvalidRequestError for a key of the wrong length.
+        """
+        with self._command.lock, self._command("install"):
+            self._verifier.install(incarnation, key)
+            self._plans.quiesce()
+            self._sessions.end_all(self.key_id)
+            self._tables.drop_all()
+
+    def report(self, blocks_per_part: int = 2048) -> Parts:
+        """All blocks that were ever allocated, by ``block_report``."""
+        with self._command.lock, self._command("report"):
+            return block_report(self._tables, blocks_per_part)
+
+    def publish(self, publications: pb.Publications) -> int:
+        """Keep the publications whose block still has their generation, and ignore the others.
+        Returns the number kept.
+
+        Raises InvalidRequestError for a malformed column; nothing is kept then.
+        """
+        with self._command.lock, self._command("publish"):
+            group = check_group(publications.group, self.layout, "publications.group")
+            present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
+            return self._tables.publications[group].keep(publications, present, "publications")
+
+    def withdraw(self, blocks: control_pb2.WithdrawBlocks) -> int:
+        """Drop publications in the same way. Returns the number dropped."""
+        with self._command.lock, self._command("withdraw"):
+            group = check_group(blocks.group, self.layout, "withdraw.group")
+            present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
+            return self._tables.publications[group].withdraw(blocks, present, "withdraw")
+
+    def fence(self, session: pb.SessionRef, ordinal: int) -> None:
+        """End a session, open here or not: when this returns, none of its commands runs and none
+        ever will again. ``ordinal``: as in its grant. Safe to repeat.
+
+        Raises StaleIncarnationError and InvalidRequestError.
+        """
+        with self._command.lock, self._command("fence"):
+            self._verifier.check_incarnation(session.incarnation, "session.incarnation")
+            check_ordinal(ordinal, "ordinal")
+            self._plans.quiesce()
+            self._sessions.fence(session.session_id, ordinal)
+            self._tables.drop_session(session.session_id)
+
+    def open(self, grant: pb.SignedPayload, *, tenant: str | None = None) -> int:
+        """Verify a session's grant. Returns the session's id. Safe to repeat. ``tenant``: the
+        caller's; None where callers do not say who they are.
+
+        Raises NotPermittedError for another tenant's grant, BadSignatureError, StaleEpochError,
+        StaleIncarnationError, SessionExpiredError, LayoutMismatchError and InvalidRequestError.
+        """
+        with self._command.lock, self._command("open"):
+            verified = self._verifier.grant(grant)
+            if verified.layout_fingerprint != self.layout.fingerprint:
+                raise LayoutMismatchError(
+                    "the session was opened with another layout than this pool's",
+                    field="grant.layout_fingerprint",
+                )
+            if tenant is not None and verified.tenant != tenant:
+                raise NotPermittedError("the grant is another tenant's", field="grant.tenant")
+            return self._sessions.open(verified).id
+
+    def is_open(self, session_id: int) -> bool:
+        """Whether the session was opened here and has not ended."""
+        return session_id in self._sessions
+
+    def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
+        """Verify a plan, change the block tables as it says, and run its transfers.
+
+        ``session``: the id that ``open`` returned, or the grant. Starting a plan that is running
+        lets it continue, and starting one that has run returns its receipt again; neither changes
+        the tables. A plan without spans has run when this returns. Raises what the comment of
+        ``DataPlaneService`` in ``data.proto`` lists.
+        """
+        with self._command.lock, self._command("start"):
+            return self._begin(session, *self._verifier.plan(plan))
+
+    def begin_pass(self, session_id: int, index: int, *, plan_number: int | None = None) -> int:
+        """Compute the latest plan in passes: from here on, layers have token ``index`` of each span
+        that has so many, in the spans' order. Returns how many those are.
+
+        Passes begin with 0, before any layer, and the next one when all layers of the one before
+        are written; beginning the present one again changes nothing. The last one's last layer
+        gives the receipt. So one plan serves as many steps of decoding as its spans have tokens.
+        ``plan_number``: the plan expected to be the latest, None for any. On a GPU, waits until the
+        pass before has run, and raises InternalError when the device failed. Raises
+        PlanOutOfOrderError, SessionExpiredError, and InvalidRequestError where there is no such
+        pass.
+        """
+        with self._command.lock, self._command("begin_pass"):
+            session, run = self._plans.latest(session_id, plan_number)
+            return self._plans.begin_pass(session, run, index)
+
+    def write_layer(
+        self,
+        session_id: int,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        plan_number: int | None = None,
+        pass_index: int | None = ANY_PASS,
+    ) -> pb.SignedPayload | None:
+        """Write one layer's keys and values to the slots of the latest plan's spans.
+
+        key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or None where
+        the layer keeps latents. Returns the receipt once no layer is missing. ``plan_number``: the
+        plan expected to be the latest, None for any. ``pass_index``: the pass expected to be the
+        present one, None for a plan that is computed without. Raises InvalidRequestError,
+        PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError, StaleGenerationError when a
+        block has been allocated again, and InternalError when the device failed.
+        """
+        with self._command.lock, self._command("write_layer"):
+            session, run = self._plans.latest(session_id, plan_number, pass_index)
+            index = layer_index(self.layers, layer)
+            batch = self._plans.batch(run, self.pools.group_of_layer(index))
+            arguments = self._compute.write_arguments(batch, index, key, value)
+            if not run.is_complete:
+                self._plans.write(session, run, arguments)
+                run.progress.finish_layer(index)
+            return self._plans.receipt(session, run)
+
+    def attend(
+        self,
+        session_id: int,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        options: AttentionOptions = AttentionOptions(),
+        plan_number: int | None = None,
+        pass_index: int | None = ANY_PASS,
+        piece_s: float | None = None,
+    ) -> Pieces[torch.Tensor]:
+        """Attention of the latest plan's spans over their sequences, in a layer that was written.
+
+        query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
+        is [num_tokens, num_heads, value_head_size] of the query's dtype. ``piece_s``: how long a
+        piece is to take on a CPU; None for one piece. Raises as ``write_layer`` does.
+        """
+        pieces = self._plans.attend_to(
+            session_id, layer, query, options, plan_number, pass_index, piece_s
+        )
+        return guarded(pieces, self._command.lock, lambda: self._command("attend"))
+
+    def layer(
+        self,
+        session_id: int,
+        layer: int,
+        query: torch.Tensor | None,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions = AttentionOptions(),
+        plan_number: int | None = None,
+        pass_index: int | None = ANY_PASS,
+        field: str = "",
+    ) -> torch.Tensor | None:
+        """``write_layer`` and ``attend`` in one. Returns the attention output, None without a
+        query.
+
+        Layers come in ascending order; one that was written may be sent again. Once the plan has
+        run, attention is computed and nothing is written. ``receipt`` returns the receipt.
+        ``field`` prefixes the field names in errors. Raises as ``write_layer`` does.
+        """
+        tensors = query, key, value
+        with self._command.lock, self._command("layer"):
+            run = self._plans.layer(
+                session_id, layer, tensors, options, plan_number, pass_index, field, None
+            )
+            return finish(run)
+
+    def repeated_layers(self, session_id: int) -> RepeatedLayers | None:
+        """For an engine in this process that calls ``layer`` with tensors like those of the step
+        before; None for kernels that are no faster then. ``layer`` takes what it does not.
+        """
+        if not self._compute.binds_layers:
+            return None
+        lock, observe = self._command.lock, self._command.observe
+        return RepeatedLayers(session_id, self._plans, self._compute, self.layers, lock, observe)
+
+    def layer_pieces(
+        self,
+        session_id: int,
+        layer: int,
+        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
+        options: AttentionOptions,
+        plan_number: int | None,
+        pass_index: int | None,
+        field: str,
+        piece_s: float | None,
+        out: torch.Tensor | None = None,
+    ) -> Pieces[torch.Tensor | None]:
+        """``layer`` by pieces, as ``attend``. ``tensors``: query, key, value. ``out``: where the
+        output goes, contiguous and apart from those; None for memory of its own.
+        """
+        pieces = self._plans.layer(
+            session_id, layer, tensors, options, plan_number, pass_index, field, piece_s, out
+        )
+        return guarded(pieces, self._command.lock, lambda: self._command("layer"))
+
+    def fixed_step(self, session_id: int, bounds: StepBounds) -> FixedStep:
+        """For a session whose steps have the same bounds: its layers can be captured in a CUDA
+        graph, which is then replayed for each plan. Device memory is allocated for ``bounds``.
+
+        Raises SessionExpiredError, and InvalidRequestError for kernels that have no graphs and for
+        bounds that are out of range.
+        """
+        with self._command.lock:
+            session = self._sessions.get(session_id)
+            step = FixedStep(
+                session_id,
+                bounds,
+                layout=self.layout,
+                layers=self.layers,
+                plans=self._plans,
+                compute=self._compute,
+                device=self.device,
+                command=self._command,
+            )
+            session.has_fixed_steps = True
+        return step
+
+    def receipt(self, session_id: int) -> pb.SignedPayload | None:
+        """The latest plan's receipt; None while layers are missing. On a GPU, waits until the plan
+        has run. Raises InternalError when the device failed: such a plan gets no receipt.
+        """
+        with self._command.lock, self._command("receipt"):
+            return self._plans.receipt(*self._plans.latest(session_id, None))
+
+    def start_transfers(
+        self, session: int | pb.SignedPayload, plan: pb.SignedPayload, *, swaps: bool
+    ) -> tuple[int, pb.SignedPayload | None]:
+        """``start`` for a plan whose transfers are all swaps, or all copies within the device tier.
+
+        Returns the number of its transfers and, when it has run, its receipt. Raises
+        InvalidRequestError naming the transfer that is of the other kind.
+        """
+        with self._command.lock, self._command("swap_blocks" if swaps else "copy_blocks"):
+            verified, digest = self._verifier.plan(plan)
+            transfers = Transfers.read(self.pools.num_blocks, verified.transfers)
+            is_swap = transfers.sources.tiers != transfers.destinations.tiers
+            wrong = np.flatnonzero(is_swap != swaps)
+            if len(wrong):
+                kinds = "swaps between the tiers", "copies inside the device tier"
+                raise InvalidRequestError(
+                    f"this call runs plans whose transfers are all {kinds[not swaps]}",
+                    field=f"plan.transfers.destination_tiers[{wrong[0]}]",
+                )
+            return len(transfers), self._begin(session, verified, digest).receipt
+
+    def read_blocks(
+        self,
+        session_id: int,
+        sequence_id: int,
+        first_block: int,
+        num_blocks: int,
+        *,
+        group: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        only_written: bool = False,
+    ) -> tuple[torch.Tensor, pb.Blocks]:
+        """Copy whole blocks out of a sequence's table, from ``first_block``, a table entry, on.
+        Returns the data, and the blocks' tier, indices and generations.
+
+        ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
+        on; 0 for all. ``only_written``: refuse blocks that the session's latest plan computes and
+        has not written. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
+        head_size] of the layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are
+        smaller than keys), on the device for the device tier and on the CPU for the host tier.
+        Slots that were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
+        SessionExpiredError, BlockNotWrittenError for a block of which no slot was written,
+        StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
+        the latest plan's transfers have not all run.
+        """
+        blocks = BlockRange(sequence_id, first_block, num_blocks, group, first_layer, num_layers)
+        with self._command.lock, self._command("read_blocks"):
+            return self._blocks.read(session_id, blocks, only_written=only_written)
+
+    def write_blocks(
+        self,
+        session_id: int,
+        sequence_id: int,
+        first_block: int,
+        blocks: torch.Tensor,
+        *,
+        group: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        plan_number: int | None = None,
+    ) -> pb.SignedPayload | None:
+        """Write the slots of the latest plan's span for a sequence from whole blocks.
+
+        blocks: as ``read_blocks`` returns them, for the table entries from ``first_block`` on;
+        ``first_layer`` and ``num_layers`` as there. Only the span's slots are written. Several
+        calls may write a span; none may leave a gap after what was written before. Returns the
+        receipt once nothing is missing. Raises as ``write_layer`` does.
+        """
+        place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
+        with self._command.lock, self._command("write_blocks"):
+            return self._blocks.write(session_id, place, blocks, plan_number)
+
+    def span_blocks(self, session_id: int, sequence_id: int, plan_number: int) -> range:
+        """The table entries that ``write_blocks`` writes for a sequence, the same in each layer
+        group. Raises SessionExpiredError, PlanOutOfOrderError, and InvalidRequestError when the
+        plan computes nothing for it.
+        """
+        with self._command.lock, self._command("span_blocks"):
+            return self._blocks.of_span(session_id, sequence_id, plan_number)
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless tables, counts, generations and publications agree."""
+        with self._command.lock:
+            self._tables.check_integrity()
+            for session_id in self._tables.session_ids():
+                self._sessions.get(session_id)
+
+    def _begin(self, session: int | pb.SignedPayload, plan: pb.Plan, digest: bytes) -> StartedPlan:
+        session_id = session if isinstance(session, int) else self.open(session)
+        require(
+            plan.session.session_id == session_id,
+            f"the plan is for session {plan.session.session_id}, not for {session_id}",
+            "plan.session.session_id",
+        )
+        return self._plans.start(self._sessions.get(session_id), plan, digest)

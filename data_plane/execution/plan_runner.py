@@ -1,0 +1,465 @@
+"""Runs plans from their start to their receipt, under the executor's lock.
+
+start: tables change ──► blocks are cleared ──► transfers ──► layers ──► receipt
+       all or nothing    each part is queued on the device once; a plan that is started again
+                         continues where it stopped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_plane.execution.counters import ExecutorCounters
+from data_plane.execution.layers import layer_index
+from data_plane.execution.shards.row_pieces import rows_of
+from data_plane.execution.shards.shard_kernels import ShardKernels
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments, require
+from data_plane.pieces import Pieces
+from data_plane.plans.batches.attention_batch import (
+    AttentionBatch,
+    check_current,
+    check_unpublished,
+    prepare_batch,
+)
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.contents.last_tenants import LastTenants
+from data_plane.plans.contents.reused_blocks import ReusedBlocks
+from data_plane.plans.contents.written_slots import WrittenSlots
+from data_plane.plans.progress import Progress
+from data_plane.plans.sessions import ANY_PASS, Run, Session, Sessions
+from data_plane.plans.tables.block_tables import BlockTables, Table
+from data_plane.plans.tables.table_changes import apply_changes
+from data_plane.plans.verifier import Verifier
+from kvplane import tracing
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import (
+    BlockNotWrittenError,
+    InternalError,
+    InvalidRequestError,
+    PlanOutOfOrderError,
+)
+from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
+
+LayerTensors = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""Query, key and value."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedPlan:
+    """A plan that was started, now or before. ``receipt``: there once the plan has run.
+    ``had_run``: whether it had run before this call. ``pass_index``: the pass that it is in; None
+    where all tokens are computed at once.
+    """
+
+    number: int
+    num_tokens: int
+    num_spans: int
+    receipt: pb.SignedPayload | None = None
+    had_run: bool = False
+    pass_index: int | None = None
+
+
+class PlanRunner:
+    """The plans of all sessions of one executor."""
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        sessions: Sessions,
+        compute: ShardKernels,
+        verifier: Verifier,
+        counters: ExecutorCounters,
+        *,
+        layers: Sequence[int],
+        check_device: Callable[[], None],
+    ) -> None:
+        """``check_device`` is called after the device failed, to find out whether for good."""
+        self._tables = tables
+        self._tenants = LastTenants(tables.num_blocks)
+        self._written = WrittenSlots(tables)
+        self._sessions = sessions
+        self._compute = compute
+        self._verifier = verifier
+        self._counters = counters
+        self._layers = layers
+        self._check_device = check_device
+        self.reused: ReusedBlocks | None = None
+        """Notes which prefixes are found, where somebody wants to know."""
+
+    def start(self, session: Session, plan: pb.Plan, digest: bytes) -> StartedPlan:
+        """Begin a verified plan, continue it, or return its receipt if it has run. ``digest``: of
+        the bytes that were signed.
+        """
+        if plan.number not in session.receipts:
+            self._settle(session, voided=plan.resync)
+        known = session.place(plan, digest)
+        if isinstance(known, pb.SignedPayload):
+            counts = columns.read(columns.INT32, plan.spans.num_tokens, "plan.spans.num_tokens")
+            latest = session.latest
+            of_pass = latest.pass_index if latest and latest.number == plan.number else None
+            return StartedPlan(
+                plan.number, sum(counts), len(counts), known, had_run=True, pass_index=of_pass
+            )
+        run = known
+        if run is None:
+            run = session.latest = self._prepare(session, plan, digest)
+            self._counters.num_plans_started += 1
+            if run.num_tokens:
+                self._counters.batch_tokens.add(run.num_tokens)
+                self._counters.batch_spans.add(run.num_spans)
+        if not run.transferred:
+            self._transfer(session, run)
+        receipt = self.receipt(session, run)
+        tokens, spans = run.num_tokens, run.num_spans
+        return StartedPlan(run.number, tokens, spans, receipt, pass_index=run.pass_index)
+
+    def _prepare(self, session: Session, plan: pb.Plan, digest: bytes) -> Run:
+        """Make a new plan's table changes, all or nothing."""
+        tables = self._tables
+        transfers = Transfers.read(tables.num_blocks, plan.transfers)
+        of_sources = self._written.of_sources(transfers)
+        with tables.transaction():
+            allocated = apply_changes(tables, session.id, plan)
+            transfers.check_generations(tables, allocated)
+            on_host = tuple(
+                prepare_batch(tables, session.id, plan.spans, changed_ids, group)
+                for group, changed_ids in enumerate(_changed_ids(plan.changes, tables.num_groups))
+            )
+            attention = on_host
+            if not session.has_fixed_steps:
+                # In the transaction too: without device memory for it the plan is refused.
+                attention = tuple(map(self._compute.prepare, on_host))
+        if self.reused is not None:
+            self.reused.note(plan, transfers)
+        return Run(
+            number=plan.number,
+            digest=digest,
+            whole=on_host,
+            attention=attention,
+            on_host=on_host,
+            allocated=allocated,
+            to_clear=self._tenants.to_clear(session.tenant, allocated, transfers),
+            transfers=transfers,
+            batches=transfers.batches(),
+            of_sources=of_sources,
+            to_write=self._written.to_write(on_host),
+            progress=Progress(len(self._layers), np.diff(on_host[0].starts)),
+            checked_version=tables.num_messages_published,
+            checked_taken=tables.num_taken,
+            span=tracing.begin(
+                "kvplane.data_plane.plan",
+                plan.traceparent,
+                "SERVER",
+                session=session.id,
+                number=plan.number,
+            ),
+        )
+
+    def _transfer(self, session: Session, run: Run) -> None:
+        """Queue on the device what comes before all layers, each part once."""
+        before, after = run.to_clear
+        if not run.cleared:
+            self._compute.clear(before)
+            run.cleared = True
+        while run.num_batches_queued < len(run.batches):
+            self._compute.transfer(run.batches[run.num_batches_queued])
+            run.num_batches_queued += 1
+        self._compute.clear(after)
+        run.transferred = True
+        # Not earlier: a block that was not cleared holds another tenant's data, even if this plan
+        # is voided.
+        self._tenants.take_over(session.tenant, run.allocated, run.transfers)
+        self._written.copy(run.transfers, run.of_sources)
+
+    def num_readable(
+        self,
+        run: Run | None,
+        sequence_id: int,
+        group: int,
+        layers: Sequence[int],
+        part: Table,
+        first_block: int,
+    ) -> NDArray[np.int64]:
+        """[num_blocks]: leading slots that were written of each entry of ``part``, in ``layers`` of
+        the model; ``part`` begins with entry ``first_block`` of the sequence's
+        table. ``run``: the session's latest plan. Raises BlockNotWrittenError where there are none.
+        """
+        num_tokens = 0
+        if run is not None and run.receipt is None:
+            batch = run.whole[group]
+            spans = np.flatnonzero(batch.sequence_ids == sequence_id).tolist()
+            if spans and (num_new := run.num_written([*map(self._layers.index, layers)], spans[0])):
+                num_tokens = int(batch.first_positions[spans[0]]) + num_new
+        counts = self._written.of_table(part, first_block, num_tokens)
+        if not counts.all():
+            entry = first_block + int((counts == 0).argmax())
+            raise BlockNotWrittenError(
+                f"nothing was written yet to entry {entry} of the table of sequence "
+                f"{sequence_id}: only what a session has written or found cached is read",
+                field="first_block",
+            )
+        return counts
+
+    def begin_pass(self, session: Session, run: Run, index: int) -> int:
+        """Go on to a pass of the plan, once the device has done all of the one before, or stay in
+        it; how many tokens it computes. Raises PlanOutOfOrderError, InternalError when the device
+        failed, and InvalidRequestError for a plan that has no such pass.
+        """
+        require(
+            0 <= index < run.num_passes,
+            f"must be 0 to {run.num_passes - 1}: the plan's longest span has {run.num_passes} "
+            "tokens",
+            "pass_index",
+        )
+        run.check_next_pass(index)
+        if index != run.pass_index:
+            self.quiesce(raises=True)
+            run.begin_pass(index)
+            if not session.has_fixed_steps:
+                run.attention = tuple(map(self._compute.prepare, run.on_host))
+        return run.on_host[0].num_tokens
+
+    def batch(self, run: Run, group: int) -> AttentionBatch:
+        """A layer group's batch, its tensors on the kernels' device."""
+        if run.attention is run.on_host:
+            run.attention = tuple(map(self._compute.prepare, run.on_host))
+        return run.attention[group]
+
+    def write(self, session: Session, run: Run, arguments: WriteArguments) -> None:
+        """Write one layer. Raises as ``check_may_write``."""
+        self.check_may_write(session, run)
+        self._compute.write(arguments)
+
+    def attend(
+        self,
+        session: Session,
+        run: Run,
+        arguments: AttentionArguments,
+        piece_s: float | None,
+        out: torch.Tensor | None = None,
+    ) -> Pieces[torch.Tensor]:
+        """Attention in one layer, in pieces of about ``piece_s``, into ``out`` if given. Raises
+        StaleGenerationError if a block of the spans' tables was allocated again, and after a yield
+        also as ``latest``.
+        """
+        num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
+        of_pass = run.pass_index
+        pieces = self._compute.pieces(arguments.lengths, piece_s)
+        if not pieces:
+            self._check_may_read(session, run)
+            return self._compute.attend(arguments, num_context, out)
+        output = out
+        if output is None:
+            output = torch.empty(arguments.output_shape, dtype=arguments.query.dtype)
+        for rows in pieces:
+            if rows.start:
+                yield
+                self.latest(session.id, run.number, of_pass)
+            self._check_may_read(session, run)
+            output[rows.start : rows.stop] = self._compute.attend(
+                rows_of(arguments, rows), num_context * len(rows) // len(output)
+            )
+        return output
+
+    def _check_may_read(self, session: Session, run: Run) -> None:
+        self.check_still_current(session, run)
+        run.used_after_receipt |= run.receipt is not None
+
+    def attend_to(
+        self,
+        session_id: int,
+        layer: int,
+        query: torch.Tensor,
+        options: AttentionOptions,
+        plan_number: int | None,
+        pass_index: int | None,
+        piece_s: float | None,
+    ) -> Pieces[torch.Tensor]:
+        """``attend`` for the session's latest plan. Raises as it, and InvalidRequestError."""
+        session, run = self.latest(session_id, plan_number, pass_index)
+        index = layer_index(self._layers, layer)
+        batch = self.batch(run, self._compute.group_of_layer(index))
+        arguments = self._compute.attention_arguments(batch, index, query, options)
+        require(
+            run.progress.is_written(index),
+            f"layer {layer} of the plan has not been written yet: write it first",
+            "layer",
+        )
+        return (yield from self.attend(session, run, arguments, piece_s))
+
+    def layer(
+        self,
+        session_id: int,
+        layer: int,
+        tensors: LayerTensors,
+        options: AttentionOptions,
+        plan_number: int | None,
+        pass_index: int | None,
+        field: str,
+        piece_s: float | None,
+        out: torch.Tensor | None = None,
+    ) -> Pieces[torch.Tensor | None]:
+        """Write a layer of the session's latest plan that was not written yet, and attend if there
+        is a query, into ``out`` if given. Raises as ``latest``, ``write`` and ``attend`` do, and
+        InvalidRequestError naming a field after the prefix ``field``.
+        """
+        session, run, index, batch = self._find(session_id, layer, plan_number, pass_index, field)
+        query, key, value = tensors
+        compute, is_new = self._compute, not run.is_complete
+        progress = run.progress  # others may begin another pass wherever this yields
+        is_whole = out is None and not compute.pieces(batch.lengths, piece_s)
+        if query is not None and is_new and is_whole:
+            bound = compute.bound_layer(batch, index, query, key, value, options)
+            if bound is not None:  # called with tensors like these before: one native call
+                self.check_may_write(session, run)
+                num_context = run.num_context_tokens(bound.window_tokens)
+                attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
+                progress.finish_layer(index)
+                return attended
+        to_write = compute.write_arguments(batch, index, key, value, field)
+        to_attend = None
+        if query is not None:
+            to_attend = compute.attention_arguments(batch, index, query, options, field)
+            compute.bind(index, options, to_write, to_attend)
+        if is_new:
+            self.write(session, run, to_write)
+        output = None
+        if to_attend is not None:
+            output = yield from self.attend(session, run, to_attend, piece_s, out)
+        progress.finish_layer(index)
+        return output
+
+    def _find(
+        self,
+        session_id: int,
+        layer: int,
+        plan_number: int | None,
+        pass_index: int | None,
+        field: str,
+    ) -> tuple[Session, Run, int, AttentionBatch]:
+        """The session, its latest plan, the layer's index and the batch of its group. Raises as
+        ``latest``, and InvalidRequestError for a layer that does not come next.
+        """
+        session, run = self.latest(session_id, plan_number, pass_index)
+        index = layer_index(self._layers, layer, field)
+        if index and not run.progress.is_written(index - 1):
+            raise InvalidRequestError(
+                f"layer {self._layers[index - 1]} of the plan comes before layer {layer}: send it "
+                "first",
+                field=f"{field}layer",
+            )
+        return session, run, index, self.batch(run, self._compute.group_of_layer(index))
+
+    def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
+        """The run's receipt, signed once the device has done all of it; None while something is
+        missing, after a pass once the device has done that. Raises InternalError when the device
+        failed.
+        """
+        if run.receipt is None and run.is_queued and not run.failure:
+            self.quiesce()
+            if run.is_complete and not run.failure:
+                self._written.add(run.to_write)
+                session.finish(run, self._verifier.receipt(session.ref, run.number, run.digest))
+                self._counters.num_plans_run += 1
+                tracing.end(run.span, tokens=run.num_tokens, sequences=run.num_spans)
+        if run.failure:
+            raise InternalError(run.failure)
+        return run.receipt
+
+    def _settle(self, session: Session, *, voided: bool) -> None:
+        """Before another plan starts: wait until the device no longer reads the batch of the one
+        before, and sign its receipt if it is complete. ``voided``: by the plan that is to start.
+        """
+        if session.latest is not None and session.latest.used_after_receipt:
+            self.quiesce()
+        run = session.running
+        if run is None:
+            return
+        if voided:
+            self.quiesce()
+        if not (voided and run.failure):
+            self.receipt(session, run)
+        if voided:
+            tracing.end(run.span, "the plan was voided")
+
+    def quiesce(self, *, raises: bool = False) -> None:
+        """Wait for the device. If it failed, every running plan has failed too, because it is not
+        known which one's work was lost; with ``raises`` InternalError is raised then.
+        """
+        try:
+            self._compute.finish()
+        except InternalError as error:
+            for run in self._sessions.running():
+                run.failure = error.message
+                tracing.end(run.span, error.message)
+            self._check_device()
+            if raises:
+                raise
+
+    def latest(
+        self, session_id: int, plan_number: int | None, pass_index: int | None = ANY_PASS
+    ) -> tuple[Session, Run]:
+        """The session's latest plan, ready for layers. ``plan_number``: the one that it has to be,
+        None for any. ``pass_index``: the pass that it has to be in, None for a plan without passes.
+        Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed
+        while the plan ran, InternalError.
+        """
+        session = self._sessions.get(session_id)
+        run = session.latest
+        if run is None or (plan_number is not None and run.number != plan_number):
+            raise PlanOutOfOrderError(
+                f"the session's latest plan is {run.number}, not {plan_number}: start plan "
+                f"{plan_number} first"
+                if run is not None
+                else "the session has not started a plan: start one first",
+                field="plan.number",
+            )
+        if run.failure:
+            raise InternalError(run.failure)
+        run.check_transferred()
+        run.check_pass(pass_index)
+        return session, run
+
+    def is_unchanged(self, run: Run) -> bool:
+        """Whether nothing was published and no entry made stale since ``check_may_write``."""
+        tables = self._tables
+        return (
+            run.checked_taken == tables.num_taken
+            and run.checked_version == tables.num_messages_published
+        )
+
+    def check_may_write(self, session: Session, run: Run) -> None:
+        """Raise BlockNotWritableError if one of the written blocks was published since the plan
+        started, and StaleGenerationError if a block of the spans' tables was allocated again.
+        """
+        self.check_still_current(session, run)
+        self.check_still_writable(run)
+
+    def check_still_current(self, session: Session, run: Run) -> None:
+        """Check the spans' tables again if a plan made any entry stale since the last check."""
+        if run.checked_taken != self._tables.num_taken:
+            for batch in run.attention:
+                check_current(self._tables, session.id, batch)
+            run.checked_taken = self._tables.num_taken
+
+    def check_still_writable(self, run: Run) -> None:
+        """Check the written blocks again if anything was published since the last check."""
+        if run.checked_version != self._tables.num_messages_published:
+            for batch in run.attention:
+                check_unpublished(self._tables, batch)
+            run.checked_version = self._tables.num_messages_published
+
+
+def _changed_ids(changes: pb.TableChanges, num_groups: int) -> list[bytes]:
+    """The sequences whose tables change, of each layer group."""
+    if num_groups == 1:
+        return [changes.sequence_ids]
+    ids = np.frombuffer(changes.sequence_ids, "<i8")
+    groups = np.frombuffer(changes.groups or bytes(len(ids)), np.uint8)
+    return [ids[groups == group].tobytes() for group in range(num_groups)]

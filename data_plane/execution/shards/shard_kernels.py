@@ -1,0 +1,474 @@
+"""Calls the kernels on one shard's pools for verified plans, and counts what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_plane.execution.counters import ExecutorCounters
+from data_plane.execution.shards.kernel_times import kernel_times
+from data_plane.execution.shards.row_pieces import PieceSizes
+from data_plane.execution.shards.scales import layer_scales
+from data_plane.kernels.arguments import (
+    AttentionArguments,
+    HostLengths,
+    NumbersOfHeads,
+    WriteArguments,
+    bytes_of_token,
+    check_blocks,
+    require,
+)
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.backends.bound_layers import BoundLayer
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.device.cuda_streams import device_errors
+from data_plane.kernels.step_memory import StepMemory
+from data_plane.kernels.step_rows import StepRows
+from data_plane.memory.pool import TORCH_DTYPES, Pools
+from data_plane.places import Place, group_of, place_of, tier_of
+from data_plane.plans.batches.attention_batch import AttentionBatch
+from data_plane.plans.batches.transfers import Batch
+from data_plane.plans.contents.last_tenants import BlocksByPlace
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InternalError, InvalidRequestError
+from kvplane.layout import Layout
+from kvplane.shard import Shard
+from kvplane.v1 import types_pb2 as pb
+
+# Integers by size in bytes, to copy elements of any type bit by bit.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_DIRECTIONS = {
+    (pb.TIER_DEVICE, pb.TIER_DEVICE): "copy",
+    (pb.TIER_DEVICE, pb.TIER_HOST): "swap_out",
+    (pb.TIER_HOST, pb.TIER_DEVICE): "swap_in",
+}
+
+
+class ShardKernels:
+    """The kernels of one shard. A layer is given by its index in the shard."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        shard: Shard,
+        pools: Pools,
+        counters: ExecutorCounters,
+        *,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        self._groups = [pools.group_of_layer(i) for i in range(len(shard.layers(layout)))]
+        self._windows = [layout.groups[group].sliding_window_tokens for group in self._groups]
+        self._dtype = TORCH_DTYPES[layout.dtype]
+        self._block_size_tokens = layout.block_size_tokens
+        self._pools = pools
+        self._counters = counters
+        self._device = device
+        self._kernels = kernels
+        self._host_kernels = CpuKernels(1)
+        self._streams = kernels.streams
+        self._scales = layer_scales(layout, shard, device)
+        self._times = kernel_times(device, counters)
+        self._bound = kernels.bound_layers()
+        self._piece_sizes = PieceSizes()
+
+    def group_of_layer(self, layer: int) -> int:
+        """The layer group that it is in."""
+        return self._groups[layer]
+
+    def write_arguments(
+        self,
+        batch: StepRows,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        prefix: str = "",
+    ) -> WriteArguments:
+        """The checked arguments of ``write``. Raises InvalidRequestError naming the tensor, after
+        ``prefix``, unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's
+        dtype, value with value_head_size, and None where the layer keeps latents.
+        """
+        with _errors_under(prefix):
+            pages = self._pools.pages(layer)
+            arguments = WriteArguments(key, value, pages, batch.slots, *self._scales[layer])
+            self._check_dtype("key", key)
+            if value is not None:
+                self._check_dtype("value", value)
+        return arguments
+
+    def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
+        """The options with which a layer attends where a caller gives these."""
+        return options.in_group(self._windows[layer])
+
+    def attention_arguments(
+        self,
+        batch: StepRows,
+        layer: int,
+        query: torch.Tensor,
+        options: AttentionOptions,
+        prefix: str = "",
+        of_heads: NumbersOfHeads | None = None,
+    ) -> AttentionArguments:
+        """The checked arguments of ``attend``. ``of_heads``: as ``AttentionArguments`` has them.
+        Raises InvalidRequestError naming the argument, after ``prefix``, unless the query is
+        [num_tokens, num_heads, head_size] of the layout's dtype and the options fit it, and
+        InternalError when the device failed.
+        """
+        key_scales, value_scales = self._scales[layer]
+        options = self.options_of(layer, options)
+        with device_errors(), _errors_under(prefix):
+            check_window(options.sliding_window_tokens, batch.max_window_tokens)
+            arguments = AttentionArguments(
+                query,
+                self._pools.pages(layer),
+                batch.block_tables,
+                batch.query_starts,
+                batch.context_lens,
+                options,
+                key_scales,
+                value_scales,
+                batch.max_tokens,
+                batch.lengths,
+                batch.plans,
+                batch.is_padded,
+                of_heads,
+            )
+            self._check_dtype("query", query)
+            num_tokens = query.shape[0]  # a GPU would find a mismatch only after the call
+            wanted = f"must have the plan's {batch.num_tokens} tokens, has {num_tokens}"
+            require(num_tokens == batch.num_tokens, wanted, "query")
+        return arguments
+
+    def bound_layer(
+        self,
+        batch: AttentionBatch,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        options: AttentionOptions,
+    ) -> BoundLayer | None:
+        """The layer as ``bind`` bound it, for arguments that need no more checks; else None."""
+        if self._bound is None or query.shape[0] != batch.num_tokens:
+            return None
+        bound = self._bound.find(layer, query, key, value, options)
+        return bound if bound is not None and self.sees(bound, batch) else None
+
+    def sees(self, bound: BoundLayer, batch: AttentionBatch) -> bool:
+        """Whether all that the layer's window looks at is still in the batch's tables."""
+        most = batch.max_window_tokens
+        return most is None or 0 < bound.window_tokens <= most
+
+    @property
+    def binds_layers(self) -> bool:
+        """Whether the kernels have layers that are bound."""
+        return self._bound is not None
+
+    def native_batch(self, batch: AttentionBatch) -> Any:
+        """What layers that were bound take; not for kernels that bind none."""
+        assert self._bound is not None
+        return self._bound.batch(batch)
+
+    @property
+    def num_threads(self) -> int:
+        """Of a call of a layer that was bound."""
+        assert self._bound is not None
+        return self._bound.num_threads
+
+    def bind(
+        self,
+        layer: int,
+        options: AttentionOptions,
+        write: WriteArguments,
+        attention: AttentionArguments,
+    ) -> None:
+        """Bind the layer, where the kernels can, for calls like the one with these arguments.
+        ``options``: the caller's.
+        """
+        if self._bound is not None:
+            self._bound.bind(layer, options, write, attention)
+
+    def write_and_attend(
+        self,
+        bound: BoundLayer,
+        batch: AttentionBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        num_context_tokens: int,
+    ) -> torch.Tensor:
+        """``write`` and ``attend`` of a layer that ``bound_layer`` found."""
+        assert self._bound is not None
+        output, *seconds = self._bound.run(bound, batch, query, key, value)
+        self.count(bound, batch.num_tokens, num_context_tokens, seconds)
+        return output
+
+    def count(
+        self,
+        bound: BoundLayer,
+        num_tokens: int,
+        num_context_tokens: int,
+        seconds: Sequence[float],
+    ) -> None:
+        """Note a call of a bound layer. ``seconds``: that writing and attending took."""
+        counters = self._counters
+        write_s, attention_s = seconds
+        counters.kernel_s["write"] += write_s
+        counters.kernel_s["attention"] += attention_s
+        counters.kernel_bytes["write"] += num_tokens * bound.token_bytes
+        counters.kernel_bytes["attention"] += num_context_tokens * bound.token_bytes
+        counters.num_written_tokens += num_tokens
+        counters.num_attention_tokens += num_tokens
+
+    def clear(self, blocks: BlocksByPlace) -> None:
+        """Zero whole blocks, after all work queued before."""
+        for place, of_place in blocks.items():
+            ids = torch.from_numpy(of_place)
+            if tier_of(place) == pb.TIER_HOST:
+                # On the device, only swaps touch this tier.
+                self._streams.finish_swaps()
+                self._host_kernels.clear_blocks(self._pools.tier(place), ids)
+            else:
+                with self._streams.computing():
+                    self._kernels.clear_blocks(self._pools.tier(place), ids)
+            self._counters.num_cleared_blocks += len(of_place)
+
+    def transfer(self, batch: Batch) -> None:
+        """Start copies or swaps, to run after all work queued before."""
+        direction = _DIRECTIONS[tier_of(batch.source), tier_of(batch.destination)]
+        source = self._pools.tier(batch.source)
+        num_bytes = len(batch.pairs) * source[0].nbytes
+        timing = self._times.timing(direction, 2 * num_bytes)
+        if direction == "copy":
+            with self._streams.computing(), timing:
+                self._kernels.copy_blocks(source, batch.pairs)
+        else:
+            destination = self._pools.tier(batch.destination)
+            with self._streams.swapping(), timing:
+                self._kernels.swap_blocks(source, destination, batch.pairs)
+        self._counters.num_transferred_blocks[direction] += len(batch.pairs)
+        self._counters.transfer_bytes[direction] += num_bytes
+
+    def prepare(self, batch: AttentionBatch) -> AttentionBatch:
+        """The batch with its tensors on the kernels' device."""
+        with self._streams.computing():
+            return batch.to(self._device)
+
+    def step_memory(self) -> StepMemory | None:
+        """As ``Kernels.step_memory``."""
+        return self._kernels.step_memory()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What is queued inside runs on the caller's stream, after all work queued before."""
+        with self._streams.computing():
+            yield
+
+    def queue(
+        self,
+        memory: StepMemory,
+        write: WriteArguments,
+        attention: AttentionArguments,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``write`` and ``attend`` with memory at addresses that stay, so that both can be
+        captured. What is queued before on other streams is not waited for.
+        """
+        self._kernels.reshape_and_cache(write)
+        return memory.attend(attention, out)
+
+    def count_step(self, num_tokens: int, num_layers: int) -> None:
+        """Count a step whose layers were queued by ``queue``, or by a graph."""
+        self._counters.num_written_tokens += num_tokens * num_layers
+        self._counters.num_attention_tokens += num_tokens * num_layers
+
+    def write(self, arguments: WriteArguments) -> None:
+        """Write all spans' keys and values of one layer."""
+        num_bytes = len(arguments.slots) * bytes_of_token(arguments.keys, arguments.values)
+        with self._streams.computing(), self._times.timing("write", num_bytes):
+            self._kernels.reshape_and_cache(arguments)
+        self._counters.num_written_tokens += len(arguments.slots)
+
+    def pieces(self, lengths: HostLengths | None, piece_s: float | None) -> list[range]:
+        """The rows of an attention call that take ``piece_s`` at a time; none where it is not to be
+        cut.
+        """
+        if piece_s is None or lengths is None or self._device.type != "cpu":
+            return []
+        pieces = [*self._piece_sizes.pieces(lengths, piece_s)]
+        return pieces if len(pieces) > 1 else []
+
+    def attend(
+        self,
+        arguments: AttentionArguments,
+        num_context_tokens: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size], in ``out``
+        if given. ``num_context_tokens``: positions that it reads, for metrics.
+        """
+        there = {} if out is None else {"out": out}
+        num_bytes = num_context_tokens * bytes_of_token(arguments.keys, arguments.values)
+        timing = self._times.timing("attention", num_bytes)
+        with self._streams.computing(), timing, self._piece_sizes.timing(arguments):
+            output = self._kernels.paged_attention(arguments, **there)
+        self._counters.num_attention_tokens += len(arguments.query)
+        return output
+
+    def read(
+        self,
+        place: Place,
+        blocks: NDArray[np.int32],
+        layers: range,
+        num_slots: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Copy layers of blocks out, to the tier's device. ``layers``: of the group's.
+        ``num_slots``: [num_blocks], those copied of each block; the others are 0. Returns
+        [num_layers, num_blocks, ...], the pool's shape of a page at the end.
+        """
+        pages = self._gather(place, blocks, layers)
+        shape, cut = self._pools.page_shapes[group_of(place)], num_slots < self._block_size_tokens
+        with self._streams.computing():
+            for i in np.flatnonzero(cut).tolist():
+                for part in shape.stored(pages):
+                    part[:, i, :, num_slots[i] :] = 0
+        return pages
+
+    def _gather(self, place: Place, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
+        ids = torch.from_numpy(blocks.astype(np.int64))
+        of_layers = self._pools.tier(place)[:, layers.start : layers.stop]
+        if tier_of(place) == pb.TIER_HOST:
+            self._streams.finish_swaps()
+            return self._host_kernels.gather_blocks(of_layers, ids)
+        with self._streams.computing():
+            return self._kernels.gather_blocks(of_layers, ids)
+
+    def finish(self) -> None:
+        """Wait until all queued work is done. Raises InternalError when the device failed, or a
+        kernel reported a bad argument.
+        """
+        self._streams.finish()
+        self._times.collect()
+        try:
+            with self._streams.computing():
+                self._kernels.check_faults()
+        except InvalidRequestError as error:
+            raise InternalError(f"a kernel reported a bad argument: {error}") from error
+
+    def check_blocks(
+        self,
+        batch: AttentionBatch,
+        span: int,
+        layers: range,
+        first_block: int,
+        blocks: torch.Tensor,
+    ) -> range:
+        """Which of the span's tokens ``blocks`` hold, counted from its first token. ``layers``: of
+        the batch's group. ``blocks``: the table entries from ``first_block`` on, as ``read``
+        returns them.
+
+        Raises InvalidRequestError for a tensor of another shape, and when they hold none.
+        """
+        pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+        block_size = self._block_size_tokens
+        num_blocks = blocks.shape[1] if blocks.dim() == pool.dim() else 0
+        check_blocks(blocks, (len(layers), num_blocks, *pool.shape[2:]), pool)
+        first = int(batch.first_positions[span])
+        num_tokens = int(batch.starts[span + 1] - batch.starts[span])
+        begin = max(first_block * block_size - first, 0)
+        end = min((first_block + num_blocks) * block_size - first, num_tokens)
+        require(
+            first_block >= 0 and begin < end,
+            "the blocks hold no token of the span, whose tokens are in the table's entries "
+            f"{first // block_size} to {(first + num_tokens - 1) // block_size}",
+            "first_block",
+        )
+        return range(begin, end)
+
+    def write_span(
+        self,
+        batch: AttentionBatch,
+        span: int,
+        layers: range,
+        first_block: int,
+        blocks: torch.Tensor,
+        tokens: range,
+    ) -> None:
+        """Write the slots of some tokens of a span from checked ``blocks``, and no other slot.
+
+        Blocks hold what is stored, so their bits are copied: fp8 is not rounded again.
+        """
+        block_size = self._block_size_tokens
+        position = int(batch.first_positions[span]) + tokens.start
+        num_whole = 0 if position % block_size else len(tokens) // block_size
+        if num_whole:
+            entry = position // block_size - int(batch.first_positions[span]) // block_size
+            ids = batch.written_blocks[batch.written_by == span][entry : entry + num_whole]
+            given = position // block_size - first_block
+            pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+            with self._streams.computing():
+                self._kernels.scatter_blocks(
+                    pool[:, layers.start : layers.stop],
+                    torch.from_numpy(ids),
+                    blocks[:, given : given + num_whole],
+                )
+        rest = tokens[num_whole * block_size :]
+        if rest:
+            self._write_slots(batch, span, layers, first_block, blocks, rest)
+        self._counters.num_written_tokens += len(tokens) * len(layers)
+
+    def _write_slots(
+        self,
+        batch: AttentionBatch,
+        span: int,
+        layers: range,
+        first_block: int,
+        blocks: torch.Tensor,
+        tokens: range,
+    ) -> None:
+        """``write_span``, slot by slot."""
+        block_size = self._block_size_tokens
+        start = int(batch.starts[span])
+        first = int(batch.first_positions[span]) + tokens.start - first_block * block_size
+        bits = _BITS[blocks.element_size()]
+        pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+        with self._streams.computing():
+            slots = batch.slots[start + tokens.start : start + tokens.stop]
+            block_ids, offsets = slots // block_size, slots % block_size
+            for i, layer in enumerate(layers):
+                page = self._pools.page_shapes[batch.group]
+                given = page.stored(blocks[i].view(bits))
+                for stored, new in zip(page.stored(pool[:, layer]), given, strict=True):
+                    # [num_blocks, heads, block_size, elements] -> [tokens, heads, elements]
+                    rows = new.transpose(1, 2).flatten(0, 1)[first : first + len(tokens)]
+                    stored.view(bits)[block_ids, :, offsets] = rows
+
+    def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
+        """Stricter than the kernels, which would accept other dtypes and round."""
+        wanted, has = (str(dtype).removeprefix("torch.") for dtype in (self._dtype, tensor.dtype))
+        require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
+
+
+def check_window(window_tokens: int, most: int | None) -> None:
+    """Refuse a window, 0 for none, that reaches back to trimmed entries."""
+    if most is not None:
+        require(
+            0 < window_tokens <= most,
+            f"must be 1 to {most}, because what lies further back was trimmed from a block table, "
+            f"is {window_tokens or 'without a window'}",
+            "options.sliding_window_tokens",
+        )
+
+
+@contextmanager
+def _errors_under(prefix: str) -> Iterator[None]:
+    """Put ``prefix`` before the field that an InvalidRequestError names."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, field=f"{prefix}{error.field}") from None

@@ -1,0 +1,148 @@
+"""Whole blocks of sequences' tables, read and written: how they are moved between pools."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data_plane.execution.commands import Commands
+from data_plane.execution.layers import layer_range
+from data_plane.execution.plan_runner import PlanRunner
+from data_plane.execution.published_blocks import PublishedBlocks
+from data_plane.execution.shards.shard_kernels import ShardKernels
+from data_plane.kernels.arguments import require
+from data_plane.places import check_group, place_of, tier_of
+from data_plane.plans.sessions import Run, Sessions
+from data_plane.plans.tables.block_tables import BlockTables, Table, taken_away
+from kvplane.errors import PlanOutOfOrderError, StaleGenerationError
+from kvplane.layout import Layout
+from kvplane.shard import Shard
+from kvplane.v1 import types_pb2 as pb
+
+
+class BlockRange(NamedTuple):
+    """Table entries of a sequence, in some layers of a layer group. ``num_layers``: from the
+    model's layer ``first_layer`` on; 0 for all that the shard holds.
+    """
+
+    sequence_id: int
+    first_block: int
+    num_blocks: int
+    group: int = 0
+    first_layer: int = 0
+    num_layers: int = 0
+
+
+class TableBlocks:
+    """The blocks of one executor's tables. Not thread-safe: the executor's lock guards it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        shard: Shard,
+        tables: BlockTables,
+        sessions: Sessions,
+        plans: PlanRunner,
+        compute: ShardKernels,
+    ) -> None:
+        self._layout = layout
+        self._shard = shard
+        self._layers = shard.layers(layout)
+        self._tables = tables
+        self._sessions = sessions
+        self._plans = plans
+        self._compute = compute
+
+    def published(self, command: Commands) -> PublishedBlocks:
+        """Those that are published. ``command``: see there."""
+        layers = range(len(self._shard.group_layers(self._layout, 0)))
+        return PublishedBlocks(
+            layers, self._tables, self._sessions, self._plans, self._compute, command
+        )
+
+    def read(
+        self, session_id: int, blocks: BlockRange, *, only_written: bool
+    ) -> tuple[torch.Tensor, pb.Blocks]:
+        """As ``Executor.read_blocks``."""
+        latest = self._sessions.get(session_id).latest
+        if latest is not None:
+            latest.check_transferred()
+        check_group(blocks.group, self._layout, "group")
+        table = self._tables.get(session_id, blocks.sequence_id, "sequence_id", blocks.group)
+        length, first = len(table.blocks), blocks.first_block
+        require(
+            table.num_trimmed <= first < length,
+            f"there is no entry {first}: the table has {length} entries, of which the first "
+            f"{table.num_trimmed} were trimmed",
+            "first_block",
+        )
+        num_left = length - first
+        require(
+            1 <= blocks.num_blocks <= num_left,
+            f"must be 1 to {num_left}, the entries from {first} on, is {blocks.num_blocks}",
+            "num_blocks",
+        )
+        held = self._shard.group_layers(self._layout, blocks.group)
+        layers = layer_range(held, blocks.first_layer, blocks.num_layers)
+        part = table.part(first, first + blocks.num_blocks)
+        if self._tables.first_stale([part]) is not None:
+            raise StaleGenerationError(taken_away(blocks.sequence_id), field="sequence_id")
+        if only_written and latest is not None:
+            _check_written(latest, blocks.group, part)
+        counts = self._plans.num_readable(
+            latest, blocks.sequence_id, blocks.group, [held[i] for i in layers], part, first
+        )
+        refs = pb.Blocks(
+            group=blocks.group,
+            tier=tier_of(part.place),
+            indices=part.blocks.astype("<i4").tobytes(),
+            generations=part.generations.astype("<i8").tobytes(),
+        )
+        return self._compute.read(part.place, part.blocks, layers, counts), refs
+
+    def write(
+        self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
+    ) -> pb.SignedPayload | None:
+        """As ``Executor.write_blocks``; the number of blocks is that of ``data``."""
+        session, run = self._plans.latest(session_id, plan_number)
+        if run.pass_index is not None:
+            raise PlanOutOfOrderError(
+                "the plan is computed in passes: go on by layers", field="plan.number"
+            )
+        batch = self._plans.batch(run, check_group(blocks.group, self._layout, "group"))
+        span = batch.span_of(blocks.sequence_id)
+        held = self._shard.group_layers(self._layout, blocks.group)
+        layers = layer_range(held, blocks.first_layer, blocks.num_layers)
+        tokens = self._compute.check_blocks(batch, span, layers, blocks.first_block, data)
+        of_shard = [self._layers.index(held[layer]) for layer in layers]
+        run.progress.check_no_gap(of_shard, span, tokens.start)
+        if not run.is_complete:
+            self._plans.check_may_write(session, run)
+            self._compute.write_span(batch, span, layers, blocks.first_block, data, tokens)
+            run.progress.extend(of_shard, span, tokens.stop)
+        return self._plans.receipt(session, run)
+
+    def of_span(self, session_id: int, sequence_id: int, plan_number: int) -> range:
+        """The table entries that have a token of the latest plan's span for a sequence. Raises as
+        ``PlanRunner.latest``, and InvalidRequestError when there is no such span.
+        """
+        _, run = self._plans.latest(session_id, plan_number)
+        batch = run.whole[0]
+        span = batch.span_of(sequence_id)
+        first, size = int(batch.first_positions[span]), self._layout.block_size_tokens
+        last = first + int(batch.starts[span + 1] - batch.starts[span]) - 1
+        return range(first // size, last // size + 1)
+
+
+def _check_written(latest: Run, group: int, part: Table) -> None:
+    """Raise PlanOutOfOrderError while the session's latest plan computes one of these blocks: all
+    that other plans of the session computed is written, and all of other sessions that it can use.
+    """
+    if latest.receipt is not None or part.place != place_of(group, pb.TIER_DEVICE):
+        return
+    if np.isin(part.blocks, latest.whole[group].written_blocks).any():
+        raise PlanOutOfOrderError(
+            f"plan {latest.number} computes these blocks: finish it first", field="sequence_id"
+        )

@@ -1,0 +1,37 @@
+"""A model's config, as transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvplane.errors import InvalidRequestError
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of ``folder``; the base class's where transformers does not know the
+    model type. Raises InvalidRequestError.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error}", field="config") from error
+    except ValueError as error:
+        raise InvalidRequestError(f"{path} is not JSON: {error}", field="config") from error
+    name = fields.get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequestError("must be a string", field="config.model_type")
+    try:
+        kind = CONFIG_MAPPING[name]  # its get() knows only classes that were registered
+    except KeyError:
+        kind = PreTrainedConfig
+    try:
+        return kind.from_dict(fields)
+    except Exception as error:  # each model's class raises what it likes
+        raise InvalidRequestError(
+            f"{path} is refused by transformers: {error}", field="config"
+        ) from error

@@ -1,0 +1,217 @@
+"""What carries out plans: the engine's only access to keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvplane.attention_options import AttentionOptions
+from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
+from kvplane.errors import InternalError
+from kvplane.layout import Layout
+from kvplane.runtime.region_layers import RegionLayers
+from kvplane.sync.loop_thread import LoopThread
+from kvplane.tensor import Tensor
+from kvplane.transport.tls import TlsOptions
+from kvplane.v1 import types_pb2 as pb
+from kvplane.v1.control_pb2 import ShardInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A plan was started. ``receipts``: of all shards when it has nothing to compute, else none."""
+
+    num_tokens: int
+    receipts: Sequence[pb.SignedPayload] = ()
+
+
+class OpenedSession(Protocol):
+    """What a backend needs of a session."""
+
+    @property
+    def grant(self) -> pb.SignedPayload:
+        """Says what the session may do at a data plane."""
+        ...
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """The pool's, by index."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """The pool's."""
+        ...
+
+
+class DataBackend(Protocol):
+    """Carries out the plans of one session, one at a time: ``start``, each layer in order,
+    ``finish``. Of a plan in passes, that is done for each pass.
+    """
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether ``start`` takes a pass."""
+        ...
+
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """As in ``kvplane.transformers.attention.Step``; of the session."""
+        ...
+
+    def open(self, session: OpenedSession) -> None:
+        """Serve ``session`` from now on, and no other."""
+        ...
+
+    def start(
+        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+    ) -> Started:
+        """Start a plan, or go on to its next pass. ``num_tokens``: what it computes, 0 where the
+        caller does not know. With it the answer need not be waited for, and what is wrong is raised
+        by the first layer.
+        """
+        ...
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """As in ``kvplane.transformers.attention.Step``."""
+        ...
+
+    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+        """The receipts of all shards, after the last layer; none if that pass was not the last."""
+        ...
+
+    def close(self) -> None:
+        """Forget the session; another may be opened. Harmless when called again."""
+        ...
+
+    def stop(self) -> None:
+        """Release everything; nothing is opened afterwards."""
+        ...
+
+
+class RemoteBackend:
+    """Data planes in other processes: tensors travel by shared memory to those on this machine, and
+    to others as bytes on an Execute stream to each.
+    """
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        timeout_s: float,
+        tls: TlsOptions | None = None,
+        *,
+        shared_memory: bool = True,
+    ) -> None:
+        """``shared_memory``: whether to use it where it can be had."""
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._tls = tls
+        self._shared_memory = shared_memory
+        self._client: ShardedDataClient | None = None
+        self._execution: ShardedExecution | None = None
+        self.latent_layers: frozenset[int] = frozenset()
+        self._layers: RegionLayers | None = None  # of a pool of one shard
+
+    def open(self, session: OpenedSession) -> None:
+        """Open an Execute stream to each of the session's data planes."""
+        self.close()
+        client = self._loop.call(
+            lambda: ShardedDataClient(
+                session.shards,
+                session.layout,
+                tls=self._tls,
+                timeout_s=self._timeout_s,
+                shared_memory=self._shared_memory,
+            )
+        )
+        self._client = client
+        self._execution = self._loop.run(client.open(session.grant))
+        self.latent_layers = session.layout.latent_layers
+        only = self._execution.only
+        self._layers = None if only is None else RegionLayers(only)
+
+    has_passes = True
+
+    def start(
+        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+    ) -> Started:
+        """Present the plan to the data planes; with the number of its tokens where it has a
+        pass.
+        """
+        execution = self._open_execution()
+        if num_tokens:
+            if self._layers is None or not self._layers.begin(plan, num_tokens, pass_index):
+                self._loop.run(execution.begin(plan, num_tokens, pass_index=pass_index))
+            return Started(num_tokens)
+        started = self._loop.run(execution.start(plan))
+        return Started(started.num_tokens, execution.receipts if started.has_run else ())
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Send one layer's new tokens and wait for its attention."""
+        if self._layers is not None:
+            output = self._layers.layer(index, query, key, value, options)
+            if output is not None:
+                return output
+        execution = self._open_execution()
+        # One shard takes what it is given whole, also where that is a part of the model's heads.
+        out = self._loop.run(
+            (execution.only or execution).layer(
+                index,
+                _to_wire(query),
+                _to_wire(key),
+                None if value is None else _to_wire(value),
+                options=options,
+            )
+        )
+        there: torch.Tensor = out.torch().to(query.device)
+        return there
+
+    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+        """The receipts that came after the last layer. Raises InternalError when one did not."""
+        execution = self._open_execution()
+        if not is_last:
+            return ()
+        if not execution.has_run:
+            raise InternalError("no receipt came after the last layer")
+        return execution.receipts
+
+    def close(self) -> None:
+        """Close streams and channels."""
+        execution, self._execution, self._layers = self._execution, None, None
+        client, self._client = self._client, None
+        if execution is not None:
+            self._loop.run(execution.close())
+        if client is not None:
+            self._loop.run(client.close())
+
+    def stop(self) -> None:
+        """Close the session: there is nothing else to release."""
+        self.close()
+
+    def _open_execution(self) -> ShardedExecution:
+        if self._execution is None:
+            raise InternalError("no session is open")
+        return self._execution
+
+
+def _to_wire(tensor: torch.Tensor) -> Tensor:
+    return Tensor.from_array(tensor.detach().cpu().contiguous())

@@ -1,0 +1,196 @@
+"""Planes in the model's own process: tensors are passed, not sent.
+
+The pool registers with the control plane and serves gRPC to others like any other. This process
+holds its key, so it is for one tenant.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from data_plane.execution.repeated_layers import RepeatedLayers
+from data_plane.kernels.backend import cache_kinds_of
+from data_plane.kernels.device.cuda_streams import device_errors
+from data_plane.kernels.device.devices import choose_device, this_machine
+from data_plane.server.config import DataPlaneConfig
+from data_plane.server.embedded import EmbeddedDataPlane
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InternalError
+from kvplane.layout import LATENT, Layout
+from kvplane.runtime.backend import OpenedSession, Started
+from kvplane.sync.loop_thread import LoopThread
+from kvplane.v1 import types_pb2 as pb
+
+_GRACE_S = 1.0  # for calls of others, when the planes are stopped
+
+
+def start_planes(
+    closing: ExitStack,
+    layout: Layout,
+    *,
+    device: str,
+    pool_id: str,
+    num_device_blocks: int,
+    num_threads: int,
+    start_timeout_s: float,
+) -> tuple[str, EmbeddedBackend]:
+    """Start both planes, which ``closing`` stops; the pool is on ``device``. Returns the control
+    plane's address, on the loopback interface, and the data plane's backend.
+    """
+    loop = LoopThread("kvplane-control-plane")
+    closing.callback(loop.close)
+    config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=_GRACE_S)
+    server = loop.run(ControlPlaneServer.start(config))
+    closing.callback(lambda: loop.run(server.stop()))
+    backend = EmbeddedBackend(
+        layout,
+        start_timeout_s,
+        control_plane=server.address,
+        device=device,
+        pool_id=pool_id,
+        num_device_blocks=num_device_blocks,
+        num_threads=num_threads,
+        grace_s=_GRACE_S,
+    )
+    closing.callback(backend.stop)
+    return server.address, backend
+
+
+def device_for(model_device: torch.device) -> str:
+    """The device of a model's pool: its GPU where the kernels run on one, otherwise the CPU. To
+    another device the tensors of a layer would cross the link twice.
+    """
+    is_served = model_device.type == "cuda" and choose_device("auto", this_machine).type == "cuda"
+    return str(model_device) if is_served else "cpu"
+
+
+def serves_latents(device: str = "auto") -> bool:
+    """Whether the kernels of a pool on ``device`` attend to latents."""
+    return LATENT in cache_kinds_of(choose_device(device, this_machine))
+
+
+class EmbeddedBackend:
+    """Starts a data plane of ``layout``, and calls its executor. ``settings``: fields of
+    DataPlaneConfig. Raises UnavailableError when it cannot register in time.
+    """
+
+    def __init__(self, layout: Layout, start_timeout_s: float, **settings: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "layout.json")
+            path.write_text(json.dumps(asdict(layout)), encoding="utf-8")
+            config = DataPlaneConfig(layout=path, bind="127.0.0.1:0", metrics_port=-1, **settings)
+            self._plane = EmbeddedDataPlane(config)
+            self._executor = self._plane.start(start_timeout_s)
+        self._session_id: int | None = None
+        self._plan_number: int | None = None
+        self._pass_index: int | None = None
+        self._repeated: RepeatedLayers | None = None
+        self.latent_layers: frozenset[int] = frozenset()
+
+    has_passes = True
+
+    def open(self, session: OpenedSession) -> None:
+        """Present the session's grant to the executor."""
+        self._session_id = self._executor.open(session.grant)
+        self._repeated = self._executor.repeated_layers(self._session_id)
+        self.latent_layers = session.layout.latent_layers
+
+    def start(
+        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+    ) -> Started:
+        """Change tables and run transfers, before the first pass."""
+        session_id = self._open_session()
+        if not pass_index:
+            started = self._executor.start(session_id, plan)
+            self._plan_number = started.number
+        self._pass_index, number = pass_index, self._plan_number
+        if pass_index is not None:
+            started_tokens = self._executor.begin_pass(session_id, pass_index, plan_number=number)
+        if self._repeated is not None:
+            self._repeated.begin()
+        if pass_index is not None:
+            return Started(started_tokens)
+        return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Write and attend in this thread, on the pool's device."""
+        executor, session_id = self._executor, self._open_session()
+        if executor.device.type != "cpu" or not query.is_cpu:
+            with device_errors():
+                query_there, key = query.to(executor.device), key.to(executor.device)
+                value = None if value is None else value.to(executor.device)
+        else:
+            query_there = query
+        out = executor.layer(
+            session_id,
+            index,
+            query_there,
+            key,
+            value,
+            options=options,
+            plan_number=self._plan_number,
+            pass_index=self._pass_index,
+        )
+        if out is None:
+            raise InternalError("a layer with queries has no output")
+        if out.device == query.device:
+            return out
+        with device_errors():
+            return out.to(query.device)
+
+    def repeated_layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor | None:
+        """As ``kvplane.transformers.attention.RepeatedLayer`` says."""
+        if self._repeated is None:
+            return None
+        return self._repeated.layer(index, query, key, value, options)
+
+    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+        """The receipt, after the last layer."""
+        if not is_last and self._executor.device.type == "cpu":
+            return ()  # its kernels have raised what was wrong
+        receipt = self._executor.receipt(self._open_session())
+        if not is_last:
+            return ()
+        if receipt is None:
+            raise InternalError("no receipt came after the last layer")
+        return [receipt]
+
+    def close(self) -> None:
+        """Forget the session; the pool stays for others, and for the next session."""
+        if self._repeated is not None:
+            self._repeated.count()
+        self._session_id = self._repeated = None
+
+    def stop(self) -> None:
+        """Stop the data plane."""
+        self._plane.stop()
+
+    def _open_session(self) -> int:
+        if self._session_id is None:
+            raise InternalError("no session is open")
+        return self._session_id
