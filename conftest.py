@@ -12,7 +12,8 @@ import random
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tools import REASON
+
+from tests.helpers.tools import REASON
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; children inherit it
 

@@ -205,8 +205,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-helpers=$PWD/tests/helpers
-export PYTHONPATH="$SITE:$PWD:$PWD/tests/kernels:$helpers:$helpers/data${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$SITE:$PWD:$PWD/tests/kernels${PYTHONPATH:+:$PYTHONPATH}"
 [ -z "$BUILDS" ] || rm -rf "$SITE" "$BUILD/cmake"
 mkdir -p "$SITE"
 [ -z "$BUILDS" ] || take_wheels

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from attacked_planes import HonestCaller, PlaneProcess
 
 from kvplane.wire import protocol
+from tests.helpers.attacked_planes import HonestCaller, PlaneProcess
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,6 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from attacked_planes import (
-    HonestCaller,
-    PlaneProcess,
-    assert_calm,
-    free_port,
-    refusal,
-)
-from data_server import serving
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
@@ -35,6 +27,14 @@ from kvplane.v1 import data_pb2 as dpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.attacked_planes import (
+    HonestCaller,
+    PlaneProcess,
+    assert_calm,
+    free_port,
+    refusal,
+)
+from tests.helpers.data.data_server import serving
 
 MIB = 1 << 20
 LARGE = 4 * MIB - 128

@@ -16,9 +16,6 @@ import grpc
 import grpc.aio
 import pytest
 import torch
-from checked_engine import Engine
-from listed_peers import Peers, listed_peers
-from plan_author import LAYOUT, POOL_ID
 
 from kvplane import ControlClient, ops
 from kvplane.clients.execution import Execution
@@ -35,6 +32,9 @@ from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from tests.helpers.checked_engine import Engine
+from tests.helpers.data.plan_author import LAYOUT, POOL_ID
+from tests.helpers.listed_peers import Peers, listed_peers
 
 PROMPT = range(20)
 ATTEMPTS = 3

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from routed import BODY, PATIENCE_S, Engine, Routed, chunk, routed, says_yes
 
 from kvplane.integrations.router import prompts
 from kvplane.integrations.router.prompts import PromptReader
 from kvplane.serving import http_requests, http_server
 from tests.e2e.engine_planes import save_byte_model
+from tests.helpers.routed import BODY, PATIENCE_S, Engine, Routed, chunk, routed, says_yes
 
 BODY_S = 3.0  # that other requests must be answered within, also on a busy machine
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

@@ -10,9 +10,9 @@ import tracemalloc
 from contextlib import suppress
 
 import pytest
-from routed import BODY, STREAM, Engine, Script, chunk, routed, says_yes, whole
 
 from kvplane.integrations.router import engines as of_engines
+from tests.helpers.routed import BODY, STREAM, Engine, Script, chunk, routed, says_yes, whole
 
 SHORT_S = 0.5
 

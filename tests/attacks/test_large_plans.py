@@ -10,8 +10,15 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from data_server import author_of, serving
-from plan_author import (
+
+from kvplane.errors import InvalidRequestError
+from kvplane.transport.connection import typed_errors
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
     PlanAuthor,
@@ -20,13 +27,6 @@ from plan_author import (
     set_blocks,
     span,
 )
-
-from kvplane.errors import InvalidRequestError
-from kvplane.transport.connection import typed_errors
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
-from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import columns
 
 NUM_BLOCKS = 2048
 NUM_FORKS = 1000

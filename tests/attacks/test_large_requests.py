@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from attacked_planes import HonestCaller, PlaneProcess, assert_calm, refusal
-from registration_messages import LAYOUT, hello
 
 from kvplane.errors import InvalidRequestError, KvplaneError, QuotaExceededError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from tests.helpers.attacked_planes import HonestCaller, PlaneProcess, assert_calm, refusal
+from tests.helpers.planning.registration_messages import LAYOUT, hello
 
 MIB = 1 << 20
 LARGE = 8 * MIB - 128

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from attacked_planes import HonestCaller, assert_calm
-from registration_messages import LAYOUT
 
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from tests.helpers.attacked_planes import HonestCaller, assert_calm
+from tests.helpers.planning.registration_messages import LAYOUT
 
 NUM_BLOCKS = 480
 NUM_FORKS = 8_000  # of so many blocks each, all that a session's tables may refer to

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checked_engine import Engine
-from listed_peers import Peers, listed_peers
-from plan_author import BLOCK_SIZE, LAYOUT, POOL_ID
 
 from data_plane.server.tensor_codec import tensor_from_message
 from kvplane import DataClient, ops
 from kvplane.errors import BlockNotWrittenError
+from tests.helpers.checked_engine import Engine
+from tests.helpers.data.plan_author import BLOCK_SIZE, LAYOUT, POOL_ID
+from tests.helpers.listed_peers import Peers, listed_peers
 
 NUM_BLOCKS = 8  # all that the pool has
 SECRET = range(1, NUM_BLOCKS * BLOCK_SIZE)  # fills them, but for a slot

@@ -7,14 +7,13 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from attacked_planes import LONGEST_S, p99
-from data_server import author_of, serving
-from plan_author import BLOCK_SIZE, set_blocks, span, tokens
-
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane import DataClient
 from kvplane.clients.execution import Execution
 from kvplane.tensor import Tensor
+from tests.helpers.attacked_planes import LONGEST_S, p99
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import BLOCK_SIZE, set_blocks, span, tokens
 
 NUM_ROWS = 6144
 NUM_GREEDY = 3

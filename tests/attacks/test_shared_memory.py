@@ -6,11 +6,11 @@ import tracemalloc
 from pathlib import Path
 
 import grpc.aio
-from data_server import author_of, serving
-from local_peer import LocalPeer, plan_of_two_tokens
 
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
 
 NUM_PACKETS = 400
 LONG_BYTES = 100_000

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from two_pools import PROMPT, SEQUENCE, THERE, TwoPools, push, side, two_pools
 
 from data_plane.server.push import sender
 from kvplane import PrefixMover, ops
@@ -18,6 +17,7 @@ from kvplane.errors import DeadlineExceededError, QuotaExceededError
 from kvplane.v1 import push_pb2_grpc
 from kvplane.v1.data_pb2 import PushTicket
 from kvplane.v1.push_pb2 import PushBlocksRequest
+from tests.helpers.two_pools import PROMPT, SEQUENCE, THERE, TwoPools, push, side, two_pools
 
 ADMIT = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
 PATIENCE_S = 60.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from attacked_planes import LONGEST_S, HonestCaller, p99
-from listed_peers import Peers, listed_peers
+from tests.helpers.attacked_planes import LONGEST_S, HonestCaller, p99
+from tests.helpers.listed_peers import Peers, listed_peers
 
 NUM_GREEDY = 8  # sessions
 PAUSE_S = 0.005

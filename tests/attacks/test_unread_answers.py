@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from attacked_planes import HELPERS, PATIENCE_S, PlaneProcess, environment
-from data_server import write_layout
-from plan_author import BLOCK_SIZE, POOL_ID, PlanAuthor, set_blocks, span, tokens
-from register_side import RegisterSide
 
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.wire import protocol
+from tests.helpers.attacked_planes import HELPERS, PATIENCE_S, PlaneProcess, environment
+from tests.helpers.data.data_server import write_layout
+from tests.helpers.data.plan_author import BLOCK_SIZE, POOL_ID, PlanAuthor, set_blocks, span, tokens
+from tests.helpers.planning.register_side import RegisterSide
 
 MIB = 1 << 20
 NUM_BLOCKS = 2048

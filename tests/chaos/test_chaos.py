@@ -17,8 +17,6 @@ from tests.chaos import fleet as fleets
 from tests.chaos.fleet import Fleet
 from tests.e2e.engine_planes import ROOT, save_byte_model
 
-HELPERS = [str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "helpers" / "data")]
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,8 +46,7 @@ def test_a_minute_of_chaos_ends_clean(tmp_path: Path) -> None:
 async def test_a_data_plane_that_computes_wrongly_is_noticed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(HELPERS))
-    faulty = Fleet(model, tmp_path, ("faulty_data_plane", "skip-newest-slot"))
+    faulty = Fleet(model, tmp_path, ("tests.helpers.data.faulty_data_plane", "skip-newest-slot"))
     try:
         await faulty.start()
         assert any(engine.wrong for engine in faulty.engines)

@@ -12,8 +12,6 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from monitored_stack import ROOT, RULES, MonitoredStack
-from tools import needs
 
 from examples.load import Load
 from kvplane import ControlClient, Layout, ops
@@ -21,6 +19,8 @@ from kvplane.session import Session
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.v1.types_pb2 import SignedPayload
+from tests.helpers.monitored_stack import ROOT, RULES, MonitoredStack
+from tests.helpers.tools import needs
 
 POOL = "default"
 NAMES = [

@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from monitored_stack import ROOT, MonitoredStack
-from tools import needs
-
 from examples.load import Load
 from kvplane import ControlClient
 from scripts import boards
+from tests.helpers.monitored_stack import ROOT, MonitoredStack
+from tests.helpers.tools import needs
 
 INTERVAL = "10s"
 # Tight: sequences wait, are cut, swapped and evicted.

@@ -14,13 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import json_caller
 import pytest
-from go_stubs import go, write_stubs
-from tools import needs
 
 from examples.planes import Planes
 from kvplane import LayerGroup, Layout
+from tests.helpers import json_caller
+from tests.helpers.go_stubs import go, write_stubs
+from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = (ROOT / "docs" / "clients.md").read_text()

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docker_daemon import ROOT, DockerDaemon, download_wheels, needs_daemon, served
+
+from tests.helpers.docker_daemon import ROOT, DockerDaemon, download_wheels, needs_daemon, served
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5400)]
 IMAGES = ("control-plane", "data-plane", "engine")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from engine_planes import ROOT
-from kernel_faults import FAULTS
+
+from tests.helpers.data.kernel_faults import FAULTS
 
 SUBTLEST = "skip-newest-slot"
-HELPERS = os.pathsep.join(str(ROOT / "tests" / name) for name in ("helpers", "helpers/data"))
 TIMEOUT_S = 280
 
 
@@ -78,7 +78,7 @@ def test_it_passes_and_prints_what_it_counted(tmp_path: Path) -> None:
     ],
 )
 def test_a_planted_fault_makes_it_fail(tmp_path: Path, fault: str) -> None:
-    done = demo(tmp_path, "-m", "faulty_demo", fault, python_path=HELPERS)
+    done = demo(tmp_path, "-m", "tests.helpers.faulty_demo", fault)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not all greedy requests are identical to transformers" in done.stdout
     assert children_of_run(tmp_path) == []

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from engine_planes import ROOT, Process
-from kernel_sets import emulated_kernels
 
 from engine import LLM, SamplingParams
+from tests.helpers.data.kernel_sets import emulated_kernels
 
 MODEL = ROOT / "models" / "recall"
 PROMPTS = [

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine_planes import Process, save_byte_model
-from sharded_pool import BY_LAYERS, POOL, Ranges, ShardedPool, by_heads
 
 from engine import LLM, SamplingParams
 from engine.request import CompletionOutput
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.models.hf import layout_from_hf
 from kvplane.sync.loop_thread import LoopThread
+from tests.helpers.sharded_pool import BY_LAYERS, POOL, Ranges, ShardedPool, by_heads
 
 PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, record_logits=True)

@@ -16,12 +16,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from monitored_stack import ROOT, MonitoredStack, free_port
-from tools import needs
-
 from examples.load import Load
 from kvplane import ControlClient
 from kvplane.v1 import types_pb2
+from tests.helpers.monitored_stack import ROOT, MonitoredStack, free_port
+from tests.helpers.tools import needs
 
 POOL = ["--num-device-blocks", "96", "--num-host-blocks", "32"]
 STATES = ("free", "cached", "held", "retired")

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from monitored_stack import ROOT, MonitoredStack
-from tools import needs
 
 from examples.load import Load
 from kvplane import (
@@ -25,6 +23,8 @@ from kvplane import (
 )
 from kvplane.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
+from tests.helpers.monitored_stack import ROOT, MonitoredStack
+from tests.helpers.tools import needs
 
 POOL = "default"
 NUM_BLOCKS = 96

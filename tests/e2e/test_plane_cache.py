@@ -15,18 +15,6 @@ from typing import Any
 import pytest
 import torch
 from engine_planes import Process
-from plane_cache_checks import (
-    ARGUMENT,
-    CHECKS,
-    NUM_NEW,
-    Check,
-    answer,
-    assert_same,
-    greedy_with_padding,
-    one_prompt,
-    prompts,
-    tiny_llama,
-)
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvplane import LayerGroup, Layout
@@ -38,6 +26,18 @@ from kvplane.errors import (
     SessionNotFoundError,
 )
 from kvplane.transformers import PlaneCache, close_planes
+from tests.helpers.plane_cache_checks import (
+    ARGUMENT,
+    CHECKS,
+    NUM_NEW,
+    Check,
+    answer,
+    assert_same,
+    greedy_with_padding,
+    one_prompt,
+    prompts,
+    tiny_llama,
+)
 from tests.models.tiny_models import tiny_model
 
 POOL = {"num_device_blocks": 64}

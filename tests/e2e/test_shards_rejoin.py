@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from registration_messages import LAYOUT, all_outgoing, hello
 
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -17,6 +16,7 @@ from kvplane.errors import StaleEpochError
 from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello
 
 TENANT = "default"
 EPOCHS = itertools.count(1)

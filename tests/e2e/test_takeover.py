@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from engine_planes import POOL, Process, save_byte_model
-from etcd_cluster import EtcdCluster
 
 from engine import LLM, SamplingParams
 from kvplane import ControlClient, DataClient, ops
 from kvplane.errors import StaleIncarnationError, UnavailableError
 from kvplane.models.hf import layout_from_hf
 from kvplane.transport.health import check
+from tests.helpers.etcd_cluster import EtcdCluster
 
 PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -8,14 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
-HELPERS = TESTS / "helpers"
-FOLDERS = ("", "core", "data", "planes", "planning")
-sys.path[:0] = [str(TESTS / "exhaustive"), *(str(HELPERS / name) for name in FOLDERS)]
-
-from explorer import SETTINGS, explore  # noqa: E402
+from tests.exhaustive.explorer import SETTINGS, explore
 
 
 def main() -> None:

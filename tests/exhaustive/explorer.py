@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from scenario import Scenario, Setting
+from tests.exhaustive.scenario import Scenario, Setting
 
 Path = tuple[tuple[str, int], ...]
 

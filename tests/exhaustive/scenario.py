@@ -11,9 +11,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planes_engine import Engine
-from planes_world import World
-
 from kvplane import ops
 from kvplane.errors import (
     KvplaneError,
@@ -23,6 +20,8 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.planes.planes_engine import Engine
+from tests.helpers.planes.planes_world import World
 
 OWNER = ("ann", "")
 

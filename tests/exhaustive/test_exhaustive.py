@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from explorer import SETTINGS, FoundError, explore
+
+from tests.exhaustive.explorer import SETTINGS, FoundError, explore
 
 
 def _load_faults() -> ModuleType:

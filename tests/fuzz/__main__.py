@@ -11,12 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
-HELPERS = TESTS / "helpers"
-sys.path[:0] = map(str, (TESTS / "fuzz", HELPERS, HELPERS / "planning", HELPERS / "data"))
-
-from fuzzer import Result  # noqa: E402
-from run import run  # noqa: E402
+from tests.fuzz.fuzzer import Result
+from tests.fuzz.run import run
 
 
 def report(result: Result) -> str:

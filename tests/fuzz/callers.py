@@ -10,7 +10,18 @@ from functools import cache
 from typing import Any
 
 from google.protobuf.message import Message
-from plan_author import (
+
+from data_plane.execution.table_blocks import BlockRange
+from data_plane.server.push import chunks
+from data_plane.server.tensor_codec import tensor_to_message
+from kvplane import ops
+from kvplane.shard import Shard
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import data_pb2 as dpb
+from kvplane.v1 import push_pb2 as ppb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
+from tests.helpers.data.plan_author import (
     HOST,
     LAYOUT,
     POOL_ID,
@@ -25,17 +36,6 @@ from plan_author import (
     trim,
     truncate,
 )
-
-from data_plane.execution.table_blocks import BlockRange
-from data_plane.server.push import chunks
-from data_plane.server.tensor_codec import tensor_to_message
-from kvplane import ops
-from kvplane.shard import Shard
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import data_pb2 as dpb
-from kvplane.v1 import push_pb2 as ppb
-from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import protocol, signing
 
 Requests = list[tuple[str, list[Message]]]
 """Method of a service, and what is sent: several messages for a stream."""

@@ -16,13 +16,14 @@ import atheris.core_with_libfuzzer as libfuzzer
 import kvplane_blocks
 import xxhash
 from kvplane_blocks import _native
-from plain_requests import PLAIN_CALLS, fuzz_plain_bytes
-from pool_calls import STEP_CALLS, end, end_some, fence
-from pool_world import World, make_calls, new_core, settings
-from prefix_calls import PREFIX_CALLS
-from query_calls import QUERY_CALLS
-from rebuild_calls import rebuilt
-from watch_calls import WATCH_CALLS, check_followers
+
+from tests.fuzz.plain_requests import PLAIN_CALLS, fuzz_plain_bytes
+from tests.fuzz.pool_calls import STEP_CALLS, end, end_some, fence
+from tests.fuzz.pool_world import World, make_calls, new_core, settings
+from tests.fuzz.prefix_calls import PREFIX_CALLS
+from tests.fuzz.query_calls import QUERY_CALLS
+from tests.fuzz.rebuild_calls import rebuilt
+from tests.fuzz.watch_calls import WATCH_CALLS, check_followers
 
 NUM_COUNTERS = 1 << 16  # kNumCounters of coverage.cpp
 BLOCK_TOKENS = (4, 4, 1)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc.aio
-from callers import sent
 from google.protobuf.message import Message
-from mutator import Mutator
 
 from data_plane.server.push import chunks
 from kvplane.v1 import push_pb2 as ppb
 from kvplane.v1 import types_pb2 as tpb
+from tests.fuzz.callers import sent
+from tests.fuzz.mutator import Mutator
 
 NUM_LANES = 8
 """Callers at one time, on one connection."""

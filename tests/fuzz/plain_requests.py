@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvplane_blocks import PlainStep
-from pool_world import NUM_BLOCKS, Call, Session, World
 
 from control_plane.sessions.numbering import content_of
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from tests.fuzz.pool_world import NUM_BLOCKS, Call, Session, World
 
 if TYPE_CHECKING:
     from atheris import FuzzedDataProvider

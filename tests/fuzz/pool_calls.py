@@ -6,7 +6,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from pool_world import MANY_BLOCKS, MOST, NUM_BLOCKS, REFUSALS, Call, Session, World, granted
+from tests.fuzz.pool_world import (
+    MANY_BLOCKS,
+    MOST,
+    NUM_BLOCKS,
+    REFUSALS,
+    Call,
+    Session,
+    World,
+    granted,
+)
 
 
 def admit(world: World, session: Session) -> None:

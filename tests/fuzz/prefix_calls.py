@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pool_world import Call, Session, World
+from tests.fuzz.pool_world import Call, Session, World
 
 
 def retain(world: World, session: Session) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import kvplane_blocks
-from pool_world import Call, Session, World
+
+from tests.fuzz.pool_world import Call, Session, World
 
 
 def ask(world: World, session: Session) -> None:

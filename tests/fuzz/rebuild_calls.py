@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvplane_blocks import Pool, Rebuild
-from pool_world import (
+
+from tests.fuzz.pool_world import (
     DEVICE,
     HOST,
     MANY_BLOCKS,

@@ -12,20 +12,20 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc.aio
-from attacked_planes import PlaneProcess, free_port
-from callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
-from control_wire import RawSession, RawShard
-from data_server import write_layout
-from fuzzer import NUM_LANES, PATIENCE_S, Fuzzer, Lane, Result
 from google.protobuf.descriptor import ServiceDescriptor
-from plan_author import POOL_ID, PlanAuthor, set_blocks
-from register_side import RegisterSide
 
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc, push_pb2
 from kvplane.v1 import data_pb2 as dpb
 from kvplane.wire import protocol
+from tests.fuzz.callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
+from tests.fuzz.fuzzer import NUM_LANES, PATIENCE_S, Fuzzer, Lane, Result
+from tests.helpers.attacked_planes import PlaneProcess, free_port
+from tests.helpers.data.data_server import write_layout
+from tests.helpers.data.plan_author import POOL_ID, PlanAuthor, set_blocks
+from tests.helpers.planning.control_wire import RawSession, RawShard
+from tests.helpers.planning.register_side import RegisterSide
 
 MAX_GROWTH_BYTES = 512 << 20
 # The honest session at a data plane: an id that no changed one comes to.

@@ -18,7 +18,8 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-from plain_requests import seeds
+
+from tests.fuzz.plain_requests import seeds
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 

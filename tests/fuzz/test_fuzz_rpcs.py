@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from run import SERVICES, run
+
+from tests.fuzz.run import SERVICES, run
 
 # What takes about a minute beside two other workers on two cores.
 NUM_INPUTS = 20_000

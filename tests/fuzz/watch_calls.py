@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pool_world import Call, Session, World
+from tests.fuzz.pool_world import Call, Session, World
 
 STORED, REMOVED = 1, 2
 HASH_BYTES = 16

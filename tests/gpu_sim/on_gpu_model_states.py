@@ -10,13 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import plane_cache_checks as checks
 import torch
 from transformers import LlamaForCausalLM
 
 from kvplane.transformers import close_planes
 from kvplane.transformers.model_state import namespace_of
 from tests.e2e.engine_planes import ROOT, Process
+from tests.helpers import plane_cache_checks as checks
 from tests.models import model_states as states
 
 FOUND = 32  # of 45 tokens, all whole blocks

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import plane_cache_checks as checks
 import pytest
 from transformers import PreTrainedModel
 
 from kvplane.transformers import PlaneCache, close_planes
+from tests.helpers import plane_cache_checks as checks
 
 
 @pytest.fixture

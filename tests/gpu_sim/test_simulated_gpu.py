@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu_programs import PYTEST, run_on_simulated_gpu
+
+from tests.helpers.gpu_programs import PYTEST, run_on_simulated_gpu
 
 NEED_TIME = "not run_ahead and not go_on_beside"
 PROGRAMS = {

@@ -142,8 +142,7 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    folders = [ROOT, HELPERS, *(path for path in HELPERS.iterdir() if path.is_dir())]
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from plan_author import dense_attention, tokens
 
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.clients.execution import Execution
@@ -11,6 +10,7 @@ from kvplane.results import StepResult
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.data.plan_author import dense_attention, tokens
 
 CPU = torch.device("cpu")
 

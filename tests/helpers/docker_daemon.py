@@ -25,7 +25,8 @@ from typing import Any, Final
 from unittest import SkipTest
 
 from packaging.requirements import Requirement
-from tools import needs
+
+from tests.helpers.tools import needs
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PYTHON_IMAGE: Final = "kvplane-tests/python:bookworm"

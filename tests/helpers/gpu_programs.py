@@ -16,8 +16,6 @@ FOLDERS: Final = (
     "tests/gpu_sim",
     ".",
     "tests/kernels",
-    "tests/helpers",
-    "tests/helpers/data",
 )
 # The project's settings of pytest need plugins that the child does not load.
 PYTEST: Final = (

@@ -13,12 +13,12 @@ import sys
 import time
 
 import grpc.aio
-from control_wire import RawSession, RawShard
 
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.wire import protocol
+from tests.helpers.planning.control_wire import RawSession, RawShard
 
 PAUSE_S = 0.002
 HEARTBEAT_S = 1.0

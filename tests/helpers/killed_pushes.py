@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from two_pools import HERE, THERE, control_plane, data_plane, settings_of, write_layout
 
 from data_plane.execution.table_blocks import BlockRange
 from data_plane.server.push import chunks
@@ -25,6 +24,14 @@ from kvplane.errors import KvplaneError, UnavailableError
 from kvplane.v1.data_pb2 import PushTicket
 from kvplane.v1.push_pb2 import BlockChunk
 from kvplane.v1.types_pb2 import SignedPayload
+from tests.helpers.two_pools import (
+    HERE,
+    THERE,
+    control_plane,
+    data_plane,
+    settings_of,
+    write_layout,
+)
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1), 8, 64),))

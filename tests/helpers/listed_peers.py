@@ -12,13 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from data_server import config_of
-from plan_author import POOL_ID
-
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, TlsOptions
+from tests.helpers.data.data_server import config_of
+from tests.helpers.data.plan_author import POOL_ID
 
 TLS = Path(__file__).parents[1] / "rpc" / "tls"
 ROLES = {

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plan_author import PlanAuthor, set_blocks, span, tokens
 
 from data_plane.server.server import DataPlaneServer
 from kvplane.transport.local import packets
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span, tokens
 
 FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32
 

@@ -9,7 +9,8 @@ import urllib.request
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families
-from tools import needs
+
+from tests.helpers.tools import needs
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 

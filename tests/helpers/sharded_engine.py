@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
-from sharded_pool import NUM_HEADS, POOL, Ranges, ShardedPool
 
 from kvplane import ControlClient, Layout, Session, Tensor, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.results import StepResult
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.sharded_pool import NUM_HEADS, POOL, Ranges, ShardedPool
 
 OPTIONS = AttentionOptions(
     alibi_slopes=tuple(i / 16 for i in range(NUM_HEADS)), sinks=tuple(range(NUM_HEADS))

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from warm_pytest import TESTS_FAILED, run_pytest
+from tests.helpers.warm_pytest import TESTS_FAILED, run_pytest
 
 ROOT = Path(__file__).parents[2]
 PARTS = (

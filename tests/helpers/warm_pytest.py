@@ -55,7 +55,7 @@ def run_pytest(
 
 def assert_noticed(plugin: Path, fault: str, tests: str) -> None:
     """A plugin of pytest plants the fault that $FAULT names; the tests fail with it."""
-    path = os.pathsep.join(map(str, (plugin.parent, Path(__file__).parent, ROOT)))
+    path = os.pathsep.join(map(str, (plugin.parent, ROOT)))
     env = {"FAULT": fault, "PYTHONPATH": path}
     done = run_pytest("-p", plugin.stem, "-m", "not nightly", tests, cwd=ROOT, env=env)
     assert done.returncode == TESTS_FAILED, done.stdout

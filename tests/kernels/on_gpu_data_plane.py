@@ -14,9 +14,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from executor_twins import HEAD_SIZE, LAYERS, NUM_HEADS, NUM_KV_HEADS, Side, run_twins
-from kernel_faults import FAULTS, with_fault
-from plan_author import HOST, LAYOUT, POOL_ID, ref, set_blocks, span, transfer
 
 from data_plane import Executor
 from data_plane.kernels.backend import kernels_of
@@ -24,6 +21,16 @@ from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.upload import upload
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
+from tests.helpers.data.executor_twins import (
+    HEAD_SIZE,
+    LAYERS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Side,
+    run_twins,
+)
+from tests.helpers.data.kernel_faults import FAULTS, with_fault
+from tests.helpers.data.plan_author import HOST, LAYOUT, POOL_ID, ref, set_blocks, span, transfer
 
 GPU = torch.device("cuda", 0)
 LONG_CYCLES = 2_000_000_000  # about a second

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fixed_steps import BOUNDS, PROMPTS, STEPS, Inputs, rig_with_prompts, run_by_layers, start_step
 
 from kvplane.attention_options import AttentionOptions
+from tests.helpers.data.fixed_steps import (
+    BOUNDS,
+    PROMPTS,
+    STEPS,
+    Inputs,
+    rig_with_prompts,
+    run_by_layers,
+    start_step,
+)
 
 OPTIONS = (
     AttentionOptions(),

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_rig import Rig
 from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
 from kernel_cases import FP8, Batch, Case, assert_same_bits, build
-from kernel_sets import emulated_kernels
-from plan_author import span
 
 from data_plane.kernels.arguments import AttentionArguments, HostLengths, SharedPlans
 from data_plane.kernels.backends.cuda import MAX_SHARED_PLANS
 from kvplane.errors import InvalidRequestError
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.kernel_sets import emulated_kernels
+from tests.helpers.data.plan_author import span
 
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
 LENS = ((1, 300), (40, 600), (0, 7), (1, 20), (3, 200), (70, 70))

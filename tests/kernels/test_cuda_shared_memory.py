@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from device_backends import chosen_backend
-from gpu_peer import MemoryUser, OtherProcess, num_gpu_maps
+
+from tests.helpers.data.gpu_peer import MemoryUser, OtherProcess, num_gpu_maps
 
 NUM_BYTES = 3 << 20
 BLOCK_BYTES = 2 << 20

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_rig import Rig
-from executor_twins import run_twins
-from kernel_faults import FAULTS, with_fault
-from kernel_sets import emulated_kernels, late_kernels
-from plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, set_blocks, span, tokens
 
 from data_plane import Executor
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.executor_twins import run_twins
+from tests.helpers.data.kernel_faults import FAULTS, with_fault
+from tests.helpers.data.kernel_sets import emulated_kernels, late_kernels
+from tests.helpers.data.plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, set_blocks, span, tokens
 
 BACKENDS = {"cpu": lambda: CpuKernels(1), "emulated": emulated_kernels}
 

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fixed_steps import (
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data_plane import StepBounds
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InvalidRequestError, PlanOutOfOrderError, SessionExpiredError
+from tests.helpers.data.fixed_steps import (
     BOUNDS,
     PROMPTS,
     STEPS,
@@ -20,13 +25,8 @@ from fixed_steps import (
     run_by_layers,
     start_step,
 )
-from kernel_sets import emulated_kernels
-from plan_author import span
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from data_plane import StepBounds
-from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InvalidRequestError, PlanOutOfOrderError, SessionExpiredError
+from tests.helpers.data.kernel_sets import emulated_kernels
+from tests.helpers.data.plan_author import span
 
 OPTIONS = (
     AttentionOptions(),

@@ -221,8 +221,6 @@ def test_the_run_imports_nothing_that_is_not_asked_for() -> None:
     folders = (
         ROOT,
         ROOT / "tests" / "kernels",
-        ROOT / "tests" / "helpers",
-        ROOT / "tests" / "helpers" / "data",
     )
     cases = [*folders[1].glob("test_cuda_*.py"), *folders[1].glob("on_gpu*.py")]
     names = [path.stem for path in cases if path.stem != "test_cuda_build"]

@@ -11,7 +11,8 @@ import kvplane_kernels
 import pytest
 from emulated_build import emulated_module
 from kvplane_kernels import _native
-from native_stubs import Stub
+
+from tests.helpers.native.native_stubs import Stub
 
 STUBS = Path(__file__).parents[2] / "csrc" / "kvplane_kernels"
 OF_THE_EMULATOR = {

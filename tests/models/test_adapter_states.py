@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plane_cache_checks import ATOL
 
 from tests.e2e.engine_planes import ROOT, Process
+from tests.helpers.plane_cache_checks import ATOL
 from tests.models import model_states as states
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from plane_cache_checks import CHECKS, Check, answer, assert_same, prompts
 from tiny_models import draw_weights, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -24,6 +23,7 @@ from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.probe import probe
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.plane_cache_checks import CHECKS, Check, answer, assert_same, prompts
 
 NUM_TOKENS = 40
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from plane_cache_checks import ARGUMENT, ATOL, one_prompt, tiny_llama
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
 from kvplane.transformers.model_state import namespace_of
 from tests.e2e.engine_planes import ROOT, Process
+from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, one_prompt, tiny_llama
 from tests.models import model_states as states
 from tests.models.model_states import LLAMA, OTHERS, ask
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from plane_cache_checks import CHECKS, Check
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
 from kvplane.transformers.models import adapters
+from tests.helpers.plane_cache_checks import CHECKS, Check
 
 FAMILIES = (
     "deepseek_v3",

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from plane_cache_checks import ARGUMENT, ATOL, BLOCK_SIZE, tiny_llama
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvplane import LayerGroup, Layout
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
 from tests.e2e.engine_planes import ROOT, Process
+from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, BLOCK_SIZE, tiny_llama
 from tests.models import tiny_pictures as tiny
 from tests.models.tiny_models import tiny_model
 from tests.models.tiny_pictures import (

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plane_cache_checks import CHECKS, Check
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.commands.main import main
@@ -17,6 +16,7 @@ from kvplane.errors import LayoutMismatchError
 from kvplane.transformers import PlaneCache, close_planes
 from kvplane.transformers.models import adapters
 from tests.e2e.engine_planes import Process
+from tests.helpers.plane_cache_checks import CHECKS, Check
 from tests.models.tiny_models import save_tiny
 
 FAMILIES = ("bloom", "gemma3_text", "gpt_oss")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from plane_cache_checks import ARGUMENT
 from tiny_models import VOCABULARY, draw_weights, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,6 +20,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, attention, close_planes
 from kvplane.transformers.models import adapters, part
 from kvplane.transformers.models.rope import max_independent_tokens
+from tests.helpers.plane_cache_checks import ARGUMENT
 
 LENGTH = 64
 MAX_TOKENS = 128

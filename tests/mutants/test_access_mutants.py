@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_faults import Fault, assert_noticed
+
+from tests.helpers.source_faults import Fault, assert_noticed
 
 SOCKETS = "tests/rpc/test_access.py"
 LIST = "tests/unit/client/test_access_list.py"

@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Callable
 
 import pytest
-from admission_checker import CASES, SLOW, starved
-from admission_world import CONFIG
-from patched_faults import load
+
+from tests.helpers.patched_faults import load
+from tests.helpers.planning.admission_checker import CASES, SLOW, starved
+from tests.helpers.planning.admission_world import CONFIG
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from native_programs import SOURCES, cmake
-from patched_faults import load
-from warm_pytest import TESTS_FAILED, run_pytest
+
+from tests.helpers.native.native_programs import SOURCES, cmake
+from tests.helpers.patched_faults import load
+from tests.helpers.warm_pytest import TESTS_FAILED, run_pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (

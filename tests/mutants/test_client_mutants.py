@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_faults import Fault, assert_noticed
+
+from tests.helpers.source_faults import Fault, assert_noticed
 
 MISTAKES = "tests/rpc/test_common_mistakes.py::test_a_mistake_is_answered_with_what_to_do"
 ARRAYS = "tests/unit/client/test_tensor_arrays.py"

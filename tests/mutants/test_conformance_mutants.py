@@ -7,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_faults import Fault, assert_noticed
+
+from tests.helpers.source_faults import Fault, assert_noticed
 
 SHARING = "control_plane/sharing/sharing.py"
 YIELDING = "tests/rpc/test_operations_conformance_yielding.py"

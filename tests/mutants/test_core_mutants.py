@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from core_machine import CoreMachine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from patched_faults import load
 
 from kvplane.errors import KvplaneError
+from tests.helpers.core.core_machine import CoreMachine
+from tests.helpers.patched_faults import load
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_faults import Fault, assert_noticed
+
+from tests.helpers.source_faults import Fault, assert_noticed
 
 MEMORY = "csrc/cuda/device/shared_memory.cu"
 REGIONS = "data_plane/server/local/device_regions.py"

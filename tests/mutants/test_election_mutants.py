@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from etcd_cluster import EtcdCluster
-from patched_faults import Run, assert_noticed, load
 
 from control_plane.server.election import file_elector
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.server import ControlPlaneServer
 from kvplane.integrations.etcd.elector import EtcdElector
+from tests.helpers.etcd_cluster import EtcdCluster
+from tests.helpers.patched_faults import Run, assert_noticed, load
 
 TESTS = load("rpc/test_elections.py")
 

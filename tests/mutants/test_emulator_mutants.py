@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_faults import ROOT, copy_csrc, plant
+
+from tests.helpers.source_faults import ROOT, copy_csrc, plant
 
 HERE = Path(__file__).parent / "emulator"
 sys.path[:0] = [str(HERE), str(ROOT / "tests" / "kernels")]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from native_programs import SOURCES
-from patched_faults import load
+from tests.helpers.native.native_programs import SOURCES
+from tests.helpers.patched_faults import load
 
 
 def test_what_a_fault_replaces_is_once_in_its_file() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patched_faults import Run, assert_noticed, load
 
 from control_plane.pools import file_forgets
 from control_plane.pools.file_forgets import FileForgets
@@ -22,6 +21,7 @@ from data_plane.server.files import tier, writer
 from data_plane.server.files.tier import FileTier
 from data_plane.server.files.writer import FileWriter
 from kvplane.v1 import control_pb2
+from tests.helpers.patched_faults import Run, assert_noticed, load
 
 FILES = load("unit/files/test_block_files.py")
 REUSED = load("unit/plans/test_reused_blocks.py")

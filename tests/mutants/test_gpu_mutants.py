@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu_programs import PYTEST, run_on_simulated_gpu
-from source_faults import Fault, copy_with
+
+from tests.helpers.gpu_programs import PYTEST, run_on_simulated_gpu
+from tests.helpers.source_faults import Fault, copy_with
 
 DATA_PLANE = ("tests/kernels/on_gpu_data_plane.py", "random_plans")
 PLANE_CACHE = ("tests/gpu_sim/on_gpu_plane_cache.py", "greedy_with_padding")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import uvicorn
-from patched_faults import NOTICES, load
 
 from kvplane.integrations.router import app, engines, program, prompts, proxy
 from kvplane.serving import http_requests
 from kvplane.serving.limits import open_requests
 from kvplane.serving.limits.receive_budget import Received
+from tests.helpers.patched_faults import NOTICES, load
 
 CLIENTS = load("attacks/test_http_clients.py")
 ENGINES = load("attacks/test_http_engines.py")

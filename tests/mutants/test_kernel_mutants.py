@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from warm_pytest import assert_noticed
+
+from tests.helpers.warm_pytest import assert_noticed
 
 PLUGIN = Path(__file__).parent / "kernels" / "kernel_mutants.py"
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from patched_faults import load
-from plane_cache_checks import greedy_with_padding
 
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
+from tests.helpers.patched_faults import load
+from tests.helpers.plane_cache_checks import greedy_with_padding
 from tests.models.tiny_models import tiny_model
 
 FAULTS = load("mutants/latents/faults.py").FAULTS

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-import patched_faults
 import pytest
 from kvplane_kernels import ServedLayers
-from source_faults import Fault, assert_noticed
+
+from tests.helpers import patched_faults
+from tests.helpers.source_faults import Fault, assert_noticed
 
 LOCAL = "tests/rpc/test_local_executions.py"
 KNOWN = "tests/rpc/test_known_layers.py"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from patched_faults import load
+
+from tests.helpers.patched_faults import load
 
 TESTS = load("unit/test_kubernetes_files.py")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_faults import Fault, assert_noticed
+
+from tests.helpers.source_faults import Fault, assert_noticed
 
 EXECUTOR = "tests/unit/executor/test_passes.py"
 RPC = "tests/rpc/test_plan_passes.py"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from patched_faults import load
+
+from tests.helpers.patched_faults import load
 
 TIMEOUT_S = 30.0
 # What a test that has parameters is given.

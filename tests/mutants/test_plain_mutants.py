@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from patched_faults import load
 
 from control_plane.steps import plain_steps
+from tests.helpers.patched_faults import load
 
 NUM_WALKS = 40
 # What is left out, or what takes its place.

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_faults import Fault, assert_noticed
+
+from tests.helpers.source_faults import Fault, assert_noticed
 
 ORDER, WIDTH, RINGS, MEMORY = (
     f"tests/kernels/test_{name}.py"

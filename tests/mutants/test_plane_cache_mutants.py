@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from patched_faults import load
-from plane_cache_checks import Check, tiny_llama
 from transformers import PreTrainedModel
 
 from kvplane.transformers import close_planes
+from tests.helpers.patched_faults import load
+from tests.helpers.plane_cache_checks import Check, tiny_llama
 
 FAULTS = load("mutants/plane_cache/faults.py")
 CASES = [(fault, check) for fault, found in FAULTS.CAUGHT_BY.items() for check in found]

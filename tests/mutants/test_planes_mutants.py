@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from patched_faults import load
-from planes_machine import PlanesMachine
 
 from kvplane.errors import KvplaneError
+from tests.helpers.patched_faults import load
+from tests.helpers.planes.planes_machine import PlanesMachine
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 

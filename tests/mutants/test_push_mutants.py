@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import xxhash
-from patched_faults import Run, alone, load
-from patched_faults import assert_noticed as assert_patch_noticed
-from source_faults import Fault, assert_noticed
-from two_pools import two_pools
 
 from data_plane.execution import table_blocks
 from data_plane.execution.executor import Executor
@@ -27,6 +23,10 @@ from kvplane import PrefixMover
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.identity import Gate
 from kvplane.v1.push_pb2 import OpenPush, PushBlocksResponse
+from tests.helpers.patched_faults import Run, alone, load
+from tests.helpers.patched_faults import assert_noticed as assert_patch_noticed
+from tests.helpers.source_faults import Fault, assert_noticed
+from tests.helpers.two_pools import two_pools
 
 PUSHES = load("rpc/test_pushes.py")
 SLOW = load("attacks/test_slow_pushes.py")

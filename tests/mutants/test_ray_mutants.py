@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from patched_faults import load
 
 from kvplane.integrations.ray import placement, supervisor
 from kvplane.integrations.ray.placement import FleetShape
+from tests.helpers.patched_faults import load
 
 TESTS = load("../integrations/ray/tests/test_ray_placement.py")
 TESTS.WAIT_S = 2.0  # what a fault does not do, it does not do later

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from patched_faults import load
+
+from tests.helpers.patched_faults import load
 
 FAULTS = load("mutants/router/faults.py")
 ON_THE_WIRE = "../integrations/router/tests/test_router_proxy.py"

@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engine_harness import LLAMA, save_model
-from patched_faults import load
+
+from tests.helpers.engine_harness import LLAMA, save_model
+from tests.helpers.patched_faults import load
 
 TIMEOUT_S = 3.0  # of tests that take a fraction of it; some faults show as waiting for ever
 

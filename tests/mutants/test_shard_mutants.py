@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from patched_faults import Run, alone, assert_noticed, load
 
 from control_plane import core
 from control_plane.pools.pool import Pool
@@ -18,6 +17,7 @@ from engine.parallel import model_part
 from kvplane import AttentionOptions, Tensor
 from kvplane.clients import sharded_execution
 from kvplane.shard import QueryHeads
+from tests.helpers.patched_faults import Run, alone, assert_noticed, load
 
 SILENT = load("unit/registration/test_silent_shards.py")
 SHARDS = load("unit/registration/test_shards.py")

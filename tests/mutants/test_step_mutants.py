@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from patched_faults import load
 
 from data_plane.execution.fixed_step import FixedStep
 from data_plane.kernels.arguments import numbers_of_heads
 from data_plane.kernels.step_memory import StepMemory
 from data_plane.plans.batches.fixed_rows import FixedRows
+from tests.helpers.patched_faults import load
 
 TESTS = load("kernels/test_fixed_steps.py")
 

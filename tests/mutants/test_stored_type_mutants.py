@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_faults import ROOT, copy_csrc, plant
-from warm_pytest import TESTS_FAILED, run_pytest
+
+from tests.helpers.source_faults import ROOT, copy_csrc, plant
+from tests.helpers.warm_pytest import TESTS_FAILED, run_pytest
 
 FILE = Path("cpu", "row_ops", "row_ops_stored.h")
 TESTS = ("tests/kernels/test_fp8_attention.py", "-k", "test_a_nan_in_a_tile")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_faults import Fault, assert_noticed
+
+from tests.helpers.source_faults import Fault, assert_noticed
 
 TESTS = "tests/kernels/test_swap_paths.py"
 SOURCE = "csrc/cuda/cache/blocks.cu"

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_faults import ROOT, copy_csrc, plant
+
+from tests.helpers.source_faults import ROOT, copy_csrc, plant
 
 KERNEL_TESTS = ROOT / "tests" / "kernels"
 sys.path.insert(0, str(KERNEL_TESTS))

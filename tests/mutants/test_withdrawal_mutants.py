@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patched_faults import alone, assert_noticed, load
 
 from control_plane.pools.pool import Pool
 from control_plane.pools.shards import PoolShards, ShardState
 from kvplane.v1.control_pb2 import RegisterResponse
+from tests.helpers.patched_faults import alone, assert_noticed, load
 
 TESTS = load("unit/core/test_withdrawals.py")
 MISSED = load("unit/registration/test_missed_messages.py")

@@ -9,15 +9,15 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from both_planes import POOL, Planes
-from control_wire import RawSession, RawShard, Stub
-from operations_world import World
-from registration_messages import LAYOUT
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Layout
 from kvplane.v1 import control_pb2_grpc
+from tests.helpers.both_planes import POOL, Planes
+from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
+from tests.helpers.planning.operations_world import World
+from tests.helpers.planning.registration_messages import LAYOUT
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 StartWorld = Callable[..., Awaitable[World]]

@@ -12,10 +12,6 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from checked_engine import Engine
-from control_wire import PATIENCE_S, RawShard, Stub
-from listed_peers import ROLES, Peers, listed, listed_peers
-from plan_author import LAYOUT, POOL_ID
 
 from kvplane import ops
 from kvplane.errors import (
@@ -29,6 +25,10 @@ from kvplane.transport.connection import typed_errors
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as pb
+from tests.helpers.checked_engine import Engine
+from tests.helpers.data.plan_author import LAYOUT, POOL_ID
+from tests.helpers.listed_peers import ROLES, Peers, listed, listed_peers
+from tests.helpers.planning.control_wire import PATIENCE_S, RawShard, Stub
 
 
 @pytest.fixture

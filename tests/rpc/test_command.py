@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from data_server import config_of
-from plan_author import POOL_ID
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
@@ -20,6 +18,8 @@ from data_plane.server.server import DataPlaneServer
 from examples.load import Load
 from kvplane import ControlClient, __version__
 from kvplane.cli.program import run
+from tests.helpers.data.data_server import config_of
+from tests.helpers.data.plan_author import POOL_ID
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPT = "1,2,3,4,5,6,7,8,9"

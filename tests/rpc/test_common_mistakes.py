@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from both_planes import LAYOUT, POOL, Planes, run_step, zeros
 
 from kvplane import ControlClient, DataClient, Execution, Session, Tensor, ops
 from kvplane.errors import (
@@ -30,6 +29,7 @@ from kvplane.errors import (
     SessionNotFoundError,
     TooManyPlansInFlightError,
 )
+from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step, zeros
 
 
 @dataclass

@@ -12,8 +12,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from control_wire import PATIENCE_S, RawSession, RawShard, Stub
-from registration_messages import blocks, half, publications, report
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
@@ -23,6 +21,8 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
+from tests.helpers.planning.registration_messages import blocks, half, publications, report
 
 PROMPT = list(range(1, 21))
 SCALED = Layout(

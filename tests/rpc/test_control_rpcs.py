@@ -9,10 +9,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from control_wire import RawSession, RawShard, Stub
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
@@ -21,6 +19,8 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
+from tests.helpers.planning.registration_messages import LAYOUT
 
 PROMPT = list(range(1, 21))  # 20 tokens: 3 blocks of 8, of which 2 are full
 

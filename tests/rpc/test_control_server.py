@@ -18,10 +18,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from control_wire import PATIENCE_S, RawSession, RawShard, Stub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
 from control_plane.server.service import SERVICE
@@ -33,6 +31,8 @@ from kvplane.v1 import control_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
+from tests.helpers.planning.registration_messages import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from control_wire import PATIENCE_S, RawSession, Stub
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
@@ -17,6 +16,7 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, Stub
 
 OK, LATER = pb.OPERATION_STATUS_OK, pb.OPERATION_STATUS_LATER
 NEVER, FAILED = pb.OPERATION_STATUS_NEVER, pb.OPERATION_STATUS_FAILED

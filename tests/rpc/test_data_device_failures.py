@@ -10,11 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_server import author_of, config_of, serving
-from kernel_faults import with_operations
-from kernel_sets import LateRuntime, late_kernels
-from plan_author import set_blocks, span, tokens
-from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
 from data_plane.kernels.arguments import AttentionArguments
@@ -27,6 +22,11 @@ from kvplane.clients.data_client import DataClient
 from kvplane.errors import InternalError
 from kvplane.tensor import Tensor
 from kvplane.transport.health import check
+from tests.helpers.data.data_server import author_of, config_of, serving
+from tests.helpers.data.kernel_faults import with_operations
+from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
+from tests.helpers.data.plan_author import set_blocks, span, tokens
+from tests.helpers.planning.register_side import RegisterSide
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
@@ -165,7 +165,7 @@ import sys
 from data_plane import __main__
 from data_plane.server import build
 from data_plane.kernels.backends.cpu import CpuKernels
-from kernel_sets import late_kernels
+from tests.helpers.data.kernel_sets import late_kernels
 
 kernels, runtime = late_kernels(CpuKernels(1), 0)
 build.kernels_of = lambda device, num_threads: kernels
@@ -181,7 +181,7 @@ async def test_a_process_whose_device_is_lost_exits_with_an_error_line(
     command = [sys.executable, "-c", LOSES_ITS_DEVICE, "--control-plane", side.address]
     command += ["--bind", f"{HOST}:0", "--layout", str(config.layout)]
     command += ["--num-device-blocks", "2", "--metrics-port", "-1"]
-    environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'helpers' / 'data'}:{ROOT}", "PATH": ""}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
     process = await asyncio.create_subprocess_exec(
         *command, stdout=-1, stderr=-1, env=environment, cwd=ROOT
     )

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_server import author_of, serving
-from plan_author import (
+
+from data_plane.memory.pool import TORCH_DTYPES
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane.clients.data_client import DataClient
+from kvplane.errors import InvalidRequestError, LayoutMismatchError
+from kvplane.layout import Layout
+from kvplane.tensor import Tensor
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import (
     HOST,
     LAYOUT,
     PlanAuthor,
@@ -21,13 +28,6 @@ from plan_author import (
     tokens,
     transfer,
 )
-
-from data_plane.memory.pool import TORCH_DTYPES
-from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from kvplane.clients.data_client import DataClient
-from kvplane.errors import InvalidRequestError, LayoutMismatchError
-from kvplane.layout import Layout
-from kvplane.tensor import Tensor
 
 CPU = torch.device("cpu")
 # Of layer 1, the keys' scale is for both heads; the values' scales are one a layer and head.

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_server import author_of, config_of, serving
-from plan_author import LAYOUT, POOL_ID, PlanAuthor, dense_attention, set_blocks, span
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
@@ -25,6 +23,15 @@ from kvplane.clients.data_client import DataClient
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
 from kvplane.tensor import Tensor
+from tests.helpers.data.data_server import author_of, config_of, serving
+from tests.helpers.data.plan_author import (
+    LAYOUT,
+    POOL_ID,
+    PlanAuthor,
+    dense_attention,
+    set_blocks,
+    span,
+)
 
 NUM_TOKENS, NUM_HEADS, LATENT_SIZE, VALUE_SIZE = 12, 128, 576, 512
 GROUP = LayerGroup("latent", (0, 1), 1, LATENT_SIZE, cache_kind=LATENT, value_head_size=VALUE_SIZE)

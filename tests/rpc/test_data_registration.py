@@ -9,9 +9,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from data_server import author_of, config_of, serving
-from plan_author import DEVICE, blocks_of, publications, set_blocks, span, tokens
-from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
 from data_plane.execution.executor import Executor
@@ -23,6 +20,9 @@ from kvplane.errors import PoolNotReadyError, SessionExpiredError
 from kvplane.transport.health import check
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns, signing
+from tests.helpers.data.data_server import author_of, config_of, serving
+from tests.helpers.data.plan_author import DEVICE, blocks_of, publications, set_blocks, span, tokens
+from tests.helpers.planning.register_side import RegisterSide
 
 SERVICE = "kvplane.v1.DataPlaneService"
 

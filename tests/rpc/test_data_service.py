@@ -10,19 +10,6 @@ from typing import Any
 import grpc.aio
 import pytest
 import torch
-from data_server import author_of, serving
-from plan_author import (
-    HOST,
-    PlanAuthor,
-    blocks_of,
-    dense_attention,
-    fork,
-    ref,
-    set_blocks,
-    span,
-    tokens,
-    transfer,
-)
 
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -42,6 +29,19 @@ from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc, types_pb2
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error, from_wire
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import (
+    HOST,
+    PlanAuthor,
+    blocks_of,
+    dense_attention,
+    fork,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+)
 
 CPU = torch.device("cpu")
 SPOKEN = protocol.supported()

@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from checked_engine import Engine
-from data_server import config_of
-from plan_author import LAYOUT
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
@@ -18,6 +15,9 @@ from kvplane import ops
 from kvplane.clients.control_client import ControlClient
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import StaleError
+from tests.helpers.checked_engine import Engine
+from tests.helpers.data.data_server import config_of
+from tests.helpers.data.plan_author import LAYOUT
 
 POOL = "pool"
 

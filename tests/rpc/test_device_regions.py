@@ -16,12 +16,6 @@ from typing import Any
 import grpc.aio
 import pytest
 import torch
-from data_server import author_of, serving
-from gpu_engine import GpuEngine
-from gpu_peer import num_gpu_maps
-from kernel_sets import emulated_kernels, late_kernels
-from local_peer import LocalPeer, forget_regions_of_others, num_mapped, plan_of_two_tokens
-from plan_author import PlanAuthor, dense_attention, tokens
 
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
@@ -34,6 +28,17 @@ from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_messages import from_wire
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.gpu_engine import GpuEngine
+from tests.helpers.data.gpu_peer import num_gpu_maps
+from tests.helpers.data.kernel_sets import emulated_kernels, late_kernels
+from tests.helpers.data.plan_author import PlanAuthor, dense_attention, tokens
+from tests.helpers.local_peer import (
+    LocalPeer,
+    forget_regions_of_others,
+    num_mapped,
+    plan_of_two_tokens,
+)
 
 REGION_BYTES = 3 << 20
 NUM_REGIONS = 2

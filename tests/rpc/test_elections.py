@@ -16,9 +16,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from control_wire import RawShard
-from etcd_cluster import EtcdCluster
-from lease_api import LeaseApi
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.election import elector as module
@@ -33,6 +30,9 @@ from kvplane.integrations.etcd.elector import EtcdElector
 from kvplane.transport.health import check
 from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.etcd_cluster import EtcdCluster
+from tests.helpers.lease_api import LeaseApi
+from tests.helpers.planning.control_wire import RawShard
 
 TTL_S = 2
 PATIENCE_S = 30

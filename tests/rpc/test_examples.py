@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from both_planes import LAYOUT, Planes, StartServer, run_step
 
 from kvplane import ControlClient, DataClient, ops
+from tests.helpers.both_planes import LAYOUT, Planes, StartServer, run_step
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 POOLS = ("east", "west")

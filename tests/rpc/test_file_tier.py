@@ -11,8 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from tier_files import in_order
-from two_pools import (
+
+from control_plane.pools.shards import PoolShards
+from control_plane.server.server import ControlPlaneServer
+from data_plane.files.disk import Disk
+from data_plane.files.record import HEADER_BYTES
+from data_plane.server.files.writer import FileWriter
+from data_plane.server.server import DataPlaneServer
+from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
+from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
+from kvplane.v1.control_pb2 import Operation
+from tests.helpers.tier_files import in_order
+from tests.helpers.two_pools import (
     LAYOUT,
     NUM_BLOCKS,
     PROMPT,
@@ -24,16 +34,6 @@ from two_pools import (
     side,
     write_layout,
 )
-
-from control_plane.pools.shards import PoolShards
-from control_plane.server.server import ControlPlaneServer
-from data_plane.files.disk import Disk
-from data_plane.files.record import HEADER_BYTES
-from data_plane.server.files.writer import FileWriter
-from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
-from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
-from kvplane.v1.control_pb2 import Operation
 
 POOL = "files"
 PATIENCE_S = 30.0

@@ -15,9 +15,6 @@ from typing import Any
 import grpc.aio
 import pytest
 import torch
-from data_server import author_of, serving
-from local_peer import LocalPeer, plan_of_two_tokens
-from plan_author import PlanAuthor, dense_attention, publications, tokens
 
 from data_plane.server.local import endpoint, known_layers
 from data_plane.server.local.connection import LocalConnection
@@ -36,6 +33,9 @@ from kvplane.transport.local import connection as client_connection
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.wire.error_messages import from_wire
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, tokens
+from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
 
 NUM_PLANS = 4  # of two tokens, in one block
 NUM_LAYERS = 2

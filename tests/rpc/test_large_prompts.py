@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from operations_world import BLOCK, Caller, World, prompt
 
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError, QuotaExceededError
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.operations_world import BLOCK, Caller, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 

@@ -19,9 +19,6 @@ from typing import Any
 import grpc.aio
 import pytest
 import torch
-from data_server import author_of, serving
-from local_peer import LocalPeer, forget_regions_of_others, num_mapped, plan_of_two_tokens, regions
-from plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 
 from data_plane.server.local import endpoint
 from data_plane.server.server import DataPlaneServer
@@ -41,6 +38,15 @@ from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.wire import protocol
 from kvplane.wire.error_messages import from_wire
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
+from tests.helpers.local_peer import (
+    LocalPeer,
+    forget_regions_of_others,
+    num_mapped,
+    plan_of_two_tokens,
+    regions,
+)
 
 REGION_BYTES = 1 << 20
 

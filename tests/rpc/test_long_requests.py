@@ -6,13 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from control_wire import RawSession, RawShard, Stub
 
 from control_plane.core import ControlPlane
 from control_plane.server.server import ControlPlaneServer
 from control_plane.steps.pieces import Pieces
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 
 # Pieces for which a request waits for what it waits for, and the most that it waits.
 MOST_PIECES = 200_000

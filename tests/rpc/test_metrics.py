@@ -8,10 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from data_server import config_of
-from plan_author import POOL_ID
 from prometheus_client import Metric
-from scrapes import checked
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.metric_declarations import DECLARATIONS as OF_CONTROL
@@ -25,6 +22,9 @@ from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from scripts.metrics_page import page
+from tests.helpers.data.data_server import config_of
+from tests.helpers.data.plan_author import POOL_ID
+from tests.helpers.scrapes import checked
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Samples that come only with what this traffic does not do.

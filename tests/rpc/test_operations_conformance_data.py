@@ -12,14 +12,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from checked_engine import Engine
-from data_server import config_of
-from plan_author import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Layout, ops
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.checked_engine import Engine
+from tests.helpers.data.data_server import config_of
+from tests.helpers.data.plan_author import LAYOUT
 
 POOL = "pool"
 BLOCK = LAYOUT.block_size_tokens

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 
 import grpc.aio
 import pytest
-from operations_world import DEVICE, HOST, Caller, World, plan_of, prompt
 
 from kvplane import LayerGroup, Layout, ops
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.planning.operations_world import DEVICE, HOST, Caller, World, plan_of, prompt
 
 WINDOW = 12
 TWO_GROUPS = Layout(

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from operations_world import BLOCK, World, prompt
 
 from kvplane import ops
+from tests.helpers.planning.operations_world import BLOCK, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 

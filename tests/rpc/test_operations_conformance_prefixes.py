@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
-from operations_world import DEVICE, HOST, Caller, World, plan_of, prompt
 
 from kvplane import ops
 from kvplane.errors import (
@@ -18,6 +17,7 @@ from kvplane.errors import (
     QuotaExceededError,
 )
 from kvplane.wire.columns import fixed
+from tests.helpers.planning.operations_world import DEVICE, HOST, Caller, World, plan_of, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from operations_world import POOL, Caller, World, prompt
 
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.planning.operations_world import POOL, Caller, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
-from operations_world import Caller, StoppedClock, World, prompt
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, QuotaExceededError
+from tests.helpers.planning.operations_world import Caller, StoppedClock, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 

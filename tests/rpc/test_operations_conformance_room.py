@@ -9,7 +9,6 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
-from operations_world import BLOCK, HOST, POOL, Caller, World, int32, plan_of, prompt
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, SequenceExistsError, SequenceNotFoundError
@@ -17,6 +16,16 @@ from kvplane.results import error_of, news_of
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.operations_world import (
+    BLOCK,
+    HOST,
+    POOL,
+    Caller,
+    World,
+    int32,
+    plan_of,
+    prompt,
+)
 
 StartWorld = Callable[..., Awaitable[World]]
 

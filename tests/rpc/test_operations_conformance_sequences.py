@@ -7,15 +7,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
-from operations_world import (
-    DEVICE,
-    HOST,
-    Caller,
-    World,
-    int32,
-    plan_of,
-    prompt,
-)
 
 from kvplane import ops
 from kvplane.errors import (
@@ -29,6 +20,15 @@ from kvplane.errors import (
 )
 from kvplane.results import error_of
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.operations_world import (
+    DEVICE,
+    HOST,
+    Caller,
+    World,
+    int32,
+    plan_of,
+    prompt,
+)
 
 StartWorld = Callable[..., Awaitable[World]]
 

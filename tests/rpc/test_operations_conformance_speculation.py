@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from operations_world import BLOCK, DEVICE, HOST, Caller, World, int32, plan_of, prompt
-from registration_messages import LAYOUT
 
 from kvplane import ops
 from kvplane.errors import (
@@ -21,6 +19,17 @@ from kvplane.layout import Layout
 from kvplane.results import error_of
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
+from tests.helpers.planning.operations_world import (
+    BLOCK,
+    DEVICE,
+    HOST,
+    Caller,
+    World,
+    int32,
+    plan_of,
+    prompt,
+)
+from tests.helpers.planning.registration_messages import LAYOUT
 
 StartWorld = Callable[..., Awaitable[World]]
 

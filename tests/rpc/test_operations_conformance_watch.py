@@ -9,9 +9,6 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 import grpc.aio
 import pytest
-from cached_prefixes import snapshot
-from control_wire import Stub
-from operations_world import DEVICE, HOST, POOL, Caller, World, prompt
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, ops
@@ -26,6 +23,9 @@ from kvplane.errors import PoolNotFoundError, RevisionTooOldError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire.columns import fixed
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.planning.cached_prefixes import snapshot
+from tests.helpers.planning.control_wire import Stub
+from tests.helpers.planning.operations_world import DEVICE, HOST, POOL, Caller, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 Held = dict[tuple[bytes, int], StoredBlock]

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
-from operations_world import BLOCK, Caller, StoppedClock, World, prompt
 
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import SessionNews, news_of
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.operations_world import BLOCK, Caller, StoppedClock, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from both_planes import LAYOUT, POOL, Planes, StartServer, run_step
-from browser import Browser
-from tools import needs
 
 from control_plane.server.page import page_server
 from control_plane.server.server import ControlPlaneServer
 from control_plane.views import STATES
 from kvplane import ControlClient, DataClient, Execution, Session, ops
+from tests.helpers.both_planes import LAYOUT, POOL, Planes, StartServer, run_step
+from tests.helpers.browser import Browser
+from tests.helpers.tools import needs
 
 TLS = Path(__file__).parent / "tls"
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_server import author_of, serving
-from plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 
 from data_plane.server.server import DataPlaneServer
 from kvplane import DataClient, Execution
@@ -18,6 +16,8 @@ from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.tensor import Tensor
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 
 NUM_TOKENS = 5  # of one sequence, one in each pass
 LAYERS = range(2)

@@ -9,10 +9,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from data_server import author_of, serving
-from listed_peers import Peers, listed
-from plan_author import set_blocks, span
-from two_pools import HERE, LAYOUT, PROMPT, SEQUENCE, THERE, settings_of, write_layout
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
@@ -31,6 +27,10 @@ from kvplane.errors import (
 from kvplane.transport.connection import typed_errors
 from kvplane.transport.tls import open_channel
 from kvplane.v1 import push_pb2, push_pb2_grpc
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import set_blocks, span
+from tests.helpers.listed_peers import Peers, listed
+from tests.helpers.two_pools import HERE, LAYOUT, PROMPT, SEQUENCE, THERE, settings_of, write_layout
 
 POOLS = f'["{HERE}", "{THERE}"]'
 

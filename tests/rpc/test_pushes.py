@@ -10,20 +10,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from sharded_pool import LAYOUT as SHARDED_LAYOUT
-from sharded_pool import POOL as SHARDED_POOL
-from sharded_pool import ShardedPool, by_heads
-from two_pools import (
-    NUM_BLOCKS,
-    PROMPT,
-    SEQUENCE,
-    THERE,
-    Side,
-    TwoPools,
-    push,
-    side,
-    two_pools,
-)
 
 from data_plane.execution.executor import Executor
 from data_plane.server.push import chunks, receiver
@@ -43,6 +29,20 @@ from kvplane.v1 import types_pb2 as pb
 from kvplane.v1.push_pb2 import (
     BlockChunk,
     PushBlocksRequest,
+)
+from tests.helpers.sharded_pool import LAYOUT as SHARDED_LAYOUT
+from tests.helpers.sharded_pool import POOL as SHARDED_POOL
+from tests.helpers.sharded_pool import ShardedPool, by_heads
+from tests.helpers.two_pools import (
+    NUM_BLOCKS,
+    PROMPT,
+    SEQUENCE,
+    THERE,
+    Side,
+    TwoPools,
+    push,
+    side,
+    two_pools,
 )
 
 Requests = list[PushBlocksRequest]

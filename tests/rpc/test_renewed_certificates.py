@@ -16,8 +16,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from data_server import config_of
-from sdk_peers import interceptor
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
@@ -31,6 +29,8 @@ from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from tests.helpers.data.data_server import config_of
+from tests.helpers.sdk_peers import interceptor
 
 NAME = "localhost"
 ENGINE = f"https://{NAME}:1=pool"

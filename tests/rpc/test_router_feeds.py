@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from control_wire import PATIENCE_S, RawShard, Stub
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane.clients.control_client import ControlClient
 from kvplane.integrations.router.feeds import PoolFeeds
 from kvplane.integrations.router.picker import Picker
+from tests.helpers.planning.control_wire import PATIENCE_S, RawShard, Stub
 
 pytestmark = pytest.mark.nightly
 

@@ -8,11 +8,11 @@ import time
 
 import grpc.aio
 import pytest
-from sdk_peers import LAYOUT, SESSION, ScriptedControlPlane
 
 from kvplane import ControlClient
 from kvplane.errors import DeadlineExceededError, KvplaneError, PlaneUnavailableError
 from kvplane.v1 import control_pb2_grpc
+from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane
 
 
 async def test_a_lease_is_renewed_three_times_in_its_life() -> None:

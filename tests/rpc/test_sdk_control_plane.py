@@ -7,9 +7,6 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from control_wire import RawShard
-from flaky_proxy import FlakyProxy
-from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, StepResult, ops
@@ -33,6 +30,9 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.protocol import PAYLOAD_VERSION
+from tests.helpers.flaky_proxy import FlakyProxy
+from tests.helpers.planning.control_wire import RawShard
+from tests.helpers.planning.registration_messages import LAYOUT
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 POOL = "pool"

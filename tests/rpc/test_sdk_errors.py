@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
-from sdk_peers import ScriptedControlPlane, interceptor
 
 from kvplane import ControlClient
 from kvplane.errors import (
@@ -24,6 +23,7 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.wire.error_codec import from_wire, to_wire
 from kvplane.wire.error_messages import REQUEST_ID
+from tests.helpers.sdk_peers import ScriptedControlPlane, interceptor
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
 
 from kvplane import DataClient, Execution, Tensor
 from kvplane.attention_options import AttentionOptions
@@ -24,6 +23,7 @@ from kvplane.errors import (
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.wire.error_codec import to_wire
+from tests.helpers.sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
 
 QUERY = Tensor("float32", (2, 1, 8), bytes(range(64)))
 KV = Tensor("float32", (2, 1, 8), bytes(64))

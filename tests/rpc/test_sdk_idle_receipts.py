@@ -8,15 +8,22 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from control_wire import RawShard
-from registration_messages import LAYOUT as SMALL_LAYOUT
-from sdk_peers import LAYOUT, ScriptedControlPlane, answer_step, payload, plan_of, serving
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, ops
 from kvplane.errors import BadSignatureError, PlaneUnavailableError, QuotaExceededError
 from kvplane.session import idle_receipts
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.control_wire import RawShard
+from tests.helpers.planning.registration_messages import LAYOUT as SMALL_LAYOUT
+from tests.helpers.sdk_peers import (
+    LAYOUT,
+    ScriptedControlPlane,
+    answer_step,
+    payload,
+    plan_of,
+    serving,
+)
 
 
 @pytest.fixture

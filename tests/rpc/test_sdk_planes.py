@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from both_planes import LAYOUT, POOL, Planes
-from flaky_proxy import FlakyProxy
 
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Execution, Layout, Session, Shard, Tensor, ops
@@ -26,6 +24,8 @@ from kvplane.errors import (
 )
 from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire import columns
+from tests.helpers.both_planes import LAYOUT, POOL, Planes
+from tests.helpers.flaky_proxy import FlakyProxy
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
 
 from kvplane import ControlClient, Session, ops
 from kvplane.clients.prefix_feed import (
@@ -26,6 +25,7 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
+from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 NO_PARENT = bytes(16)

@@ -8,17 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from sdk_peers import (
-    LAYOUT,
-    SESSION,
-    Hangup,
-    ScriptedControlPlane,
-    answer_step,
-    numbered,
-    payload,
-    plan_of,
-    serving,
-)
 
 from kvplane import ControlClient, Session, ops
 from kvplane.errors import (
@@ -40,6 +29,17 @@ from kvplane.errors import (
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
 from kvplane.wire.error_codec import to_wire
+from tests.helpers.sdk_peers import (
+    LAYOUT,
+    SESSION,
+    Hangup,
+    ScriptedControlPlane,
+    answer_step,
+    numbered,
+    payload,
+    plan_of,
+    serving,
+)
 
 
 @pytest.fixture

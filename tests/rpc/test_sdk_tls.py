@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from sdk_peers import interceptor
 
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
@@ -16,6 +15,7 @@ from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from tests.helpers.sdk_peers import interceptor
 
 TLS = Path(__file__).parent / "tls"
 TRUSTING = TlsOptions(ca_file=TLS / "ca.pem", server_name="kvplane.test")

@@ -6,12 +6,20 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from sharded_engine import OPTIONS, layer_input, outputs_of, prompt, run
-from sharded_pool import BY_BOTH, BY_LAYERS, LAYOUT, NUM_HEADS, POOL, ShardedPool, by_heads
 
 from kvplane import ControlClient, LayerGroup, ops
 from kvplane.clients.sharded_execution import ShardedDataClient
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, StaleEpochError
+from tests.helpers.sharded_engine import OPTIONS, layer_input, outputs_of, prompt, run
+from tests.helpers.sharded_pool import (
+    BY_BOTH,
+    BY_LAYERS,
+    LAYOUT,
+    NUM_HEADS,
+    POOL,
+    ShardedPool,
+    by_heads,
+)
 
 WINDOWED = replace(
     LAYOUT,

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from both_planes import LAYOUT, POOL, Planes
 
 import kvplane
 from kvplane import Tensor, ops, sync
 from kvplane.clients.prefix_feed import BlocksStored, CaughtUp
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, PoolNotFoundError
+from tests.helpers.both_planes import LAYOUT, POOL, Planes
 
 
 def public(cls: type) -> set[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("integrations/*/*.md")))
 STARTS_A_POOL = re.compile(r"python -m data_plane|--data-plane embedded")
 
 
@@ -13,7 +14,7 @@ def test_data_planes_that_start_together_are_told_their_size() -> None:
     """Otherwise each takes half of the memory that is free."""
     found = [
         block
-        for page in sorted(DOCS.glob("*.md"))
+        for page in PAGES
         for block in re.findall(r"```(?:sh|bash)\n(.*?)```", page.read_text(), re.DOTALL)
         if "\nfor " in block and STARTS_A_POOL.search(block)
     ]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
-from kustomized import Object, objects
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.election.kubernetes_elector import KubernetesElector
 from data_plane.server.build import layout_from_json
 from data_plane.server.config import DataPlaneConfig
 from kvplane.serving.settings import parse
+from tests.helpers.kustomized import Object, objects
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 RULES = FOLDER.parent / "prometheus"

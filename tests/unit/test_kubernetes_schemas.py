@@ -18,7 +18,8 @@ from unittest import SkipTest
 
 import pytest
 import yaml
-from kustomized import Object, objects
+
+from tests.helpers.kustomized import Object, objects
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

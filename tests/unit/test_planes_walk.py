@@ -9,14 +9,14 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from planes_engine import Engine
-from planes_known import HOST
-from planes_machine import PlanesMachine
-from planes_values import BLOCK
-from planes_world import LEASE_S, World
 
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
+from tests.helpers.planes.planes_engine import Engine
+from tests.helpers.planes.planes_known import HOST
+from tests.helpers.planes.planes_machine import PlanesMachine
+from tests.helpers.planes.planes_values import BLOCK
+from tests.helpers.planes.planes_world import LEASE_S, World
 
 
 def test_no_engine_sees_what_is_not_its_own() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tools import needs
+
+from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RULES = ROOT / "deploy" / "prometheus"

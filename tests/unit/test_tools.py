@@ -9,7 +9,8 @@ from pathlib import Path
 from unittest import SkipTest
 
 import pytest
-from tools import needs
+
+from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -31,8 +32,9 @@ def test_what_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_the_last_lines_count_what_was_skipped(tmp_path: Path, is_strict: bool) -> None:
     """In a run of its own on two tests, one of which needs two programs."""
-    (tmp_path / "conftest.py").symlink_to(ROOT / "tests" / "conftest.py")
-    test = "from tools import needs\ndef test_a(): needs('chromium', 'go')\ndef test_b(): pass\n"
+    (tmp_path / "conftest.py").symlink_to(ROOT / "conftest.py")
+    test = "from tests.helpers.tools import needs\n"
+    test += "def test_a(): needs('chromium', 'go')\ndef test_b(): pass\n"
     (tmp_path / "test_few.py").write_text(test)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
@@ -40,7 +42,7 @@ def test_the_last_lines_count_what_was_skipped(tmp_path: Path, is_strict: bool) 
         env=os.environ
         | {
             "PATH": str(tmp_path),
-            "PYTHONPATH": f"{ROOT}/tests/helpers",
+            "PYTHONPATH": str(ROOT),
             "KVPLANE_TESTS": "strict" if is_strict else "",
         },
         capture_output=True,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from byte_model import save_byte_model
 from ray_cluster import POOL, UP_S, SimulatedCluster
 
 from engine import LLM, SamplingParams
+from tests.helpers.byte_model import save_byte_model
 
 PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -6,7 +6,8 @@ import asyncio
 import json
 
 import pytest
-from routed import (
+
+from tests.helpers.routed import (
     BODY,
     STREAM,
     Engine,

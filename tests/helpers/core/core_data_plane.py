@@ -10,7 +10,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from core_messages import (
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, protocol, signing
+from kvplane.wire.columns import INT32, INT64
+from tests.helpers.core.core_messages import (
     BLOCK,
     DEVICE,
     HOST,
@@ -30,15 +34,10 @@ from core_messages import (
     transfers_of,
     unpack,
 )
-from registration_messages import all_outgoing
-
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import columns, protocol, signing
-from kvplane.wire.columns import INT32, INT64
+from tests.helpers.planning.registration_messages import all_outgoing
 
 if TYPE_CHECKING:
-    from core_model import World
+    from tests.helpers.core.core_model import World
 
 # In the table of a sequence that was cut: a block that was allocated again.
 _TAKEN: BlockId = (0, -1)

@@ -11,10 +11,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from core_beliefs import ModelSequence
-from core_data_plane import DataPlane
-from core_messages import BLOCK, DEVICE, TIERS, pack, publications_of
-from core_model import LATER, NEVER, OK, Engine, World, status_of
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -31,6 +27,10 @@ from kvplane.errors import StaleError, StepConflictError, TooManyPlansInFlightEr
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from tests.helpers.core.core_beliefs import ModelSequence
+from tests.helpers.core.core_data_plane import DataPlane
+from tests.helpers.core.core_messages import BLOCK, DEVICE, TIERS, pack, publications_of
+from tests.helpers.core.core_model import LATER, NEVER, OK, Engine, World, status_of
 
 LEASE_S = 30.0
 MAX_ENGINES = 3

@@ -7,19 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core_beliefs import ModelSequence, believe, believe_grants
-from core_data_plane import DataPlane
-from core_messages import (
-    BLOCK,
-    DEVICE,
-    LAYOUT,
-    POOL,
-    BlockId,
-    pack,
-    prefix_values,
-    root_value,
-    spans_of,
-)
 from kvplane_blocks import chained_hash, root_hash
 
 from control_plane.config import CoreConfig
@@ -33,6 +20,19 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.core.core_beliefs import ModelSequence, believe, believe_grants
+from tests.helpers.core.core_data_plane import DataPlane
+from tests.helpers.core.core_messages import (
+    BLOCK,
+    DEVICE,
+    LAYOUT,
+    POOL,
+    BlockId,
+    pack,
+    prefix_values,
+    root_value,
+    spans_of,
+)
 
 OK, LATER, NEVER, FAILED = (
     cpb.OPERATION_STATUS_OK,

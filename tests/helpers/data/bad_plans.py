@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from plan_author import (
+from kvplane.errors import (
+    BlockNotWritableError,
+    InvalidRequestError,
+    KvplaneError,
+    PlanOutOfOrderError,
+    ProtocolMismatchError,
+    SequenceNotFoundError,
+    SequenceSwappedError,
+    StaleEpochError,
+    StaleGenerationError,
+    StaleIncarnationError,
+)
+from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import (
     HOST,
     Change,
     drop,
@@ -22,20 +35,6 @@ from plan_author import (
     trim,
     truncate,
 )
-
-from kvplane.errors import (
-    BlockNotWritableError,
-    InvalidRequestError,
-    KvplaneError,
-    PlanOutOfOrderError,
-    ProtocolMismatchError,
-    SequenceNotFoundError,
-    SequenceSwappedError,
-    StaleEpochError,
-    StaleGenerationError,
-    StaleIncarnationError,
-)
-from kvplane.v1 import types_pb2 as pb
 
 HUGE = 2**63 - 1
 HUGE_INDEX = 2**31 - 1

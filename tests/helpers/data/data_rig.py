@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from plan_author import LAYOUT, POOL_ID, PlanAuthor, publications, set_blocks, span, tokens
 
 from data_plane import Executor, StartedPlan
 from kvplane.errors import KvplaneError
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import (
+    LAYOUT,
+    POOL_ID,
+    PlanAuthor,
+    publications,
+    set_blocks,
+    span,
+    tokens,
+)
 
 LAYERS = (0, 1)
 

@@ -9,12 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plan_author import LAYOUT, POOL_ID, PlanAuthor
-from register_side import RegisterSide
-
 from data_plane.kernels.backend import Kernels
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
+from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor
+from tests.helpers.planning.register_side import RegisterSide
 
 
 def write_layout(folder: Path) -> Path:

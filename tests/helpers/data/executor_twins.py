@@ -12,8 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from data_rig import stored
-from plan_author import (
+
+from data_plane import Executor
+from kvplane.layout import Layout
+from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.data_rig import stored
+from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
     HOST,
@@ -30,10 +34,6 @@ from plan_author import (
     span,
     transfer,
 )
-
-from data_plane import Executor
-from kvplane.layout import Layout
-from kvplane.v1 import types_pb2 as pb
 
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 12, 8  # of each session
 MAX_TOKENS = 2 * BLOCK_SIZE + 3

@@ -1,4 +1,4 @@
-"""A data plane whose kernels have a planted fault: python -m faulty_data_plane FAULT [FLAG ...]"""
+"""A data plane with a planted fault: python -m tests.helpers.data.faulty_data_plane FAULT ..."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 import os
 import sys
 
-from kernel_faults import with_fault
-
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane.serving.settings import parse
+from tests.helpers.data.kernel_faults import with_fault
 
 
 async def serve(fault: str, arguments: list[str]) -> None:

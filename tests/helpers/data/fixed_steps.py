@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from data_rig import LAYERS, Rig
-from kernel_sets import emulated_kernels
-from plan_author import LAYOUT, set_blocks, span, tokens
 
 from data_plane import FixedStep, StepBounds
 from kvplane.attention_options import AttentionOptions
 from kvplane.layout import Layout
+from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.kernel_sets import emulated_kernels
+from tests.helpers.data.plan_author import LAYOUT, set_blocks, span, tokens
 
 BFLOAT: Layout = replace(LAYOUT, dtype="bfloat16", kv_dtype="bfloat16")
 PROMPTS = {1: 100, 2: 9, 3: 70}

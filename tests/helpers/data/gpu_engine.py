@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gpu_peer import MemoryUser, OtherProcess
-from plan_author import tokens
 
 from kvplane import DataClient, Execution
 from kvplane.attention_options import AttentionOptions
@@ -21,6 +19,8 @@ from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
+from tests.helpers.data.gpu_peer import MemoryUser, OtherProcess
+from tests.helpers.data.plan_author import tokens
 
 
 class Engine(MemoryUser):

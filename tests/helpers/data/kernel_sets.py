@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_faults import with_operations
 
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cuda import CudaKernels
 from data_plane.kernels.device.cuda_streams import DeviceStreams
+from tests.helpers.data.kernel_faults import with_operations
 
 _KERNEL_TESTS = Path(__file__).parents[2] / "kernels"
 

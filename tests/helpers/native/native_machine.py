@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from native_pool import DEVICE, HOST, Code, Kind
-from native_sessions import Engine, Group, Known, World
+
+from tests.helpers.native.native_pool import DEVICE, HOST, Code, Kind
+from tests.helpers.native.native_sessions import Engine, Group, Known, World
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from native_pool import DEVICE, Kind, MadePlan, Ref, Span
+from tests.helpers.native.native_pool import DEVICE, Kind, MadePlan, Ref, Span
 
 Place = tuple[int, int]
 Table = list[Ref | None]

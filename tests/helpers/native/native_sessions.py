@@ -11,8 +11,20 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvplane_blocks._native import GroupedPool, Pool
-from native_plane import Place, Plane, Table, allocated_by, changed, values_of
-from native_pool import DEVICE, HOST, Caller, MadePlan, Ref, Span, State, View, dump, ints
+
+from tests.helpers.native.native_plane import Place, Plane, Table, allocated_by, changed, values_of
+from tests.helpers.native.native_pool import (
+    DEVICE,
+    HOST,
+    Caller,
+    MadePlan,
+    Ref,
+    Span,
+    State,
+    View,
+    dump,
+    ints,
+)
 
 Touched = tuple[int, Place]
 """Layer group and place."""

@@ -8,16 +8,6 @@ from __future__ import annotations
 from random import Random
 
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from planes_engine import Engine
-from planes_known import Sent
-from planes_world import (
-    MAX_PLANS_IN_FLIGHT,
-    POOL,
-    ControlProcess,
-    DataProcess,
-    World,
-    wire,
-)
 
 from kvplane.errors import (
     BadSignatureError,
@@ -32,6 +22,16 @@ from kvplane.errors import (
     StaleIncarnationError,
     StepConflictError,
     StepOutOfOrderError,
+)
+from tests.helpers.planes.planes_engine import Engine
+from tests.helpers.planes.planes_known import Sent
+from tests.helpers.planes.planes_world import (
+    MAX_PLANS_IN_FLIGHT,
+    POOL,
+    ControlProcess,
+    DataProcess,
+    World,
+    wire,
 )
 
 

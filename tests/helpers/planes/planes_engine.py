@@ -12,21 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from planes_known import (
-    DEVICE,
-    HOST,
-    Known,
-    LayerCall,
-    Made,
-    Sent,
-    ShardRun,
-    Span,
-    deferred_of,
-    extend,
-    untold_cuts,
-)  # fmt: skip
-from planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
-from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 from control_plane import queries
 from data_plane.pieces import finish
@@ -45,6 +30,21 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.planes.planes_known import (
+    DEVICE,
+    HOST,
+    Known,
+    LayerCall,
+    Made,
+    Sent,
+    ShardRun,
+    Span,
+    deferred_of,
+    extend,
+    untold_cuts,
+)  # fmt: skip
+from tests.helpers.planes.planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
+from tests.helpers.planes.planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 _REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
 

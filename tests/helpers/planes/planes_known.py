@@ -7,8 +7,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from planes_values import Values
-from planes_world import POOL, DataProcess
 
 from control_plane.core import ControlPlane
 from control_plane.sessions.silent_shards import num_missing_receipts
@@ -17,6 +15,8 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.planes.planes_values import Values
+from tests.helpers.planes.planes_world import POOL, DataProcess
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 

@@ -11,11 +11,6 @@ from random import Random
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from planes_duplicates import LateDuplicates
-from planes_engine import Engine
-from planes_known import DEVICE, Known, deferred_of, lacks_a_receipt, untold_cuts
-from planes_values import BLOCK, NUM_HEADS, NUM_LAYERS
-from planes_world import LEASE_S, POOL, ControlProcess, World, wire
 
 from kvplane import ops
 from kvplane.errors import (
@@ -32,6 +27,17 @@ from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from tests.helpers.planes.planes_duplicates import LateDuplicates
+from tests.helpers.planes.planes_engine import Engine
+from tests.helpers.planes.planes_known import (
+    DEVICE,
+    Known,
+    deferred_of,
+    lacks_a_receipt,
+    untold_cuts,
+)
+from tests.helpers.planes.planes_values import BLOCK, NUM_HEADS, NUM_LAYERS
+from tests.helpers.planes.planes_world import LEASE_S, POOL, ControlProcess, World, wire
 
 MAX_ENGINES, MAX_GONE = 4, 6
 OWNERS = [("ann", ""), ("bob", ""), ("ann", ""), ("ann", "adapter"), ("bob", "")]

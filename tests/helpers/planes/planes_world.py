@@ -14,17 +14,6 @@ from typing import TypeVar
 
 import torch
 from google.protobuf.message import Message
-from planes_values import (
-    LAYOUT,
-    LAYOUT_MESSAGE,
-    NUM_HEADS,
-    NUM_LAYERS,
-    ShardView,
-    check_blocks,
-    tag_of,
-    values_of,
-)
-from registration_messages import all_outgoing
 
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -37,6 +26,17 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
+from tests.helpers.planes.planes_values import (
+    LAYOUT,
+    LAYOUT_MESSAGE,
+    NUM_HEADS,
+    NUM_LAYERS,
+    ShardView,
+    check_blocks,
+    tag_of,
+    values_of,
+)
+from tests.helpers.planning.registration_messages import all_outgoing
 
 POOL = "pool"
 LEASE_S = 30.0

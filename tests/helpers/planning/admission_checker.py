@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from admission_world import CONFIG, HOSTILE, Case, State, World, moves
-
 from control_plane.admission.decisions import AdmissionConfig
+from tests.helpers.planning.admission_world import CONFIG, HOSTILE, Case, State, World, moves
 
 # The index of the next state, words for what leads there, and who ended a sequence.
 Edge = tuple[int, str, int | None]

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from admission_rig import Rig
-
 from control_plane.admission.decisions import AdmissionConfig, Pressure
 from control_plane.admission.turns import Sequence
 from control_plane.admission.yielding import Waiting
+from tests.helpers.planning.admission_rig import Rig
 
 HONEST, YIELDING, HOSTILE = "h", "y", "x"
 ASKED = 99  # the id of a sequence that is to be admitted; live ones are numbered from 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from control_wire import PATIENCE_S, Stub
-
 from kvplane import Session
 from kvplane.clients.prefix_feed import BlocksStored, CaughtUp, FeedReader, StoredBlock
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.control_wire import PATIENCE_S, Stub
 
 Kept = tuple[int, int, int, int, int, int]
 """Tier, index, generation, references, hits and the priority of a retention."""

@@ -12,7 +12,6 @@ from random import Random
 
 import numpy as np
 import torch
-from plan_author import LAYOUT
 
 from control_plane import queries
 from control_plane.config import CoreConfig
@@ -25,6 +24,7 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.data.plan_author import LAYOUT
 
 BLOCK, WINDOW, TENANT, POOL = 8, 20, "tenant", "pool"
 GROUPS = (

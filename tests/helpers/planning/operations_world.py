@@ -11,10 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cached_prefixes import CachedPrefixes, cached_prefixes
-from control_wire import RawShard, Stub
-from registration_messages import LAYOUT
-
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Layout, SequenceState, Session, ops
 from kvplane.errors import KvplaneError, SequenceNotFoundError
@@ -23,6 +19,9 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.planning.cached_prefixes import CachedPrefixes, cached_prefixes
+from tests.helpers.planning.control_wire import RawShard, Stub
+from tests.helpers.planning.registration_messages import LAYOUT
 
 POOL = "pool"
 BLOCK = LAYOUT.block_size_tokens

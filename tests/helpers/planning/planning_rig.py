@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from registration_messages import LAYOUT, hello
-
 from control_plane import queries
 from control_plane.admission.decisions import AdmissionConfig
 from control_plane.config import CoreConfig
@@ -29,6 +27,7 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
+from tests.helpers.planning.registration_messages import LAYOUT, hello
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 BLOCK_SIZE = LAYOUT.block_size_tokens

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from pool_writer import NativeSession
-from registration_messages import LAYOUT, all_outgoing, hello, report
-
 from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
@@ -15,6 +12,8 @@ from control_plane.registration.registration import Registration
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from tests.helpers.planning.pool_writer import NativeSession
+from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello, report
 
 INCARNATION = 7
 ROOT = root_of(LAYOUT.fingerprint, "default", "")

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from kernel_faults import FAULTS, with_fault
 from repeated_mutants import REPEATED_MUTANTS
 from table_mutants import TABLE_MUTANTS
 
@@ -28,6 +27,7 @@ from kvplane.errors import InternalError
 from kvplane.layout import KEYS_AND_VALUES, LayerGroup
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from tests.helpers.data.kernel_faults import FAULTS, with_fault
 
 _kernels_of = executor.kernels_of
 _start = plan_runner.PlanRunner.start

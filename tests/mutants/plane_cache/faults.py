@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import plane_cache_checks as checks
 import pytest
 import torch
 
 from kvplane import ops
 from kvplane.transformers import attention, cache
 from kvplane.transformers.cache import PlaneCache
+from tests.helpers import plane_cache_checks as checks
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from admission_checker import CASES, QUICK, SLOW, explore, starved
-from admission_world import CONFIG, World
 
 from control_plane.admission.line import Line
 from control_plane.admission.turns import Sequence, Session, Turns
 from control_plane.admission.yielding import Waiting
+from tests.helpers.planning.admission_checker import CASES, QUICK, SLOW, explore, starved
+from tests.helpers.planning.admission_world import CONFIG, World
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from admission_rig import Rig
-
 from control_plane.admission.decisions import (
     Admission,
     AdmissionConfig,
@@ -12,6 +10,7 @@ from control_plane.admission.decisions import (
     Reason,
 )
 from control_plane.admission.line import Line
+from tests.helpers.planning.admission_rig import Rig
 
 CONFIG = AdmissionConfig(headroom=0.0)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from admission_rig import Rig
-
 from control_plane.admission.decisions import (
     Admission,
     AdmissionConfig,
@@ -15,6 +13,7 @@ from control_plane.admission.decisions import (
     Reason,
 )
 from control_plane.admission.yielding import decide
+from tests.helpers.planning.admission_rig import Rig
 
 # Sequences here go on only where a test says so: in the tests of idleness.
 CONFIG = AdmissionConfig(headroom=0.0, idle_s=1000.0)

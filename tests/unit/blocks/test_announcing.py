@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from index_writer import Writer, blocks, checked_pool, hashes_of, i32
 from kvplane_blocks import Pool
-from native_pool import Caller, ints, new_pool
+
+from tests.helpers.native.index_writer import Writer, blocks, checked_pool, hashes_of, i32
+from tests.helpers.native.native_pool import Caller, ints, new_pool
 
 MOST_AT_ONCE = 16384
 Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-from index_writer import DEVICE, Writer, blocks, checked_pool, i32
 from kvplane_blocks import Pool
 
 from control_plane.pools.statistics import (
@@ -13,6 +12,7 @@ from control_plane.pools.statistics import (
     read_block_times,
 )
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.native.index_writer import DEVICE, Writer, blocks, checked_pool, i32
 
 
 def times(pool: Pool, tier: tpb.Tier = tpb.TIER_DEVICE) -> BlockTimes:

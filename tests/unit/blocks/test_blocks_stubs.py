@@ -6,7 +6,8 @@ from pathlib import Path
 
 import kvplane_blocks
 from kvplane_blocks import _native
-from native_stubs import Stub
+
+from tests.helpers.native.native_stubs import Stub
 
 STUB = Stub(Path(__file__).parents[3] / "csrc/blocks/kvplane_blocks/_native.pyi", _native)
 

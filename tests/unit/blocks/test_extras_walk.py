@@ -5,10 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from index_writer import i32, ints
-from native_machine import ROOTS, SHAPES, Operation, Shape, Walk
-from native_pool import DEVICE, HOST, dump
-from native_sessions import Engine
+
+from tests.helpers.native.index_writer import i32, ints
+from tests.helpers.native.native_machine import ROOTS, SHAPES, Operation, Shape, Walk
+from tests.helpers.native.native_pool import DEVICE, HOST, dump
+from tests.helpers.native.native_sessions import Engine
 
 
 class ForgettingWalk(Walk):

@@ -6,8 +6,18 @@ import random
 import time
 
 import pytest
-from index_writer import DEVICE, Writer, blocks, checked_pool, hashes_of, i32, i64, ints
 from kvplane_blocks import Pool
+
+from tests.helpers.native.index_writer import (
+    DEVICE,
+    Writer,
+    blocks,
+    checked_pool,
+    hashes_of,
+    i32,
+    i64,
+    ints,
+)
 
 
 def forget(

@@ -9,8 +9,17 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from index_writer import BLOCK_TOKENS, Writer, blocks, checked_pool, hashes_of, i32, ints
 from kvplane_blocks import Pool
+
+from tests.helpers.native.index_writer import (
+    BLOCK_TOKENS,
+    Writer,
+    blocks,
+    checked_pool,
+    hashes_of,
+    i32,
+    ints,
+)
 
 
 def match_hashes(pool: Pool, root: bytes, hashes: list[bytes]) -> tuple[int, int, bytes]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from native_pool import DEVICE, HOST, Caller, Kind, i32, i64, new_pool
+
+from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Kind, i32, i64, new_pool
 
 PROMPT = list(range(6))
 

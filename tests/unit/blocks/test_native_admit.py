@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from native_pool import DEVICE, HOST, Caller, Code, Kind, dump, new_pool
+
+from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, Kind, dump, new_pool
 
 SIZE = 4
 ABC = list(range(12))

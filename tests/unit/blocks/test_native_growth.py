@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
+from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
 
 PROMPT = list(range(6))
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from kvplane_blocks._native import ColumnError, Pool
-from native_pool import DEVICE, HOST, Caller, Code, dump, i32, i64, new_pool
+
+from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, dump, i32, i64, new_pool
 
 ODD = b"\0" * 7
 ONE = i64([1])

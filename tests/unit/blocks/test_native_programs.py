@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
-from native_programs import PROGRAMS, SOURCES, built, cmake
+
+from tests.helpers.native.native_programs import PROGRAMS, SOURCES, built, cmake
 
 WRITER = "test_proto_writer"
 NAMES = sorted({path.stem for path in PROGRAMS.glob("test_*.cpp")} - {WRITER})

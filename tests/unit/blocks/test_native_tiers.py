@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from kvplane_blocks._native import ColumnError
-from native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
+
+from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
 
 PROMPT = list(range(6))
 

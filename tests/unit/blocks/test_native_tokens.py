@@ -6,7 +6,8 @@ import random
 
 import pytest
 from kvplane_blocks._native import Pool
-from native_pool import Caller, i32, i64, new_pool
+
+from tests.helpers.native.native_pool import Caller, i32, i64, new_pool
 
 SIZE = 64
 PIECE = 256  # tokens

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from native_machine import GROUPED_SHAPES, SHAPES, NativeMachine, Shape, Walk
+
+from tests.helpers.native.native_machine import GROUPED_SHAPES, SHAPES, NativeMachine, Shape, Walk
 
 SETTINGS = settings(
     deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False

@@ -7,8 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from index_writer import BLOCK_TOKENS, DEVICE, HOST, Writer, blocks, hashes_of, i32, i64, ints
 from kvplane_blocks import ColumnError, Pool, Rebuild, chained_hash, root_hash
+
+from tests.helpers.native.index_writer import (
+    BLOCK_TOKENS,
+    DEVICE,
+    HOST,
+    Writer,
+    blocks,
+    hashes_of,
+    i32,
+    i64,
+    ints,
+)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from index_writer import DEVICE, Writer, blocks, checked_pool, i32
 from kvplane_blocks import Pool
+
+from tests.helpers.native.index_writer import DEVICE, Writer, blocks, checked_pool, i32
 
 TOO_MANY_ENTRIES = 24
 FOREVER = 1e9

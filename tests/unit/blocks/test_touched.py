@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from index_writer import BLOCK_TOKENS, Writer, i32
 from kvplane_blocks import Pool
+
+from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, i32
 
 SMALL, LARGE = 1_000, 100_000
 PROMPT_BLOCKS = 100

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from index_writer import Writer, blocks, checked_pool
 from kvplane_blocks import Pool
 
 from control_plane.views import STATES
+from tests.helpers.native.index_writer import Writer, blocks, checked_pool
 
 DEVICE = 1
 

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from index_writer import BLOCK_TOKENS, HOST, Writer, blocks, checked_pool, hashes_of, i32, ints
 from kvplane_blocks import Pool
+
+from tests.helpers.native.index_writer import (
+    BLOCK_TOKENS,
+    HOST,
+    Writer,
+    blocks,
+    checked_pool,
+    hashes_of,
+    i32,
+    ints,
+)
 
 STORED, REMOVED, CLEARED = 1, 2, 3
 NONE = bytes(16)

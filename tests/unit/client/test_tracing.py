@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_model import World
 
 from kvplane import ops, tracing
 from kvplane.errors import DeadlineExceededError, InvalidRequestError
@@ -16,6 +15,7 @@ from kvplane.session.step_numbering import Steps
 from kvplane.transport.retry import Deadline
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.core.core_model import World
 
 ROOT = Path(__file__).resolve().parents[3]
 ABOVE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

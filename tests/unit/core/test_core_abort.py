@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from core_messages import DEVICE
-from core_model import World
 
 from control_plane.steps.abort import abort_from
 from control_plane.steps.pieces import finished
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.core.core_messages import DEVICE
+from tests.helpers.core.core_model import World
 
 
 def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:

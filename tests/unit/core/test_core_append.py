@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from core_machine import growth, joined
-from core_messages import BLOCK, changes_of, pack
-from core_model import World
 
 from control_plane.config import CoreConfig
 from kvplane import ops
@@ -15,6 +12,9 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.core.core_machine import growth, joined
+from tests.helpers.core.core_messages import BLOCK, changes_of, pack
+from tests.helpers.core.core_model import World
 
 
 @pytest.mark.parametrize("seed", range(20))

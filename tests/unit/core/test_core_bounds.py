@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from core_data_plane import DataPlane
-from core_messages import POOL
-from core_model import World
 
 from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.v1 import control_pb2 as cpb
+from tests.helpers.core.core_data_plane import DataPlane
+from tests.helpers.core.core_messages import POOL
+from tests.helpers.core.core_model import World
 
 
 def world_of(**settings: float) -> World:

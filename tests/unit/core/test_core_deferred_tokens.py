@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from core_messages import POOL, pack
-from core_model import World
 
 from control_plane.steps.deferred_tokens import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
 from kvplane.v1 import control_pb2 as cpb
+from tests.helpers.core.core_messages import POOL, pack
+from tests.helpers.core.core_model import World
 
 
 def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> None:

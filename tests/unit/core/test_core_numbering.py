@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_messages import pack
-from core_model import Engine, World, error_in
 
 from control_plane.config import CoreConfig
 from kvplane import ops
@@ -27,6 +25,8 @@ from kvplane.errors import (
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from tests.helpers.core.core_messages import pack
+from tests.helpers.core.core_model import Engine, World, error_in
 
 
 def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:

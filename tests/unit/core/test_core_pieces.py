@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_model import LATER, Engine, World, status_of
 
 from control_plane import queries
 from control_plane.config import CoreConfig
@@ -21,6 +20,7 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.core.core_model import LATER, Engine, World, status_of
 
 SEVERAL = 24
 SIX = range(1, 7)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_messages import DEVICE, LAYOUT, POOL, TIERS
-from core_model import World
 
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -28,6 +26,8 @@ from kvplane.errors import (
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from tests.helpers.core.core_messages import DEVICE, LAYOUT, POOL, TIERS
+from tests.helpers.core.core_model import World
 
 
 def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:

@@ -10,11 +10,10 @@ import gc
 import sys
 from types import FrameType
 
-from core_messages import BLOCK, changes_of, pack
-from core_model import Engine, World
-
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
+from tests.helpers.core.core_messages import BLOCK, changes_of, pack
+from tests.helpers.core.core_model import Engine, World
 
 FEW, MANY = 16, 512  # blocks
 

@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from core_messages import HOST, pack
-from core_model import (
-    FAILED,
-    OK,
-    World,
-    error_in,
-    status_of,
-)
 
 from control_plane.config import CoreConfig
 from kvplane import ops
@@ -29,6 +21,14 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from tests.helpers.core.core_messages import HOST, pack
+from tests.helpers.core.core_model import (
+    FAILED,
+    OK,
+    World,
+    error_in,
+    status_of,
+)
 
 
 def only(result: cpb.StepResult) -> cpb.OperationResult:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from core_messages import DEVICE, HOST, POOL
-from core_model import Engine, World
 
 from control_plane.config import CoreConfig
 from control_plane.watching import Follower
@@ -14,6 +12,8 @@ from kvplane import ops
 from kvplane.errors import InvalidRequestError, RevisionTooOldError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
+from tests.helpers.core.core_messages import DEVICE, HOST, POOL
+from tests.helpers.core.core_model import Engine, World
 
 
 class Copy:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from core_machine import CoreMachine
-from core_messages import HOST, changes_of
-from core_model import FAILED, LATER, NEVER, OK, World, status_of
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -20,6 +17,9 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.core.core_machine import CoreMachine
+from tests.helpers.core.core_messages import HOST, changes_of
+from tests.helpers.core.core_model import FAILED, LATER, NEVER, OK, World, status_of
 
 SETTINGS = settings(
     deadline=None,

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from types import FrameType
 
 import pytest
-from core_messages import BLOCK, POOL, pack
-from core_model import Engine, World
 
 from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from tests.helpers.core.core_messages import BLOCK, POOL, pack
+from tests.helpers.core.core_model import Engine, World
 
 FEW, MANY = 100, 1000
 PREFIX_BLOCKS = 256

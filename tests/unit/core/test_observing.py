@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from core_messages import BLOCK
-from core_model import Engine, World
-
 from control_plane.observing import PoolObservation
 from control_plane.pools.statistics import PoolStatistics
 from kvplane import ops
+from tests.helpers.core.core_messages import BLOCK
+from tests.helpers.core.core_model import Engine, World
 
 
 def prompt(num_blocks: int, seed: int = 0) -> list[int]:

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvplane_blocks import PlainStep
-from registration_messages import LAYOUT, hello
 
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -26,6 +25,7 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.planning.registration_messages import LAYOUT, hello
 
 TENANT, POOL, KEY = "tenant", "pool", b"k" * 32
 NUM_STEPS = 30

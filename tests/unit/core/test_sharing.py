@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from core_messages import BLOCK
-from core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
 
 from control_plane.config import CoreConfig
 from kvplane import ops
@@ -13,6 +11,8 @@ from kvplane.results import news_of
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from tests.helpers.core.core_messages import BLOCK
+from tests.helpers.core.core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
 
 
 def prompt(num_blocks: int, seed: int = 0) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from core_model import World
 
 from control_plane.config import CoreConfig
 from kvplane import ops
+from tests.helpers.core.core_model import World
 
 TOKENS = range(32)
 

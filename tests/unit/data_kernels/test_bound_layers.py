@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import LAYERS, Rig
-from kernel_faults import with_operations
-from plan_author import LAYOUT, set_blocks, span, tokens, trim
 
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
@@ -21,6 +18,9 @@ from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import BlockNotWritableError, InvalidRequestError
 from kvplane.layout import Layout
+from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.kernel_faults import with_operations
+from tests.helpers.data.plan_author import LAYOUT, set_blocks, span, tokens, trim
 
 PROMPTS = {1: 11, 2: 5}
 NUM_DECODED = 6

@@ -13,7 +13,6 @@ from typing import Any
 import kvplane_kernels
 import pytest
 import torch
-from plan_author import LAYOUT
 from prometheus_client import generate_latest
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
@@ -25,6 +24,7 @@ from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.metrics import DataPlaneMetrics
 from kvplane.errors import InvalidRequestError, NeverFitsError
+from tests.helpers.data.plan_author import LAYOUT
 
 NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, gpus=())
 NO_TORCH = Machine(has_cuda_kernels=True, torch_has_cuda=False, gpus=())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kernel_sets import LateRuntime
-
 from data_plane.kernels.device.cuda_streams import DeviceStreams, HostStreams
 from data_plane.kernels.device.device_watch import DeviceWatch
+from tests.helpers.data.kernel_sets import LateRuntime
 
 
 def test_a_device_that_is_lost_is_told_of_once() -> None:

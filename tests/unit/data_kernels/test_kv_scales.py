@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_author import LAYOUT, POOL_ID, PlanAuthor, set_blocks, span, tokens
 
 from data_plane import Executor
 from data_plane.execution.shards.scales import layer_scales
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
+from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor, set_blocks, span, tokens
 
 CPU = torch.device("cpu")
 HEADS = 4

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 from transformers import AutoModelForCausalLM
 
 from engine.request import SamplingParams
 from kvplane.errors import InternalError, InvalidRequestError, StaleEpochError
+from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import LLAMA, OPT, Engine, Reference, prompt_of, save_model
 
 from engine.request import SamplingParams
 from engine.running.core import MAX_FAILURES
@@ -21,6 +20,7 @@ from kvplane.errors import (
 )
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
+from tests.helpers.engine_harness import LLAMA, OPT, Engine, Reference, prompt_of, save_model
 
 NUM_LAYERS = 2
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_harness import LLAMA, TENANT, Engine, Reference, prompt_of, save_model
 
 from engine.running.core import NEWS_DELAY_S
 from kvplane.results import sequence_states
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.engine_harness import LLAMA, TENANT, Engine, Reference, prompt_of, save_model
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import LLAMA, Engine, prompt_of, save_model
 
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.serving.worker import EngineWorker
@@ -21,6 +20,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
     QuotaExceededError,
 )
+from tests.helpers.engine_harness import LLAMA, Engine, prompt_of, save_model
 
 PROMPT = prompt_of(9, 1)
 

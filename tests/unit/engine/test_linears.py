@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_harness import LLAMA
 from transformers import AutoModelForCausalLM
 
 from engine.models.linears import PackedLinear, pack_linears
+from tests.helpers.engine_harness import LLAMA
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 from engine.scheduling.sequence import MAX_PASSES, MAX_WASTED_PASSES
 from kvplane.errors import InternalError, StaleEpochError
 from kvplane.wire import columns
+from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 NUM_LAYERS = LLAMA.num_hidden_layers
 LONG_S = 1000.0

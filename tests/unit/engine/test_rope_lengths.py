@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from engine.models import loader
 from engine.request import SamplingParams
 from kvplane.errors import InvalidRequestError
+from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 LENGTH = 64
 MAX_TOKENS = 4 * LENGTH

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 from engine.scheduling.sequence import SequenceStatus
 from kvplane.errors import NeverFitsError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
+from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import Rig, stored
-from plan_author import (
+
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import ELEMENT_BYTES
+from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
     LAYOUT,
@@ -21,9 +24,6 @@ from plan_author import (
     tokens,
     transfer,
 )
-
-from kvplane.errors import InvalidRequestError
-from kvplane.layout import ELEMENT_BYTES
 
 
 @pytest.fixture

@@ -8,10 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from data_rig import Rig, stored
-from kernel_faults import with_operations
-from kernel_sets import LateRuntime, late_kernels
-from plan_author import HOST, fork, ref, set_blocks, span, tokens, transfer
 
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.pieces import finish
@@ -19,6 +15,10 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.runtime.embedded import EmbeddedBackend
+from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.kernel_faults import with_operations
+from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
+from tests.helpers.data.plan_author import HOST, fork, ref, set_blocks, span, tokens, transfer
 
 
 class LateRig(Rig):

@@ -7,8 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_rig import Rig
-from plan_author import (
+
+from data_plane import Executor
+from data_plane.pieces import finish
+from kvplane.errors import (
+    InvalidRequestError,
+    PlanOutOfOrderError,
+    SequenceNotFoundError,
+)
+from kvplane.shard import Shard
+from kvplane.wire import signing
+from kvplane.wire.protocol import PAYLOAD_VERSION
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
     HOST,
@@ -25,17 +36,6 @@ from plan_author import (
     tokens,
     transfer,
 )
-
-from data_plane import Executor
-from data_plane.pieces import finish
-from kvplane.errors import (
-    InvalidRequestError,
-    PlanOutOfOrderError,
-    SequenceNotFoundError,
-)
-from kvplane.shard import Shard
-from kvplane.wire import signing
-from kvplane.wire.protocol import PAYLOAD_VERSION
 
 
 @pytest.fixture

@@ -7,20 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from bad_plans import BAD_PLANS, HUGE
-from data_rig import Rig
-from plan_author import (
-    HOST,
-    PlanAuthor,
-    drop,
-    fork,
-    publications,
-    ref,
-    set_blocks,
-    span,
-    tokens,
-    transfer,
-)
 
 from data_plane.pieces import finish
 from kvplane.attention_options import AttentionOptions
@@ -37,6 +23,20 @@ from kvplane.errors import (
 )
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
+from tests.helpers.data.bad_plans import BAD_PLANS, HUGE
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import (
+    HOST,
+    PlanAuthor,
+    drop,
+    fork,
+    publications,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+)
 
 
 @pytest.fixture

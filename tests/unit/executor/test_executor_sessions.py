@@ -7,18 +7,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from data_rig import Rig
-from plan_author import (
-    DEVICE,
-    HOST,
-    LAYOUT,
-    POOL_ID,
-    PlanAuthor,
-    blocks_of,
-    publications,
-    set_blocks,
-    span,
-)
 
 from data_plane import Executor
 from kvplane.errors import (
@@ -31,6 +19,18 @@ from kvplane.errors import (
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import signing
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import (
+    DEVICE,
+    HOST,
+    LAYOUT,
+    POOL_ID,
+    PlanAuthor,
+    blocks_of,
+    publications,
+    set_blocks,
+    span,
+)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from plan_author import LAYOUT, POOL_ID
 
 from data_plane import Executor
 from data_plane.kernels.backends.cpu import CpuKernels
@@ -24,6 +23,7 @@ from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.serving.settings import parse
 from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")

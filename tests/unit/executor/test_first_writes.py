@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from data_rig import LAYERS, Rig
-from plan_author import fork, set_blocks, span, tokens
 
 from kvplane.errors import BlockNotWritableError
+from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.plan_author import fork, set_blocks, span, tokens
 
 BLOCK_SIZE = 8
 

@@ -9,8 +9,15 @@ from functools import partial
 
 import pytest
 import torch
-from data_rig import Rig
-from plan_author import (
+
+from data_plane import Executor
+from data_plane.memory.shares import STEP_TOKENS, fit_blocks, share_blocks
+from kvplane.errors import InvalidRequestError, StaleGenerationError
+from kvplane.layout import LayerGroup, Layout
+from kvplane.shard import Shard
+from kvplane.v1 import control_pb2 as cpb
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
     LAYOUT,
@@ -22,13 +29,6 @@ from plan_author import (
     transfer,
     trim,
 )
-
-from data_plane import Executor
-from data_plane.memory.shares import STEP_TOKENS, fit_blocks, share_blocks
-from kvplane.errors import InvalidRequestError, StaleGenerationError
-from kvplane.layout import LayerGroup, Layout
-from kvplane.shard import Shard
-from kvplane.v1 import control_pb2 as cpb
 
 FULL = LayerGroup("full", (0, 3), 2, 16)
 WINDOW = LayerGroup("window", (1, 2, 4), 1, 8, sliding_window_tokens=8)

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from plan_author import LAYOUT, POOL_ID
 
 from data_plane.execution.executor import Executor
+from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 
 NUM_INTERRUPTS = 400
 PATIENCE_S = 10.0

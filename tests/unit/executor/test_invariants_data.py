@@ -8,22 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import LAYERS, Rig
-from plan_author import (
-    HOST,
-    PlanAuthor,
-    blocks_of,
-    drop,
-    fork,
-    keep,
-    ref,
-    set_blocks,
-    span,
-    tokens,
-    transfer,
-    trim,
-    truncate,
-)
 
 from kvplane.errors import (
     BadSignatureError,
@@ -38,6 +22,22 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
+from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.plan_author import (
+    HOST,
+    PlanAuthor,
+    blocks_of,
+    drop,
+    fork,
+    keep,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+    trim,
+    truncate,
+)
 
 
 @pytest.fixture

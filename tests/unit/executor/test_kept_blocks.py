@@ -8,10 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from data_rig import Rig, stored
-from plan_author import HOST, drop, fork, publications, ref, set_blocks, span, transfer
 
 from kvplane.errors import StaleGenerationError
+from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.plan_author import (
+    HOST,
+    drop,
+    fork,
+    publications,
+    ref,
+    set_blocks,
+    span,
+    transfer,
+)
 
 
 @pytest.fixture

@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_rig import Rig
-from plan_author import (
+
+from data_plane import Executor
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.pieces import finish
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
     LAYOUT,
@@ -19,13 +26,6 @@ from plan_author import (
     tokens,
     transfer,
 )
-
-from data_plane import Executor
-from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.pieces import finish
-from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InvalidRequestError
-from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 
 NUM_TOKENS, BLOCK_SIZE, LATENT_SIZE, VALUE_SIZE = 12, 8, 24, 16
 GROUP = LayerGroup("latent", (0, 1), 1, LATENT_SIZE, cache_kind=LATENT, value_head_size=VALUE_SIZE)

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import LAYERS, Rig, stored
-from kernel_sets import late_kernels
-from plan_author import publications, set_blocks, span, tokens
 
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.pieces import finish
@@ -23,6 +20,9 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from kvplane.runtime.embedded import EmbeddedBackend
+from tests.helpers.data.data_rig import LAYERS, Rig, stored
+from tests.helpers.data.kernel_sets import late_kernels
+from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
 FIRST = {1: 7, 2: 0, 3: 14}  # so that some cross the edge of a block

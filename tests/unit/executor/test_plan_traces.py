@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from data_rig import Rig
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from plan_author import PlanAuthor, set_blocks, span
 
 from kvplane import tracing
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import LAYERS, Rig
-from plan_author import publications, set_blocks, span, tokens
 
 from data_plane.execution.repeated_layers import RepeatedLayers
 from kvplane.attention_options import AttentionOptions
@@ -22,6 +20,8 @@ from kvplane.errors import (
     SessionExpiredError,
     StaleGenerationError,
 )
+from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 PLAIN = AttentionOptions()
 HEADS, KV_HEADS, SIZE = 4, 2, 16

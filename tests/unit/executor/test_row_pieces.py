@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from data_rig import Rig
-from plan_author import set_blocks, span, tokens
 
 from data_plane.execution.shards import row_pieces
 from data_plane.execution.shards.row_pieces import PieceSizes
@@ -14,6 +12,8 @@ from data_plane.kernels.arguments import HostLengths
 from data_plane.pieces import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import SessionExpiredError, StaleGenerationError
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import set_blocks, span, tokens
 
 PIECE_S = 1e-9  # as short as pieces get
 SPANS = [(0, 300), (40, 56), (8, 1), (3, 200)]

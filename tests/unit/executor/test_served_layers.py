@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from data_rig import Rig as Executing
-from kernel_faults import with_operations
 from kvplane_kernels import ServedLayers
-from plan_author import set_blocks, span
 
 from data_plane.kernels.backends.bound_layers import BoundLayers
 from data_plane.kernels.backends.cpu import CpuKernels
+from tests.helpers.data.data_rig import Rig as Executing
+from tests.helpers.data.kernel_faults import with_operations
+from tests.helpers.data.plan_author import set_blocks, span
 
 LONG_S = 2.0  # after which a sleep that nothing ends is ended by the test
 

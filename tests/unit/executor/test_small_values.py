@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_rig import Rig
-from plan_author import (
+
+from data_plane.memory.pages import PageShape
+from data_plane.pieces import finish
+from kvplane.errors import InvalidRequestError
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
     LAYOUT,
@@ -18,10 +22,6 @@ from plan_author import (
     tokens,
     transfer,
 )
-
-from data_plane.memory.pages import PageShape
-from data_plane.pieces import finish
-from kvplane.errors import InvalidRequestError
 
 NUM_TOKENS, BLOCK_SIZE, NUM_HEADS, KEY_SIZE, VALUE_SIZE = 12, 8, 2, 16, 8
 GROUP = replace(LAYOUT.groups[0], value_head_size=VALUE_SIZE)

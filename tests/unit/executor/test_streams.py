@@ -9,13 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import Rig, stored
-from executor_twins import run_twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_faults import with_operations
-from kernel_sets import LateRuntime, late_kernels
-from plan_author import HOST, drop, fork, ref, set_blocks, span, tokens, transfer
 
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backends.cpu import CpuKernels
@@ -23,6 +18,11 @@ from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams
 from data_plane.memory.upload import upload
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError
+from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.executor_twins import run_twins
+from tests.helpers.data.kernel_faults import with_operations
+from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
+from tests.helpers.data.plan_author import HOST, drop, fork, ref, set_blocks, span, tokens, transfer
 
 NUM_PLACES = 4
 

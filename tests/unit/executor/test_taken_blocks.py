@@ -10,11 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import LAYERS, Rig
-from plan_author import HOST, drop, fork, ref, set_blocks, span, tokens, transfer, truncate
 
 from data_plane.pieces import finish
 from kvplane.errors import StaleGenerationError
+from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.plan_author import (
+    HOST,
+    drop,
+    fork,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+    truncate,
+)
 
 SPANS = "plan.spans.sequence_ids[0]"
 BLOCKS = torch.ones(2, 1, 2, 2, 8, 16)

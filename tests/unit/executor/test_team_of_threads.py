@@ -18,8 +18,8 @@ import torch
 
 torch.set_num_threads(1)
 
-from data_rig import Rig
-from plan_author import set_blocks, span
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import set_blocks, span
 from data_plane.plans.batches import attention_batch
 
 def num_threads():

@@ -9,12 +9,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_rig import LAYERS, Rig
-from plan_author import BLOCK_SIZE, LAYOUT, drop, fork, set_blocks, span, tokens, trim, truncate
 
 from data_plane.pieces import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.plan_author import (
+    BLOCK_SIZE,
+    LAYOUT,
+    drop,
+    fork,
+    set_blocks,
+    span,
+    tokens,
+    trim,
+    truncate,
+)
 
 WINDOW = 11
 

@@ -6,8 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from data_rig import Rig
-from plan_author import (
+
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.contents.written_slots import WrittenSlots
+from data_plane.plans.tables.block_tables import BlockTables
+from kvplane.errors import BlockNotWrittenError
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
     fork,
@@ -19,11 +24,6 @@ from plan_author import (
     tokens,
     transfer,
 )
-
-from data_plane.plans.batches.transfers import Transfers
-from data_plane.plans.contents.written_slots import WrittenSlots
-from data_plane.plans.tables.block_tables import BlockTables
-from kvplane.errors import BlockNotWrittenError
 
 
 def test_transfers_count_in_the_order_in_which_they_run() -> None:

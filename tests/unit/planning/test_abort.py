@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from planning_rig import DEVICE, HOST, PlanningRig
 
 from control_plane.steps.abort import abort_from
 from control_plane.steps.pieces import finished
 from kvplane import ops
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
 
 
 @pytest.fixture

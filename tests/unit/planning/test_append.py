@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_rig import BLOCK_SIZE, PlanningRig, spans_of, transfers_of
 
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from tests.helpers.planning.planning_rig import BLOCK_SIZE, PlanningRig, spans_of, transfers_of
 
 
 def run(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_rig import PlanningRig
 
 from control_plane.steps.deferred_tokens import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
+from tests.helpers.planning.planning_rig import PlanningRig
 
 
 def reserved(num_slots: int = 9) -> PlanningRig:

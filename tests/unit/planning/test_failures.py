@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from kvplane_blocks import ColumnError, _native
-from planning_rig import DEVICE, PlanningRig
 
 from control_plane.steps.failures import (
     add_error,
@@ -15,6 +14,7 @@ from control_plane.steps.failures import (
 from kvplane.errors import InvalidRequestError, PositionMismatchError, SequenceNotFoundError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire.error_messages import from_wire
+from tests.helpers.planning.planning_rig import DEVICE, PlanningRig
 
 AT = "operations[2].append"
 

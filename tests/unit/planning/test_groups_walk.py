@@ -7,13 +7,13 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from groups_world import BLOCK, WINDOW, World
 
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from tests.helpers.planning.groups_world import BLOCK, WINDOW, World
 
 HOST = tpb.TIER_HOST
 

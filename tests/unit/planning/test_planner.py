@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planning_rig import BLOCK_SIZE, DEVICE, HOST, PlanningRig, entries_of, spans_of, transfers_of
 
 from control_plane.steps.planner import may_plan, read_operations
 from kvplane import ops
@@ -22,6 +21,15 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 from kvplane.wire.error_messages import from_wire
+from tests.helpers.planning.planning_rig import (
+    BLOCK_SIZE,
+    DEVICE,
+    HOST,
+    PlanningRig,
+    entries_of,
+    spans_of,
+    transfers_of,
+)
 
 
 @pytest.fixture

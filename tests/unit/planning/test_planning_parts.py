@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf import duration_pb2
-from planning_rig import BLOCK_SIZE, DEVICE, PlanningRig
 
 from control_plane import queries
 from control_plane.sharing.blocks import DeviceBlocks
@@ -18,6 +17,7 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
+from tests.helpers.planning.planning_rig import BLOCK_SIZE, DEVICE, PlanningRig
 
 PROMPT = range(2 * BLOCK_SIZE + 3)
 

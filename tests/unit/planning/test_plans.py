@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from planning_rig import (
+from control_plane.steps.large_answers import large_answer
+from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
+from tests.helpers.planning.planning_rig import (
     BLOCK_SIZE,
     DEVICE,
     EPOCH,
@@ -12,12 +17,6 @@ from planning_rig import (
     spans_of,
     transfers_of,
 )
-
-from control_plane.steps.large_answers import large_answer
-from kvplane import ops
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import protocol, signing
 
 
 def test_a_step_that_asks_for_nothing_makes_no_plan() -> None:

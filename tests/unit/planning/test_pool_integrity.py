@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from planning_rig import PlanningRig
 
 from control_plane.integrity import check_pool
 from control_plane.sessions.session import Session
 from kvplane import ops
+from tests.helpers.planning.planning_rig import PlanningRig
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_rig import BLOCK_SIZE, PlanningRig
 
 from kvplane import ops
+from tests.helpers.planning.planning_rig import BLOCK_SIZE, PlanningRig
 
 
 @given(st.integers(1, 40), st.integers(0, 40))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from planning_rig import EPOCH, PlanningRig
 
 from control_plane.pools.shards import ShardState
 from control_plane.steps.receipts import take_receipts
@@ -21,6 +20,7 @@ from kvplane.errors import (
 )
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
 
 
 @pytest.fixture

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from planning_rig import DEVICE, HOST, PlanningRig
-
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
+from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
 
 LATER, NEVER = cpb.OPERATION_STATUS_LATER, cpb.OPERATION_STATUS_NEVER
 

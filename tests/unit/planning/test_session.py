@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from planning_rig import HOST, PlanningRig
-
 from control_plane.sessions.session import EndedSessions
 from kvplane import ops
 from kvplane.errors import SessionExpiredError, SessionNotFoundError
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.planning.planning_rig import HOST, PlanningRig
 
 
 def test_a_session_that_ends_retires_all_it_held_until_every_shard_has_fenced_it() -> None:

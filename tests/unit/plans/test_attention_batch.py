@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_author import BLOCK_SIZE, DEVICE, HOST, pack_spans, span
 
 from data_plane.plans.batches.attention_batch import check_unpublished, prepare_batch
 from data_plane.plans.tables.block_tables import BlockTables, Table
@@ -20,6 +19,7 @@ from kvplane.errors import (
     SequenceSwappedError,
 )
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, pack_spans, span
 
 NUM_BLOCKS = 16
 

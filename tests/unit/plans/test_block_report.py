@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_author import BLOCK_SIZE, DEVICE, HOST, blocks_of, publications
 
 from data_plane.plans.tables.block_report import block_report
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, blocks_of, publications
 
 GENERATIONS = st.dictionaries(st.integers(0, 9), st.integers(1, 2**50), max_size=10)
 

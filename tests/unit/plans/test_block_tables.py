@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_author import BLOCK_SIZE, DEVICE, HOST, publications
 
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from kvplane.errors import InternalError
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, publications
 
 
 def table(tier: pb.Tier, *blocks: tuple[int, int]) -> Table:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from plan_author import (
+
+from data_plane.plans.tables.change_columns import ChangeColumns, read_allocations
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
     drop,
@@ -16,10 +20,6 @@ from plan_author import (
     trim,
     truncate,
 )
-
-from data_plane.plans.tables.change_columns import ChangeColumns, read_allocations
-from kvplane.errors import InvalidRequestError
-from kvplane.v1 import types_pb2 as pb
 
 NUM_BLOCKS = {DEVICE: 8, HOST: 4}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plan_author import BLOCK_SIZE, pack_changes, pack_spans, set_blocks, span
 
 from data_plane.kernels.step_rows import StepRows
 from data_plane.plans.batches.attention_batch import AttentionBatch, prepare_batch
@@ -13,6 +12,7 @@ from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.tables.table_changes import apply_changes
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import BLOCK_SIZE, pack_changes, pack_spans, set_blocks, span
 
 BOUNDS = StepBounds(num_tokens=6, context_tokens=28, num_sequences=3, query_tokens=2)
 CPU = torch.device("cpu")

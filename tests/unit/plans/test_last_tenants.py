@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from plan_author import DEVICE, HOST
 
 from data_plane.plans.batches.transfers import TransferEnds, Transfers
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.tables.allocations import Allocated, AllocatedBlocks
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import DEVICE, HOST
 
 NUM_BLOCKS = {DEVICE: 4, HOST: 2}
 Block = tuple["pb.Tier", int]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_author import DEVICE, HOST
 
 from data_plane.plans.plan_columns import ints, limits_of_places, places, read_groups, refuse
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.wire import columns
+from tests.helpers.data.plan_author import DEVICE, HOST
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1))

@@ -6,21 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_sets import late_kernels
-from plan_author import (
-    DEVICE,
-    HOST,
-    LAYOUT,
-    POOL_ID,
-    PlanAuthor,
-    fork,
-    publications,
-    ref,
-    set_blocks,
-    span,
-    tokens,
-    transfer,
-)
 
 from data_plane.execution.counters import ExecutorCounters
 from data_plane.execution.plan_runner import PlanRunner, StartedPlan
@@ -38,6 +23,21 @@ from kvplane.errors import (
 )
 from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.kernel_sets import late_kernels
+from tests.helpers.data.plan_author import (
+    DEVICE,
+    HOST,
+    LAYOUT,
+    POOL_ID,
+    PlanAuthor,
+    fork,
+    publications,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+)
 
 
 class Bench:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_author import BLOCK_SIZE, blocks_of, publications
 
 from data_plane.plans.tables.publications import Publications
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from tests.helpers.data.plan_author import BLOCK_SIZE, blocks_of, publications
 
 NUM_BLOCKS = 6
 PRESENT = np.array([1, 2, 3, 1, 2, 0])

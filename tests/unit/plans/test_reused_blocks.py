@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from plan_author import (
+
+from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.contents import reused_blocks
+from data_plane.plans.contents.reused_blocks import ReusedBlocks
+from data_plane.plans.tables.block_tables import BlockTables
+from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
+from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
     HOST,
@@ -17,13 +24,6 @@ from plan_author import (
     set_blocks,
     transfer,
 )
-
-from data_plane.plans.batches.transfers import Transfers
-from data_plane.plans.contents import reused_blocks
-from data_plane.plans.contents.reused_blocks import ReusedBlocks
-from data_plane.plans.tables.block_tables import BlockTables
-from kvplane.v1 import types_pb2 as pb
-from kvplane.wire import columns
 
 NUM_BLOCKS = {DEVICE: 16, HOST: 8}
 A, B, C, D = (1, 1), (2, 1), (3, 1), (4, 1)

@@ -7,18 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_author import (
-    BLOCK_SIZE,
-    DEVICE,
-    HOST,
-    LAYOUT,
-    dense_attention,
-    pack_changes,
-    pack_spans,
-    set_blocks,
-    span,
-    tokens,
-)
 
 from data_plane.execution.counters import ExecutorCounters
 from data_plane.execution.shards.shard_kernels import ShardKernels
@@ -32,6 +20,18 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import (
+    BLOCK_SIZE,
+    DEVICE,
+    HOST,
+    LAYOUT,
+    dense_attention,
+    pack_changes,
+    pack_spans,
+    set_blocks,
+    span,
+    tokens,
+)
 
 LAYERS = range(2)
 

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_author import (
+
+from data_plane.plans.tables.allocations import Allocated, AllocatedBlocks
+from data_plane.plans.tables.block_tables import BlockTables, Table
+from data_plane.plans.tables.table_changes import apply_changes
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    SequenceNotFoundError,
+    StaleGenerationError,
+)
+from kvplane.v1 import types_pb2 as pb
+from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
     HOST,
@@ -24,17 +35,6 @@ from plan_author import (
     trim,
     truncate,
 )
-
-from data_plane.plans.tables.allocations import Allocated, AllocatedBlocks
-from data_plane.plans.tables.block_tables import BlockTables, Table
-from data_plane.plans.tables.table_changes import apply_changes
-from kvplane.errors import (
-    InvalidRequestError,
-    KvplaneError,
-    SequenceNotFoundError,
-    StaleGenerationError,
-)
-from kvplane.v1 import types_pb2 as pb
 
 NUM_BLOCKS = {DEVICE: 64, HOST: 8}
 Model = dict[int, list[tuple[int, int]]]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_author import BLOCK_SIZE, DEVICE, HOST, pack_transfers, ref, transfer
 
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.tables.allocations import Allocated
@@ -18,6 +17,7 @@ from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, pack_transfers, ref, transfer
 
 NUM_BLOCKS = {DEVICE: 8, HOST: 4}
 ENDS = [(tier, block) for tier, num in NUM_BLOCKS.items() for block in range(num)]

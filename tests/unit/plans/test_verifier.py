@@ -6,7 +6,6 @@ import hashlib
 from typing import Any
 
 import pytest
-from plan_author import POOL_ID, PlanAuthor
 
 from data_plane.plans.verifier import Verifier
 from kvplane.errors import (
@@ -21,6 +20,7 @@ from kvplane.errors import (
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
+from tests.helpers.data.plan_author import POOL_ID, PlanAuthor
 
 EPOCHS = {"shard_epochs": [5, 6]}
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pool_writer import found
-from registration_messages import LAYOUT, Prefix, blocks, chain, half, publications
-from registration_world import Plane, World
-
 from control_plane.pools.publications import root_of
 from control_plane.registration.recovery import _SMALL_BLOCKS
 from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.pool_writer import found
+from tests.helpers.planning.registration_messages import (
+    LAYOUT,
+    Prefix,
+    blocks,
+    chain,
+    half,
+    publications,
+)
+from tests.helpers.planning.registration_world import Plane, World
 
 NUM_BLOCKS = _SMALL_BLOCKS + 1000
 LENGTH = 10  # blocks of a prompt

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from registration_world import Plane, World
-
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.planning.registration_world import Plane, World
 
 BLOCK_TOKENS = 8
 PIECE_BLOCKS = 1024

@@ -8,8 +8,6 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 import pytest
-from pool_writer import NativeSession, found, generations
-from registration_messages import LAYOUT, Prefix, blocks, chain, half, hello, publications, report
 
 from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
@@ -17,6 +15,17 @@ from control_plane.pools.publications import root_of
 from control_plane.registration.registration import Registration
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.planning.pool_writer import NativeSession, found, generations
+from tests.helpers.planning.registration_messages import (
+    LAYOUT,
+    Prefix,
+    blocks,
+    chain,
+    half,
+    hello,
+    publications,
+    report,
+)
 
 DEVICE = tpb.TIER_DEVICE
 A, C = range(24), range(200, 208)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pool_writer import found, generations
-from registration_messages import LAYOUT, chain, half, report
-from registration_world import INCARNATION, ROOT, Plane, World
 
 from kvplane.errors import (
     InvalidRequestError,
@@ -19,6 +16,9 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
+from tests.helpers.planning.pool_writer import found, generations
+from tests.helpers.planning.registration_messages import LAYOUT, chain, half, report
+from tests.helpers.planning.registration_world import INCARNATION, ROOT, Plane, World
 
 
 def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pool_writer import generations
-from registration_messages import LAYOUT, chain, half, publications
-from registration_world import Plane, World
 
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from tests.helpers.planning.pool_writer import generations
+from tests.helpers.planning.registration_messages import LAYOUT, chain, half, publications
+from tests.helpers.planning.registration_world import Plane, World
 
 
 def columns_of(prefixes: Any, **changes: Any) -> pb.BlockReport:

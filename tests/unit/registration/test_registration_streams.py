@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from registration_messages import LAYOUT, hello, report
 
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -19,6 +18,7 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
+from tests.helpers.planning.registration_messages import LAYOUT, hello, report
 
 
 class Stream:

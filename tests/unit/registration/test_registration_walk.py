@@ -9,8 +9,6 @@ from collections import deque
 from random import Random
 
 import pytest
-from pool_writer import NativeSession, generations
-from registration_messages import LAYOUT, Prefix, blocks, half, hello, publications
 
 from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
@@ -21,6 +19,15 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from tests.helpers.planning.pool_writer import NativeSession, generations
+from tests.helpers.planning.registration_messages import (
+    LAYOUT,
+    Prefix,
+    blocks,
+    half,
+    hello,
+    publications,
+)
 
 NUM_SHARDS, NUM_BLOCKS = 2, 6
 ROOT = root_of(LAYOUT.fingerprint, "default", "")

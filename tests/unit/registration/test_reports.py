@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from registration_messages import LAYOUT, chain, report
 
 from control_plane.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from tests.helpers.planning.registration_messages import LAYOUT, chain, report
 
 SIZES = [{tpb.TIER_DEVICE: 4, tpb.TIER_HOST: 0}]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from registration_messages import LAYOUT
 
 from control_plane.pools.layouts import layout_fingerprint, served_layout
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.planning.registration_messages import LAYOUT
 
 FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from registration_messages import LAYOUT, half, hello, report
 
 from control_plane.pools.shards import PoolShards, ShardState
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import LayerGroup
 from kvplane.shard import QueryHeads, Shard
 from kvplane.v1 import types_pb2 as tpb
+from tests.helpers.planning.registration_messages import LAYOUT, half, hello, report
 
 
 def joined(shards: PoolShards, index: int, **fields: int) -> ShardState:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from registration_messages import LAYOUT, half, hello, report
 
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -16,6 +15,7 @@ from kvplane.errors import MissingReceiptError, PoolNotReadyError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from tests.helpers.planning.registration_messages import LAYOUT, half, hello, report
 
 TENANT = "default"
 TIMEOUT_S = 30.0
