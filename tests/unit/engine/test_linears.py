@@ -7,7 +7,7 @@ import torch
 from engine_harness import LLAMA
 from transformers import AutoModelForCausalLM
 
-from engine.models.linears import PackedLinear, pack_linears
+from engine.models.loader import PackedLinear, pack_linears
 
 
 @pytest.mark.parametrize("bias", [False, True])
