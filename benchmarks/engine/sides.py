@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.engine.share import StepTimes
 from engine import LLM, SamplingParams
-from engine.models.linears import PackedLinear, pack_linears
+from engine.models.loader import PackedLinear, pack_linears
 from examples.planes import Planes
 from kvplane.sync.passing_thread import call_in_passing
 from kvplane.transformers import PlaneCache, close_planes

@@ -18,13 +18,12 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.layout import LayerGroup
 from kvplane.models.config import read_config
 from kvplane.models.model_layers import layer_groups
-from kvplane.transformers import attention
+from kvplane.transformers import absorbed, attention
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe as run_probe
 from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independent_tokens
 
 from . import baichuan
-from .linears import pack_linears
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
@@ -115,10 +114,10 @@ def load(
     """Load ``folder`` in ``dtype`` with attention "kvplane".
 
     ``probe``: first compare the model's logits with those of transformers' own attention.
-    ``latent``: as of ``layer_groups``. ``packs``: pack the weights of linear layers
-    (``engine.models.linears``). ``max_total_tokens``: as of ``EngineConfig``. Raises
-    InvalidRequestError of the field "model" for a model that transformers cannot load, and for one
-    that the probe refuses.
+    ``latent``: as of ``layer_groups``. ``packs``: pack the weights of linear layers, as
+    ``pack_linears`` does. ``max_total_tokens``: as of ``EngineConfig``. Raises InvalidRequestError
+    of the field "model" for a model that transformers cannot load, and for one that the probe
+    refuses.
     """
     transformers_logging.disable_progress_bar()
     attention.register()
@@ -221,3 +220,56 @@ def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
     if isinstance(end, int):
         return frozenset([end])
     return frozenset(end or ())
+
+
+class PackedLinear(torch.nn.Module):
+    """``torch.nn.Linear`` by oneDNN, with weights packed for it, on the CPU and without gradients.
+    ``weight`` has its shape and type, and no memory.
+
+    It is faster than torch's own, and a row's bits do not depend on how many rows there are. The
+    operators are those that torch.compile uses for frozen weights.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = torch.nn.Parameter(linear.weight.detach().to("meta"), requires_grad=False)
+        self.bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._packed, self.bias, "none", [], ""
+        )
+        return out
+
+
+def pack_linears(model: torch.nn.Module) -> int:
+    """Pack the weights of a model's linear layers, those of a type that oneDNN computes with on
+    this machine, but for those that are absorbed. Returns how many were packed.
+    """
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is torch.nn.Linear
+        and _is_served(child.weight)
+        and not absorbed.is_projection(parent, name)
+    ]
+    for parent, name, linear in found:
+        setattr(parent, name, PackedLinear(linear))
+    return len(found)
+
+
+def _is_served(weight: torch.Tensor) -> bool:
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not has_onednn:
+        return False
+    if weight.dtype == torch.float32:
+        return True
+    served = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return weight.dtype in served and bool(served[weight.dtype]())

@@ -4,18 +4,23 @@ No token of a request is lost or returned twice, whatever happens to the planes:
 it was sampled, that is after its plan was receipted, or the pass of the plan that gives it has run,
 and stays with its sequence; KV that is lost is computed again from the tokens. Nothing is sampled
 from a plan or pass that did not run to its end, so the random streams do not move either.
+
+A plan is carried out at once, or in passes, which compute one token of each of its spans each. The
+token that a pass gives is what the next one computes: the control plane is asked once for several
+steps of decoding.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import torch
+from transformers import PreTrainedModel
 
 from kvplane import tracing
 from kvplane.errors import (
@@ -30,23 +35,23 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.results import StepResult
 from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
-from kvplane.sync.loop_thread import wait
+from kvplane.sync.loop_thread import Pending, wait
+from kvplane.transformers import attention
+from kvplane.transformers.models.packed import packed_logits
 from kvplane.v1 import types_pb2 as types
 
 from ..models.loader import LoadedModel
-from ..request import Delta, Request, RequestOutput, SamplingParams
+from ..request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
 from ..sampling.detokenizer import Detokenizer
 from ..sampling.sampler import logprobs_of, new_stream, sample
-from ..scheduling.intents import Outcome, Span
+from ..scheduling.intents import Intent, Outcome, Span
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import EngineSequence, SequenceStatus
 from ..stats import EngineStats
 from .beams import BeamRequest
-from .live_requests import LiveRequest
-from .passes import Asked, Pass
-from .runner import Runner
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
@@ -60,6 +65,120 @@ _LEAST_PASS_S: Final = 1e-6
 NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are asked for
 
 _log = logging.getLogger("engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A step that was sent to the control plane."""
+
+    intents: list[Intent]
+    answer: Pending[StepResult]
+    span: Any
+    """In which the step is traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What is to be computed next of a plan. ``index``: None where that is all of it."""
+
+    plan: types.SignedPayload
+    plan_spans: Sequence[Span]
+    index: int | None
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """Those of the pass. Of a sequence that has ended since, the token is not known."""
+        index = self.index
+        if index is None:
+            return self.plan_spans
+        return [
+            replace(span, first_position=span.first_position + index, num_tokens=1, is_last=True)
+            for span in self.plan_spans
+            if span.num_tokens > index
+        ]
+
+    @property
+    def num_left(self) -> int:
+        """Passes of the plan after this one."""
+        if self.index is None:
+            return 0
+        return max(span.num_tokens for span in self.plan_spans) - self.index - 1
+
+    @property
+    def following(self) -> _Pass | None:
+        """The next pass; None after the last."""
+        if self.index is None or not self.num_left:
+            return None
+        return replace(self, index=self.index + 1)
+
+
+@dataclass(slots=True)
+class _LiveRequest:
+    """A request that is not finished. ``sequences`` grows to ``n`` when the prompt is computed; of
+    a beam search, they are the beams that go on, and what it found in the end.
+    """
+
+    request: Request
+    sequences: list[EngineSequence] = field(default_factory=list)
+    beams: BeamRequest | None = None
+    error: KvplaneError | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all continuations are finished."""
+        return all(sequence.finish_reason for sequence in self.sequences)
+
+    def output(self) -> RequestOutput:
+        """The answer."""
+        request = self.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[_completion(s) for s in self.sequences[: request.params.n]],
+            num_cached_tokens=self.sequences[0].num_cached_tokens,
+            error=self.error,
+        )
+
+
+def _completion(sequence: EngineSequence) -> CompletionOutput:
+    return CompletionOutput(
+        index=sequence.index,
+        text=sequence.detokenizer.text,
+        token_ids=sequence.output_token_ids,
+        finish_reason=sequence.finish_reason,
+        logits=torch.stack(sequence.logits) if sequence.logits else None,
+        logprobs=tuple(sequence.logprobs),
+    )
+
+
+class Runner:
+    """Runs a causal language model whose attention is "kvplane": one forward pass for each step,
+    the new tokens of all sequences packed one after another, each with its own position.
+
+    There is no cache in the model: attention goes to the data plane, which has every token before
+    these. Logits are computed only where a next token is due.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def run(self, spans: Sequence[Span], step: attention.Step) -> torch.Tensor:
+        """Compute ``spans`` in order, attention by ``step``. Returns float32 logits [spans with
+        is_last, vocabulary].
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for span in spans:
+            stop = span.first_position + span.num_tokens
+            known = span.sequence.tokens[span.first_position : stop]
+            # Of a sequence that has ended in an earlier pass, nothing is taken: any token will do.
+            tokens += known or span.sequence.tokens[-1:]
+            positions += range(span.first_position, stop)
+            if span.is_last:
+                last.append(len(tokens) - 1)
+        return packed_logits(self._model, tokens, positions, last, step)
 
 
 class EngineCore:
@@ -92,7 +211,7 @@ class EngineCore:
         self._max_plan_s = max_plan_s if backend.has_passes else 0.0
         self.may_arrive = True
         """Whether requests may come while a plan is computed, which would wait for all of it."""
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._deltas: list[Delta] = []
         self._outputs: dict[str, RequestOutput] = {}
         self._to_abort: set[str] = set()
@@ -103,8 +222,8 @@ class EngineCore:
         self._has_session = True  # at both planes
         self._gives_up = threading.Event()
         self._has_plan = False  # the present step has a plan, which an error would have to abort
-        self._asked: Asked | None = None  # of the control plane, and not applied yet
-        self._pass: Pass | None = None  # of the present plan, to be computed next
+        self._asked: _Asked | None = None  # of the control plane, and not applied yet
+        self._pass: _Pass | None = None  # of the present plan, to be computed next
         self._stalled_since_s: float | None = None
         self._stepped_s = 0.0
         self.stats = EngineStats()
@@ -138,10 +257,10 @@ class EngineCore:
         positions that the model has.
         """
         room = self._loaded.max_total_tokens - len(token_ids)
-        params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+        params = replace(params, max_tokens=min(params.max_tokens, room))
         if params.repetition_penalty is None:
             penalty = self._loaded.repetition_penalty
-            params = dataclasses.replace(params, repetition_penalty=penalty)
+            params = replace(params, repetition_penalty=penalty)
         ends = frozenset() if params.ignore_eos else self._loaded.end_token_ids
         self._num_arrivals += 1
         request = Request(
@@ -154,7 +273,7 @@ class EngineCore:
         )
         first = self._new_sequence(request, 0)
         beams = BeamRequest(request) if params.num_beams > 1 else None
-        self._live[request.request_id] = LiveRequest(request, [first], beams)
+        self._live[request.request_id] = _LiveRequest(request, [first], beams)
         self._scheduler.arrive(first)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += len(token_ids)
@@ -225,15 +344,15 @@ class EngineCore:
         finally:
             tracing.end(asked.span)
 
-    def _carry_out(self, asked: Asked, started_s: float) -> None:
+    def _carry_out(self, asked: _Asked, started_s: float) -> None:
         outcome, plan = self._take_answer(asked)
         if plan is None:
             self._pause()
             return
         self._stalled_since_s = None
-        self._compute(Pass(plan, outcome.spans, 0 if outcome.in_passes else None), started_s)
+        self._compute(_Pass(plan, outcome.spans, 0 if outcome.in_passes else None), started_s)
 
-    def _compute(self, present: Pass, started_s: float) -> None:
+    def _compute(self, present: _Pass, started_s: float) -> None:
         """Compute a pass and take its tokens."""
         spans, self._pass = present.spans, None
         if spans and all(span.sequence.finish_reason for span in spans):
@@ -251,7 +370,7 @@ class EngineCore:
         self._scheduler.max_passes = max(1, int(most_s / max(seconds, _LEAST_PASS_S)))
         self.stats.note_step(seconds, sum(span.num_tokens for span in spans))
 
-    def _ask(self, *, expects_news: bool) -> Asked | None:
+    def _ask(self, *, expects_news: bool) -> _Asked | None:
         """Ask for the next step; None when there is nothing to ask for, nor news, which are waited
         for a moment.
         """
@@ -262,9 +381,9 @@ class EngineCore:
         span = tracing.begin("engine.step", operations=len(intents))
         with tracing.inside(span):
             answer = self._link.begin_step([each.operation for each in intents])
-        return Asked(intents, answer, span)
+        return _Asked(intents, answer, span)
 
-    def _take_answer(self, asked: Asked) -> tuple[Outcome, types.SignedPayload | None]:
+    def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
         """Wait for a step's answer and learn what came of it."""
         self._asked = None
         result = wait(asked.answer)
@@ -275,7 +394,7 @@ class EngineCore:
             self._fail(sequence.request.request_id, error)
         return outcome, result.plan
 
-    def _execute(self, present: Pass, spans: Sequence[Span]) -> torch.Tensor:
+    def _execute(self, present: _Pass, spans: Sequence[Span]) -> torch.Tensor:
         """Carry a pass out. Returns float32 logits [spans with is_last, vocabulary]."""
         num_tokens = sum(span.num_tokens for span in spans)
         started = self._backend.start(present.plan, num_tokens, present.index)

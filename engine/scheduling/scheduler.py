@@ -16,9 +16,10 @@ passes, so that the control plane is asked once for all of them.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, Protocol
 
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
@@ -28,16 +29,143 @@ from kvplane.v1 import types_pb2 as types
 from kvplane.wire import columns
 
 from .intents import Counts, Failures, Intent, Kind, Outcome, Span
-from .policy import Policy, PriorityThenArrival
-from .queues import Queues
-from .room import Room
 from .sequence import EngineSequence, SequenceStatus, most_passes
 
 # Steps to wait for pending blocks, or without any progress, before more is preempted.
 PATIENCE_STEPS: Final = 32
 
 
-class Scheduler(Queues):
+class Policy(Protocol):
+    """Who goes first: an order over sequences, of which a smaller key goes first and is preempted
+    last. It must be total and must not change while a sequence lives, or two could preempt each
+    other for ever. Continuations of one request should be neighbours.
+    """
+
+    def key(self, sequence: EngineSequence) -> tuple[int, ...]:
+        """The sort key of ``sequence``."""
+        ...
+
+
+class PriorityThenArrival:
+    """Requests of a lower priority, and of equal ones those that came first."""
+
+    def key(self, sequence: EngineSequence) -> tuple[int, ...]:
+        """Priority, arrival, then the continuation's index."""
+        return sequence.place
+
+
+class _Room:
+    """How many blocks the pool had left after the last step. ``num_host_blocks``: free ones of the
+    host tier.
+    """
+
+    def __init__(self) -> None:
+        self.num_host_blocks = 0
+        self._num_device_blocks: int | None = None  # None: not known yet
+
+    def note(self, usage: pb.PoolUsage) -> None:
+        """Learn it from a step's answer."""
+        for tier in usage.tiers:
+            if tier.tier == types.TIER_DEVICE:
+                self._num_device_blocks = (
+                    tier.num_free_blocks + tier.num_cached_blocks + tier.num_retired_blocks
+                )
+            elif tier.tier == types.TIER_HOST:
+                self.num_host_blocks = tier.num_free_blocks
+
+    def fits(self, num_blocks: int) -> bool:
+        """Whether the device tier may have so many."""
+        return self._num_device_blocks is None or num_blocks <= self._num_device_blocks
+
+
+class _Queues:
+    """Each live sequence is in one of ``waiting``, ``running`` and ``swapped``, or is to be forked
+    by the next step.
+
+    waiting --admit--> running --swap out--> swapped
+    ^                 |  ^                   |
+    |---- recompute --|  |----- swap in -----|
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._key = policy.key
+        self._next_kv_id = 1
+        self.waiting: list[EngineSequence] = []
+        self.running: list[EngineSequence] = []
+        self.swapped: list[EngineSequence] = []
+        self._forks: list[tuple[int, EngineSequence]] = []  # with the kv id of the parent
+        self._frees: list[int] = []
+        self._finished: list[tuple[int, EngineSequence]] = []  # of those to be freed
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a sequence to go on with, or something to free."""
+        return bool(self.waiting or self.running or self.swapped or self._forks or self._frees)
+
+    def head(self) -> EngineSequence | None:
+        """The live sequence that goes first."""
+        return min((*self.waiting, *self.running, *self.swapped), key=self._key, default=None)
+
+    def arrive(self, sequence: EngineSequence) -> None:
+        """Queue the first sequence of a request."""
+        self.add(sequence)
+
+    def add(self, sequence: EngineSequence) -> None:
+        """Queue a sequence that has no blocks."""
+        sequence.forget_blocks()
+        insort(self.waiting, sequence, key=self._key)
+
+    def branch(self, parent: EngineSequence, sequences: Sequence[EngineSequence]) -> None:
+        """Continue the computed tokens of ``parent`` as ``sequences``, which may or may not hold
+        ``parent`` itself; those with a finish reason end here.
+
+        The first that goes on takes over the parent's blocks; the next step forks the others from
+        it.
+        """
+        kv_id, blocks = parent.kv_id, parent.num_blocks
+        sent, computed = parent.num_sent, parent.num_computed
+        self.running.remove(parent)
+        parent.status = SequenceStatus.FINISHED
+        alive = [s for s in sequences if not s.finish_reason]
+        if not alive:
+            self._frees.append(kv_id)
+        for sequence in sequences:
+            sequence.status, sequence.kv_id = SequenceStatus.FINISHED, 0
+        for i, sequence in enumerate(alive):
+            sequence.num_sent, sequence.num_computed, sequence.num_due = sent, computed, 0
+            sequence.num_blocks = blocks
+            if i == 0:
+                sequence.kv_id, sequence.status = kv_id, SequenceStatus.RUNNING
+                self.running.append(sequence)
+            else:
+                sequence.kv_id, sequence.status = self._new_kv_id(), SequenceStatus.FORKING
+                self._forks.append((kv_id, sequence))
+
+    def finish(self, sequence: EngineSequence) -> None:
+        """Take a sequence out of its queue; its blocks are freed by the next step."""
+        if sequence.status is SequenceStatus.FORKING:
+            self._forks = [(p, s) for p, s in self._forks if s is not sequence]
+        elif sequence.status is not SequenceStatus.FINISHED:
+            self._queue_of(sequence).remove(sequence)
+            if sequence.kv_id:
+                self._frees.append(sequence.kv_id)
+                self._finished.append((sequence.kv_id, sequence))
+        sequence.status, sequence.kv_id = SequenceStatus.FINISHED, 0
+
+    def _queue_of(self, sequence: EngineSequence) -> list[EngineSequence]:
+        queues = {
+            SequenceStatus.WAITING: self.waiting,
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.SWAPPED: self.swapped,
+        }
+        return queues[sequence.status]
+
+    def _new_kv_id(self) -> int:
+        kv_id, self._next_kv_id = self._next_kv_id, self._next_kv_id + 1
+        return kv_id
+
+
+class Scheduler(_Queues):
     """Decides what the next step asks for. ``max_batch_tokens``: tokens computed in a step;
     ``max_sequences``: sequences on the device tier.
     """
@@ -62,7 +190,7 @@ class Scheduler(Queues):
         self._no_swap: set[int] = set()  # kv ids that the host tier had no room for
         self._num_waits = 0
         self._num_idle = 0
-        self._room = Room()
+        self._room = _Room()
         self.counts = Counts()
         self.max_passes = 1
         """Of the next plan; whoever arrives meanwhile waits for all of them."""
@@ -154,7 +282,7 @@ class Scheduler(Queues):
         self._in_line = None
         self._asked.clear()
         self._no_swap.clear()
-        self._room = Room()
+        self._room = _Room()
         for sequence in self.waiting:
             sequence.forget_blocks()
         for sequence in live:

@@ -1,25 +1,263 @@
-"""``python -m engine serve``: a model over HTTP, until it is told to stop."""
+"""``python -m engine serve``: a model over HTTP, until it is told to stop.
+
+The HTTP application has OpenAI's paths, health and metrics.
+
+POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, closing
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from kvplane import tracing
-from kvplane.errors import InternalError
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    NotFoundError,
+    UnauthenticatedError,
+)
+from kvplane.serving.http_requests import (
+    CLIENT_GONE,
+    authenticate,
+    read_body,
+    refusal,
+    until_gone,
+)
 from kvplane.serving.http_server import HttpServer
+from kvplane.serving.limits.open_requests import share_of_one
+from kvplane.serving.limits.receive_budget import ReceiveBudget, Received
 from kvplane.serving.observability import logs
 from kvplane.serving.settings import log_settings
 from kvplane.sync.passing_thread import call_in_passing
 
 from ..llm import LLM
-from .app import ServingApp
+from ..models.loader import Message
+from ..request import Delta, RequestOutput
+from .answers import Answer
 from .config import ServeConfig
-from .worker import EngineWorker
+from .metrics import ServingMetrics
+from .requests import Chat, CompletionRequest, read_chat, read_completion
+from .worker import EngineWorker, Prompt
 
 _LOGGER: Final = logging.getLogger("engine")
+
+_EncodeChat = Callable[[Sequence[Message]], Prompt]
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    """A path that is not served, or not with this method."""
+    assert isinstance(error, HTTPException)
+    answer = refusal(
+        NotFoundError(
+            f"{request.method} {request.url.path} is not served: POST /v1/completions and"
+            " /v1/chat/completions, GET /v1/models, /health and /metrics are"
+        )
+    )
+    answer.status_code = error.status_code
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+class _ServingApp:
+    """The application of one model, as ``asgi``. ``encode_chat`` runs in the worker's thread.
+    ``api_keys``: one of them is asked of every client of ``/v1``, unless there are none.
+    ``max_received_bytes``: of requests that are not answered, or whose stream has not begun.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        model: str,
+        *,
+        encode_chat: _EncodeChat,
+        max_body_bytes: int,
+        max_received_bytes: int = 1 << 28,
+        api_keys: Sequence[str] = (),
+    ) -> None:
+        self._worker = worker
+        self._model = model
+        self._encode_chat = encode_chat
+        self._max_body_bytes = max_body_bytes
+        self._api_keys = tuple(api_keys)
+        most_of_one = share_of_one(max_received_bytes, len(self._api_keys))
+        self._budget = ReceiveBudget(max_received_bytes, most_of_one)
+        self._created = int(time.time())
+        self.metrics = ServingMetrics(lambda: worker.num_open)
+        self.asgi = Starlette(
+            routes=[
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._models),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers={HTTPException: _not_served},
+        )
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._counted(request, read_completion, is_chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._counted(request, read_chat, is_chat=True)
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            authenticate(request, self._api_keys)
+        except UnauthenticatedError as error:
+            return refusal(error)
+        name = request.path_params.get("name")
+        entry = {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvplane",
+        }
+        if name is None:
+            return JSONResponse({"object": "list", "data": [entry]})
+        return JSONResponse(entry) if name == self._model else refusal(self._unknown(name))
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self._worker.is_alive else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _counted(
+        self, request: Request, read: Callable[[Any], CompletionRequest], *, is_chat: bool
+    ) -> Response:
+        """The response, or that to an error. Streams are counted when they end."""
+        began_s = time.monotonic()
+        count = partial(self._count, request.scope["path"], began_s)
+        try:
+            client = authenticate(request, self._api_keys)
+            with closing(Received(self._budget, client)) as received:
+                asked = read(await self._body(request, received))
+                if asked.model != self._model:
+                    raise self._unknown(asked.model)
+                answer = Answer(self._model, len(asked.prompts), asked.params.n, is_chat=is_chat)
+                events = self._events(asked, began_s)
+                if asked.stream:
+                    first = await until_gone(request.receive, anext(events))
+                    pieces = self._pieces(asked, answer, first, events, count)
+                    return StreamingResponse(pieces, media_type="text/event-stream")
+                await until_gone(request.receive, self._collect(answer, events))
+        except KvplaneError as error:
+            response = refusal(error)
+            count(None, response.status_code)
+            return response
+        except ClientDisconnect:
+            count(None, CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
+        count(answer, 200)
+        return JSONResponse(answer.whole())
+
+    def _count(self, path: str, began_s: float, answer: Answer | None, status: int) -> None:
+        self.metrics.requests.labels(path, str(status)).inc()
+        self.metrics.duration.observe(time.monotonic() - began_s)
+        if answer is not None:
+            self.metrics.prompt_tokens.inc(answer.num_prompt_tokens)
+            self.metrics.cached_tokens.inc(answer.num_cached_tokens)
+            self.metrics.generated_tokens.inc(answer.num_generated_tokens)
+
+    async def _collect(self, answer: Answer, events: _Events) -> None:
+        async with aclosing(events):
+            async for prompt, event in events:
+                answer.add(prompt, event)
+
+    async def _pieces(
+        self,
+        asked: CompletionRequest,
+        answer: Answer,
+        first: tuple[int, Delta | RequestOutput],
+        events: _Events,
+        count: Callable[[Answer | None, int], None],
+    ) -> AsyncIterator[str]:
+        """Server-sent events. An error after the first is sent as one."""
+        status = CLIENT_GONE
+        try:
+            async with aclosing(events):
+                for piece in [*answer.opening(), *answer.add(*first)]:
+                    yield _event(piece)
+                async for prompt, event in events:
+                    for piece in answer.add(prompt, event):
+                        yield _event(piece)
+            if asked.include_usage:
+                yield _event(answer.closing())
+            yield "data: [DONE]\n\n"
+            status = 200
+        except KvplaneError as error:
+            refused = refusal(error)
+            status = refused.status_code
+            yield f"data: {bytes(refused.body).decode()}\n\n"
+        finally:
+            count(answer, status)
+
+    async def _events(
+        self, asked: CompletionRequest, began_s: float
+    ) -> AsyncGenerator[tuple[int, Delta | RequestOutput], None]:
+        """What comes for each prompt, with its number, until all are answered. Closing ends all."""
+        queue: asyncio.Queue[tuple[int, Delta | RequestOutput] | KvplaneError] = asyncio.Queue()
+
+        async def follow(number: int, prompt: Prompt | Chat) -> None:
+            try:
+                stream = self._worker.stream(partial(self._read, prompt), asked.params)
+                async with aclosing(stream):
+                    async for event in stream:
+                        queue.put_nowait((number, event))
+            except KvplaneError as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(*each)) for each in enumerate(asked.prompts)]
+        num_left, is_first = len(tasks), True
+        try:
+            while num_left:
+                item = await queue.get()
+                if isinstance(item, KvplaneError):
+                    raise item
+                if is_first:
+                    self.metrics.first_token.observe(time.monotonic() - began_s)
+                    is_first = False
+                num_left -= isinstance(item[1], RequestOutput)
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _read(self, prompt: Prompt | Chat) -> Prompt:
+        return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
+
+    async def _body(self, request: Request, received: Received) -> Any:
+        """The body as JSON, read no further than it may be long."""
+        try:
+            return json.loads(await read_body(request, self._max_body_bytes, received.take))
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError("is not JSON", field="body") from error
+
+    def _unknown(self, name: str) -> NotFoundError:
+        return NotFoundError(f"{name[:64]!r} is not served, {self._model!r} is", field="model")
+
+
+_Events = AsyncGenerator[tuple[int, Delta | RequestOutput], None]
+
+
+def _event(piece: dict[str, Any]) -> str:
+    return f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
 
 
 def run(config: ServeConfig) -> int:
@@ -31,7 +269,7 @@ def run(config: ServeConfig) -> int:
     tracing.setup("kvplane-engine")
     with call_in_passing(partial(LLM.from_config, config)) as llm:
         worker = EngineWorker(llm, config.max_requests)
-        app = ServingApp(
+        app = _ServingApp(
             worker,
             config.served_name,
             encode_chat=llm.encode_chat,
@@ -49,7 +287,7 @@ def run(config: ServeConfig) -> int:
     return 0
 
 
-async def _serve(app: ServingApp, config: ServeConfig, worker: EngineWorker) -> None:
+async def _serve(app: _ServingApp, config: ServeConfig, worker: EngineWorker) -> None:
     server = HttpServer(
         app.asgi,
         config.bind,

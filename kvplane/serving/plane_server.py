@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol
 
+import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
 
@@ -23,10 +24,10 @@ from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import PlaneMetrics
 from kvplane.serving.observability.metrics_endpoint import serve_metrics
 from kvplane.serving.requests import Admission
-from kvplane.serving.wrong_service import WrongServiceInterceptor
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
+_OURS: Final = "/kvplane."
 
 
 class Service(Protocol):
@@ -34,6 +35,36 @@ class Service(Protocol):
 
     def stop(self) -> None:
         """End the streams that are open, and refuse new ones."""
+
+
+class _WrongServiceInterceptor(grpc.aio.ServerInterceptor):
+    """Answers calls of the other plane's service, UNIMPLEMENTED here, with what is served here."""
+
+    def __init__(self, service_name: str) -> None:
+        """``service_name``: the full name of the service that is served."""
+        self._served = service_name.rpartition(".")[2]
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        wanted = handler_call_details.method
+        if handler is not None or not wanted.startswith(_OURS):
+            return handler
+        service = wanted.rpartition("/")[0].rpartition(".")[2]
+        if service == self._served:
+            text = f"{service} has no such method here: update this server"
+        else:
+            text = f"{self._served} is served here: are the planes' addresses swapped?"
+
+        async def refuse(requests: Any, context: Any) -> AsyncIterator[bytes]:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+            yield b""
+
+        # A stream, whatever was called: on the wire a call that is refused looks the same.
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class PlaneServer:
@@ -85,7 +116,7 @@ class PlaneServer:
             max_connections=config.max_connections or serving.most_connections(),
             max_connection_calls=config.max_connection_calls,
             interceptors=[
-                WrongServiceInterceptor(service_name),
+                _WrongServiceInterceptor(service_name),
                 ErrorInterceptor(metrics.rpc, admission),
             ],
         )

@@ -29,10 +29,14 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
-from kvplane.results import SequenceState, StepResult, error_of, sequence_states
-from kvplane.session.idle_receipts import submit_when_idle
-from kvplane.session.operations import SessionOperations
-from kvplane.session.queries import SessionQueries
+from kvplane.results import (
+    ExplainedBlock,
+    SequenceState,
+    StepResult,
+    error_of,
+    explained_blocks,
+    sequence_states,
+)
 from kvplane.session.step_numbering import Send, Steps, UnclaimedAnswer
 from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
@@ -49,6 +53,9 @@ _RENEWALS_PER_LEASE: Final = 3
 _MAX_NOTICES: Final = 100
 # How long receipts submitted by themselves may keep a call waiting.
 _IDLE_TIMEOUT_S: Final = 1.0
+# An engine that is not idle makes its next call within a step's time, and saves this one.
+IDLE_S: Final = 0.1
+_RETRY_S: Final = 1.0
 
 
 class Readmission(dict[int, int]):
@@ -67,7 +74,7 @@ class Resynced:
     plan: SignedPayload
 
 
-class Session(SessionOperations, SessionQueries):
+class Session:
     """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
 
     Every call takes ``timeout_s``, the client's default when None, and is sent again until then
@@ -76,7 +83,8 @@ class Session(SessionOperations, SessionQueries):
     before it, and its answer is kept for ``take_unclaimed``. Raises StaleError or
     SessionNotFoundError when the session is over: ``reopen`` and ``readmit`` then.
 
-    Receipts that no call takes along are submitted by themselves after a tenth of a second.
+    Receipts that no call takes along are submitted by themselves after a tenth of a second: else
+    what the last plan wrote would stay hidden from others, and blocks that it let go of retired.
 
     ``ref`` goes with every request; ``id`` and ``incarnation`` are its fields.
     """
@@ -89,7 +97,9 @@ class Session(SessionOperations, SessionQueries):
         request: pb.OpenSessionRequest,
         response: pb.OpenSessionResponse,
     ) -> None:
-        super().__init__(connection, stub, response.session)
+        self._connection = connection
+        self._stub = stub
+        self.ref = response.session
         self.pool_id = request.pool_id
         self.client_name = request.client_name
         self.namespace = request.namespace
@@ -108,7 +118,7 @@ class Session(SessionOperations, SessionQueries):
         self._tasks = (
             asyncio.create_task(self._renew_lease(), name=f"renew session {self.id}"),
             asyncio.create_task(
-                submit_when_idle(self._steps.changed, self._submit_idle, self.id),
+                _submit_when_idle(self._steps.changed, self._submit_idle, self.id),
                 name=f"submit receipts of session {self.id}",
             ),
         )
@@ -278,6 +288,163 @@ class Session(SessionOperations, SessionQueries):
         await asyncio.wait(self._tasks)
         await self._stream.close()
 
+    # Operations one by one, each a step of its own; ``step`` runs many in one, and lets each fail
+    # by itself. All raise the operation's error (``kvplane.results.error_of``): PoolFullError for
+    # LATER, with the time to wait, and NeverFitsError for NEVER.
+
+    async def admit(
+        self,
+        sequence_id: int,
+        token_ids: ops.Tokens,
+        *,
+        num_compute_tokens: int | None = None,
+        max_total_tokens: int = 0,
+        skip_prefix_lookup: bool = False,
+        fork_sequence_ids: ops.Column = (),
+        wait: bool = False,
+        timeout_s: float | None = None,
+    ) -> StepResult:
+        """A step of one ``ops.admit``. With ``wait``, PoolFullError says that the admission stands
+        in line: it is granted in the ``news`` of a later step.
+        """
+        operation = ops.admit(
+            sequence_id,
+            token_ids,
+            num_compute_tokens=num_compute_tokens,
+            max_total_tokens=max_total_tokens,
+            skip_prefix_lookup=skip_prefix_lookup,
+            fork_sequence_ids=fork_sequence_ids,
+            wait=wait,
+        )
+        return await self._run_operation(operation, timeout_s)
+
+    async def append(
+        self,
+        sequence_id: int,
+        token_ids: ops.Tokens = (),
+        num_slots: int = 0,
+        *,
+        first_position: int,
+        num_lookahead_slots: int = 0,
+        timeout_s: float | None = None,
+    ) -> StepResult:
+        """A step of one ``ops.append``. Raises PositionMismatchError too."""
+        operation = ops.append(
+            sequence_id,
+            token_ids,
+            num_slots,
+            first_position=first_position,
+            num_lookahead_slots=num_lookahead_slots,
+        )
+        return await self._run_operation(operation, timeout_s)
+
+    async def truncate(
+        self, sequence_id: int, num_tokens: int, *, timeout_s: float | None = None
+    ) -> StepResult:
+        """A step of one ``ops.truncate``."""
+        return await self._run_operation(ops.truncate(sequence_id, num_tokens), timeout_s)
+
+    async def fork(
+        self, parent_sequence_id: int, sequence_id: int, *, timeout_s: float | None = None
+    ) -> StepResult:
+        """A step of one ``ops.fork``."""
+        return await self._run_operation(ops.fork(parent_sequence_id, sequence_id), timeout_s)
+
+    async def free(self, sequence_id: int, *, timeout_s: float | None = None) -> StepResult:
+        """A step of one ``ops.free`` of one sequence."""
+        return await self._run_operation(ops.free([sequence_id]), timeout_s)
+
+    async def swap_out(
+        self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
+    ) -> StepResult:
+        """A step of one ``ops.swap_out``."""
+        return await self._run_operation(ops.swap_out(sequence_ids), timeout_s)
+
+    async def swap_in(
+        self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
+    ) -> StepResult:
+        """A step of one ``ops.swap_in``."""
+        return await self._run_operation(ops.swap_in(sequence_ids), timeout_s)
+
+    async def retain(
+        self,
+        token_ids: ops.Tokens,
+        *,
+        time_to_live_s: float,
+        priority: int = ops.DEFAULT_PRIORITY,
+        timeout_s: float | None = None,
+    ) -> StepResult:
+        """A step of one ``ops.retain``. Raises QuotaExceededError at the tenant's cap."""
+        operation = ops.retain(token_ids, time_to_live_s=time_to_live_s, priority=priority)
+        return await self._run_operation(operation, timeout_s)
+
+    async def release(self, token_ids: ops.Tokens, *, timeout_s: float | None = None) -> StepResult:
+        """A step of one ``ops.release``."""
+        return await self._run_operation(ops.release(token_ids), timeout_s)
+
+    async def forget(
+        self, what: ops.Tokens | ops.Scope, *, force: bool = False, timeout_s: float | None = None
+    ) -> StepResult:
+        """A step of one ``ops.forget``. Raises BlockInUseError unless ``force`` is set."""
+        return await self._run_operation(ops.forget(what, force=force), timeout_s)
+
+    # Questions, which change nothing and have no number: they may be asked while a step runs.
+
+    async def check(
+        self, operations: Iterable[pb.Operation], *, timeout_s: float | None = None
+    ) -> list[pb.OperationResult]:
+        """What each item of these operations would be answered now as all of a step. Nothing is
+        taken: another session may come first.
+        """
+        request = pb.CheckOperationsRequest(session=self.ref, operations=operations)
+        response: pb.CheckOperationsResponse = await self._connection.call(
+            self._stub.CheckOperations, request, timeout_s
+        )
+        return list(response.results)
+
+    async def block_table(
+        self, sequence_id: int, *, timeout_s: float | None = None
+    ) -> pb.GetBlockTableResponse:
+        """A sequence's block table. Raises SequenceNotFoundError."""
+        request = pb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
+        response: pb.GetBlockTableResponse = await self._connection.call(
+            self._stub.GetBlockTable, request, timeout_s
+        )
+        return response
+
+    async def lookup_prefix(
+        self, token_ids: ops.Tokens, *, timeout_s: float | None = None
+    ) -> pb.LookupPrefixResponse:
+        """How much of a prompt is cached now: a hint, nothing is held."""
+        request = pb.LookupPrefixRequest(session=self.ref, token_ids=ops.pack_tokens(token_ids))
+        response: pb.LookupPrefixResponse = await self._connection.call(
+            self._stub.LookupPrefix, request, timeout_s
+        )
+        return response
+
+    async def explain_prefix(
+        self, token_ids: ops.Tokens, *, timeout_s: float | None = None
+    ) -> list[ExplainedBlock]:
+        """The cached blocks of a prompt's prefix, in order: where they are, and how much used."""
+        request = pb.ExplainPrefixRequest(session=self.ref, token_ids=ops.pack_tokens(token_ids))
+        response: pb.ExplainPrefixResponse = await self._connection.call(
+            self._stub.ExplainPrefix, request, timeout_s
+        )
+        return explained_blocks(response)
+
+    async def describe_sequence(
+        self, sequence_id: int, *, timeout_s: float | None = None
+    ) -> SequenceState:
+        """How far a sequence is. Raises SequenceNotFoundError."""
+        request = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
+        response: pb.DescribeSequenceResponse = await self._connection.call(
+            self._stub.DescribeSequence, request, timeout_s
+        )
+        (state,) = sequence_states(response.sequences)
+        return state
+
+    # Helpers.
+
     async def _try_to_close(self) -> None:
         """Close, unless that fails: the lease ends by itself."""
         try:
@@ -300,6 +467,8 @@ class Session(SessionOperations, SessionQueries):
                 return
 
     async def _run_operation(self, operation: pb.Operation, timeout_s: float | None) -> StepResult:
+        """A step of ``operation``."""
+
         async def send(request: pb.StepRequest, deadline: Deadline) -> StepResult:
             response: pb.RunStepResponse = await self._connection.attempt(
                 self._stub.RunStep, pb.RunStepRequest(step=request), deadline
@@ -366,6 +535,36 @@ class Session(SessionOperations, SessionQueries):
         if response.WhichOneof("outcome") != "result":
             raise from_wire(response.error)
         return StepResult(response.result)
+
+
+async def _submit_when_idle(
+    changed: asyncio.Event, submit: Callable[[], Awaitable[None]], session_id: int
+) -> None:
+    """Submit the last receipts of an engine that has nothing more to compute: call ``submit``
+    whenever ``changed`` was set and then not again for ``IDLE_S`` seconds. Runs until it is
+    cancelled.
+
+    Tried again when the plane cannot be reached or says when to, and without the receipt that it
+    refuses. Other refusals are logged, and nothing is sent before the next change.
+    """
+    while True:
+        await changed.wait()
+        changed.clear()
+        await asyncio.sleep(IDLE_S)
+        if changed.is_set():
+            continue
+        try:
+            await submit()
+        except KvplaneError as error:
+            delay_s = error.retry_delay_s
+            if isinstance(error, UnavailableError | DeadlineExceededError):
+                delay_s = max(delay_s or 0.0, _RETRY_S)
+            elif error.field.startswith("receipts["):
+                delay_s = 0.0
+            _LOGGER.warning("session=%d receipts not submitted: %s", session_id, error)
+            if delay_s is not None:
+                await asyncio.sleep(delay_s)
+                changed.set()
 
 
 def _copy(error: KvplaneError) -> KvplaneError:

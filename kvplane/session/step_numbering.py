@@ -12,7 +12,7 @@ Some refusals come before the control plane reads the number (a message too larg
 not authenticated), and the caller cannot tell them all from others. Numbers refused since the last
 one that was surely used may thus be free: when the next is out of order they are tried in turn.
 
-Receipts that no call comes for are submitted by themselves (see ``idle_receipts``). That call is
+Receipts that no call comes for are submitted by themselves (see ``Session``). That call is
 numbered as all others, and never made between an abandoned call and its repetition.
 """
 

@@ -5,6 +5,12 @@ A hook of the model sees the token ids of each forward pass before it begins. It
 the sequences of the batch, has the model leave out the columns whose keys and values were found
 cached, and starts the plan; attention of every layer then goes to the planes, and a second hook
 takes the receipt.
+
+Transformers sees a number of columns, and no keys and values. Rows are padded on the left: what the
+model calls a column is, in the sequence of a row, the position ``column - num_padding``.
+
+    columns       0       num_padding              num_columns
+    row           | padding | positions 0, 1, 2 ... | the next forward pass
 """
 
 from __future__ import annotations
@@ -13,28 +19,64 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.session import Session
 from kvplane.transformers import attention
-from kvplane.transformers.column_layer import ColumnLayer, Extent
 from kvplane.transformers.inputs import inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
-from kvplane.transformers.rows import Row, computed_tokens, padding_of, positions_of
 from kvplane.v1 import control_pb2 as pb
 
 attention.register()
 
 _FIELD: Final = "cache"
+
+
+class _Extent:
+    """How many columns the model has seen."""
+
+    num_columns = 0
+
+
+class _ColumnLayer(CacheLayerMixin):
+    """A layer as transformers sees it: a number of columns. One stands for all layers."""
+
+    is_croppable = True
+
+    def __init__(self, extent: _Extent) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._extent = extent
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to allocate."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``PlaneCache.update``."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All columns, from the first on."""
+        return self._extent.num_columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns so far."""
+        return self._extent.num_columns
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
 
 
 class PlaneCache(Cache):
@@ -55,9 +97,9 @@ class PlaneCache(Cache):
         self._model = weakref.ref(model)
         self._settings = settings
         self._planes = planes_of(model, PlaneSettings(**settings))
-        self._extent = Extent()
-        super().__init__(layers=[ColumnLayer(self._extent)] * self._planes.num_layers)
-        self._rows: list[Row] = []
+        self._extent = _Extent()
+        super().__init__(layers=[_ColumnLayer(self._extent)] * self._planes.num_layers)
+        self._rows: list[_Row] = []
         self._pending: list[pb.Operation] = []  # for the next step
         self._held = _Held(self._planes)
         self._finalizer = weakref.finalize(self, self._held.free_later)
@@ -186,11 +228,11 @@ class PlaneCache(Cache):
         mask = kwargs.get("attention_mask")
         padding = [row.num_padding for row in self._rows]
         if mask is not None or not padding:
-            found = padding_of(mask, len(ids), stop)
+            found = _padding_of(mask, len(ids), stop)
             if padding and found != padding:
                 raise InvalidRequestError("has other padding than before", field="attention_mask")
             padding = found
-        positions = positions_of(kwargs.get("position_ids"), padding, first, stop, ids.device)
+        positions = _positions_of(kwargs.get("position_ids"), padding, first, stop, ids.device)
         block_size = self._planes.block_size_tokens
         try:
             check_length(module, stop - min(padding))
@@ -207,7 +249,7 @@ class PlaneCache(Cache):
             self.reset()
             raise
         start = first + inputs.leave_out(kwargs, min(computed) - first)
-        tokens = computed_tokens(computed, start, stop, ids.device)
+        tokens = _computed_tokens(computed, start, stop, ids.device)
         self._forward = ExitStack()
         self._running = self._forward.enter_context(attention.running(self._planes.backend, tokens))
         self._extent.num_columns, self._num_columns_after = start, stop
@@ -281,7 +323,7 @@ class PlaneCache(Cache):
             cached = [result.admit.num_cached_tokens for result in results]
         self.num_cached_tokens = cached
         self._rows = [
-            Row(sequence_id, skip, len(tokens))
+            _Row(sequence_id, skip, len(tokens))
             for sequence_id, skip, tokens in zip(sequence_ids, padding, rows, strict=True)
         ]
         return [skip + num for skip, num in zip(padding, cached, strict=True)]
@@ -412,3 +454,67 @@ def _cache_in(kwargs: dict[str, Any]) -> PlaneCache | None:
     model with code of its own, calls the argument.
     """
     return next((value for value in kwargs.values() if isinstance(value, PlaneCache)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row: its sequence, which has ``num_tokens`` tokens once all columns are computed."""
+
+    sequence_id: int
+    num_padding: int
+    num_tokens: int
+
+
+def _padding_of(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> list[int]:
+    """Columns of padding at the left of each row. Raises InvalidRequestError for a mask that is not
+    [num_rows, num_columns] of 0 and then 1, at least one.
+    """
+    if mask is None:
+        return [0] * num_rows
+    if mask.shape != (num_rows, num_columns):
+        raise InvalidRequestError(
+            f"must be [{num_rows}, {num_columns}], all columns so far and the new ones, is "
+            f"{list(mask.shape)}",
+            field="attention_mask",
+        )
+    seen = mask.bool()
+    padding = num_columns - seen.sum(dim=1)
+    if not torch.equal(seen, torch.arange(num_columns, device=mask.device) >= padding[:, None]):
+        raise InvalidRequestError("must have padding on the left alone", field="attention_mask")
+    if bool((padding == num_columns).any()):
+        raise InvalidRequestError("has a row of padding alone", field="attention_mask")
+    return [int(num) for num in padding.tolist()]
+
+
+def _positions_of(
+    given: torch.Tensor | None, padding: Sequence[int], first: int, stop: int, device: torch.device
+) -> torch.Tensor:
+    """Positions of columns [first, stop) in their sequences, int64 [num_rows, stop - first]; 0 in
+    padding. Raises InvalidRequestError when others were ``given``: what is cached would be wrong.
+    """
+    columns = torch.arange(first, stop, device=device)
+    positions = columns - torch.tensor(padding, device=device)[:, None]
+    if given is not None:
+        is_right = given.dim() == 2 and given.shape[1] == stop - first
+        if not is_right or not bool(((given == positions) | (positions < 0)).all()):
+            raise InvalidRequestError(
+                "must count the tokens of each row from 0, padding left out", field="position_ids"
+            )
+    return positions.clamp_(min=0)
+
+
+def _computed_tokens(
+    first_columns: Sequence[int], start: int, stop: int, device: torch.device
+) -> torch.Tensor | None:
+    """Of columns [start, stop) of each row those from its first column on, as indices into rows one
+    after another; None for all.
+    """
+    if all(first == start for first in first_columns):
+        return None
+    width = stop - start
+    return torch.cat(
+        [
+            torch.arange(row * width + first - start, (row + 1) * width, device=device)
+            for row, first in enumerate(first_columns)
+        ]
+    )

@@ -15,9 +15,9 @@ import torch
 
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import attention
+from kvplane.transformers.attention import options_of
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
-from kvplane.transformers.options import options_of
 from tests.models import census
 from tests.models.tiny_models import TYPES, tiny_model
 

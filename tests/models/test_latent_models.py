@@ -13,7 +13,7 @@ from tiny_models import draw_weights, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.models.linears import PackedLinear, pack_linears
+from engine.models.loader import PackedLinear, pack_linears
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT
 from kvplane.models.model_layers import layer_groups

@@ -26,7 +26,7 @@ FAULTS = {
         "tests/unit/client/test_sdk_results.py",
     ),
     "rows_are_read_as_columns": Fault(
-        "kvplane/arrays/dlpack.py", "if tensor.strides and", "if False and", ARRAYS
+        "kvplane/tensor.py", "if tensor.strides and", "if False and", ARRAYS
     ),
     "anybody_may_look": Fault(
         PAGE_SERVER,
@@ -78,7 +78,7 @@ FAULTS = {
         "::test_a_lease_is_kept_by_the_client_and_lost_without_it",
     ),
     "swapped_addresses_are_not_told": Fault(
-        "kvplane/serving/wrong_service.py",
+        "kvplane/serving/plane_server.py",
         "if handler is not None or not wanted.startswith(_OURS):",
         "if True:",
         f"{MISTAKES}[control_client_for_a_data_plane]",
@@ -96,7 +96,7 @@ FAULTS = {
         ERRORS,
     ),
     "a_loop_is_touched_by_other_threads": Fault(
-        "kvplane/sync/portal.py",
+        "kvplane/sync/clients.py",
         "self._wrapped = loop().call(make)",
         "self._wrapped = make()",
         "tests/rpc/test_sync.py::test_a_thread_admits_attends_and_finds_its_prompt_cached",

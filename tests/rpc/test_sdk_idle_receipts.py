@@ -12,7 +12,7 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, ops
 from kvplane.errors import BadSignatureError, PlaneUnavailableError, QuotaExceededError
-from kvplane.session import idle_receipts
+from kvplane.session import session as sessions
 from kvplane.v1 import control_pb2 as pb
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.registration_messages import LAYOUT as SMALL_LAYOUT
@@ -49,7 +49,7 @@ async def until(is_so: Callable[[], object]) -> None:
 
 async def while_idle() -> None:
     """Long enough for a submission that must not come."""
-    await asyncio.sleep(4 * idle_receipts.IDLE_S)
+    await asyncio.sleep(4 * sessions.IDLE_S)
 
 
 def submissions(plane: ScriptedControlPlane) -> list[list[bytes]]:
@@ -89,7 +89,7 @@ async def test_an_engine_that_goes_on_pays_for_no_further_call(plane, session) -
     for number in range(1, 6):
         await session.step([])
         session.add_receipt(payload(b"r%d" % number))
-        await asyncio.sleep(idle_receipts.IDLE_S / 5)
+        await asyncio.sleep(sessions.IDLE_S / 5)
     assert submissions(plane) == []
     assert [len(request.receipts) for request in plane.requests] == [0, 1, 1, 1, 1]
 
@@ -187,7 +187,7 @@ async def test_it_never_stands_between_an_abandoned_step_and_its_repetition(plan
 
 
 async def test_one_that_got_no_answer_is_sent_again_as_it_was(plane, session, monkeypatch) -> None:
-    monkeypatch.setattr(idle_receipts, "_RETRY_S", 0.01)
+    monkeypatch.setattr(sessions, "_RETRY_S", 0.01)
     errors = [PlaneUnavailableError("gone")] * 2
 
     def lose(request: Any) -> Any:
@@ -245,8 +245,8 @@ async def test_every_number_has_one_content_however_calls_and_submissions_meet(
     plane: ScriptedControlPlane, session: Session, monkeypatch: Any, seed: int
 ) -> None:
     """Steps are given up and made again, answers are lost, and receipts come at any time."""
-    monkeypatch.setattr(idle_receipts, "IDLE_S", 0.0)
-    monkeypatch.setattr(idle_receipts, "_RETRY_S", 0.001)
+    monkeypatch.setattr(sessions, "IDLE_S", 0.0)
+    monkeypatch.setattr(sessions, "_RETRY_S", 0.001)
     rng = random.Random(seed)
     contents: list[Any] = []
     received: set[bytes] = set()

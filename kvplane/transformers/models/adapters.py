@@ -1,13 +1,20 @@
-"""Models whose code in transformers computes attention itself: BLOOM, MPT and Falcon.
+"""Models whose code in transformers computes attention itself, BLOOM, MPT and Falcon, and models
+with multi-head latent attention (MLA).
 
-An adapter replaces the forward of their attention modules. It computes the same projections and
-gives q, k and v to the attention that is registered as "kvplane"; with any other implementation the
-module's own code runs. ALiBi becomes a slope for each head, ``module.alibi_slopes``.
+An adapter replaces the forward of the attention modules of the former. It computes the same
+projections and gives q, k and v to the attention that is registered as "kvplane"; with any other
+implementation the module's own code runs. ALiBi becomes a slope for each head,
+``module.alibi_slopes``.
+
+Code of the latter expands latents to keys and values right before attention, by a method
+``expand_kv``. Where the step that runs keeps latents, they are handed on as they are. Rotary
+positions, norms and scales stay the model's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -18,8 +25,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.mpt import modeling_mpt
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from kvplane.transformers import attention
-from kvplane.transformers.models import latent
+from kvplane.transformers import absorbed, attention
 
 Forward = Callable[..., Any]
 _ADAPTED: Final = "_kvplane_adapted"
@@ -29,7 +35,7 @@ def adapt(model: PreTrainedModel) -> None:
     """Let the attention modules of ``model`` that this file knows use "kvplane", and those with
     latents hand them on.
     """
-    latent.adapt(model)
+    _hand_on_latents(model)
     modules: list[Any] = list(model.modules())
     for module in modules:
         if type(module) in _KINDS and not getattr(module, _ADAPTED, False):
@@ -68,6 +74,27 @@ def _attend(
     out: torch.Tensor
     out, _ = AttentionInterface()[attention.NAME](module, query, key, value, None, scaling=scale)
     return out.flatten(2)
+
+
+def _hand_on_latents(model: PreTrainedModel) -> None:
+    """Let the layers of ``model`` that have latents hand them on."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if absorbed.has_latents(module):
+            module.expand_kv = MethodType(_expand_kv, module)
+
+
+def _expand_kv(
+    module: Any, latent: torch.Tensor, rotary: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_rows, 1, num_columns, kv_lora_rank] and [..., qk_rope_head_dim]: keys and values, or the
+    latent that is stored, and the part of it that takes the value's place.
+    """
+    if attention.keeps_latents(module):
+        return torch.cat((latent, rotary), dim=-1), latent
+    expanded: tuple[torch.Tensor, torch.Tensor]
+    expanded = type(module).expand_kv(module, latent, rotary)
+    return expanded
 
 
 def _bloom_slopes(module: Any, model: Any) -> torch.Tensor:

@@ -9,19 +9,19 @@ Windows are cut to a few tokens for the time of the probe, so that 40 tokens exc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 import torch
 from transformers import PreTrainedModel
 
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, KvplaneError
-from kvplane.layout import LayerGroup
+from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 from kvplane.models.model_layers import LayerShape, groups_of, layer_shapes
 from kvplane.transformers import attention
 from kvplane.transformers.models import adapters
-from kvplane.transformers.models.measure import measure
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.part import WINDOW_TOKENS, part_of, short_windows
 
@@ -60,7 +60,9 @@ def _exact_shapes(
     tokens = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _LENGTHS]
     adapters.set_attention(part, attention.NAME)
     with refusals(part):
-        measured = measure(lambda step: _run(part, step, tokens, _PASSES[0]), num_layers, of_config)
+        measured = _measure(
+            lambda step: _run(part, step, tokens, _PASSES[0]), num_layers, of_config
+        )
     with short_windows(part):
         wanted = _eager(part, tokens)
         tolerance = _tolerance(part) * float(wanted.std())
@@ -172,3 +174,68 @@ def refusals(model: PreTrainedModel, how: str = "on two sequences in one row") -
 
 def _type_of(model: PreTrainedModel) -> str:
     return f"a model of type {model.config.model_type!r}"
+
+
+def _measure(
+    run: Callable[[attention.Step], object], num_layers: int, of_config: Sequence[LayerShape]
+) -> list[LayerShape]:
+    """The shape of what each layer gives to attention, where its config may have another. ``run``
+    makes a forward pass of the first ``num_layers``; a later one has the shape of the first layer
+    that is like it in ``of_config``, its config's.
+
+    Raises InvalidRequestError unless every layer that ran calls attention once.
+    """
+    recorder = _Recorder(of_config)
+    run(recorder)
+    found = recorder.shapes
+    if not found:
+        raise InvalidRequestError(
+            "computes attention in its own code, not by transformers' AttentionInterface",
+            field="model",
+        )
+    if missing := sorted(set(range(num_layers)) - set(found)):
+        raise InvalidRequestError(f"layer {missing[0]} calls no attention", field="model")
+    if unknown := sorted(set(found) - set(range(num_layers))):
+        raise InvalidRequestError(
+            f"a layer calls attention as number {unknown[0]}, which its config does not have",
+            field="model",
+        )
+    like = {of_config[index]: found[index] for index in reversed(range(num_layers))}
+    return [found.get(index) or like.get(shape, shape) for index, shape in enumerate(of_config)]
+
+
+class _Recorder:
+    """Notes the shape of each layer's call, by the layer's index, and gives zeros."""
+
+    def __init__(self, of_config: Sequence[LayerShape]) -> None:
+        self._of_config = of_config
+        self.shapes: dict[int, LayerShape] = {}
+
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        return frozenset(i for i, s in enumerate(self._of_config) if s.cache_kind == LATENT)
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        if index in self.shapes:
+            raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
+        kind, value_size = KEYS_AND_VALUES, 0
+        if value is None:
+            kind, value_size = LATENT, self._of_config[index].value_head_size
+        else:
+            value_size = value.shape[2]
+        self.shapes[index] = LayerShape(
+            num_kv_heads=key.shape[1],
+            head_size=key.shape[2],
+            value_head_size=value_size,
+            window_tokens=options.sliding_window_tokens,
+            cache_kind=kind,
+        )
+        return query.new_zeros(*query.shape[:2], value_size)

@@ -15,7 +15,7 @@ from data_plane.execution.shards import shard_kernels
 from data_plane.memory.pages import PageShape
 from kvplane.attention_options import AttentionOptions
 from kvplane.transformers import absorbed, attention
-from kvplane.transformers.models import latent
+from kvplane.transformers.models import adapters
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
@@ -65,7 +65,7 @@ def latents_are_not_normed(patch: pytest.MonkeyPatch) -> None:
             return type(module).expand_kv(module, one, rotary)
         return torch.cat((one / one.std(-1, keepdim=True), rotary), -1), one
 
-    patch.setattr(latent, "_expand_kv", expand_kv)
+    patch.setattr(adapters, "_expand_kv", expand_kv)
 
 
 def outputs_are_of_one_head(patch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def attention_is_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def padding_is_computed(patch: pytest.MonkeyPatch) -> None:
     """Padding counts as tokens of the prompt."""
-    patch.setattr(cache, "padding_of", lambda mask, num_rows, num_columns: [0] * num_rows)
+    patch.setattr(cache, "_padding_of", lambda mask, num_rows, num_columns: [0] * num_rows)
 
 
 def positions_count_padding(patch: pytest.MonkeyPatch) -> None:
@@ -39,18 +39,18 @@ def positions_count_padding(patch: pytest.MonkeyPatch) -> None:
     ) -> torch.Tensor:
         return torch.arange(first, stop).expand(len(padding), -1)
 
-    patch.setattr(cache, "positions_of", positions_of)
+    patch.setattr(cache, "_positions_of", positions_of)
 
 
 def rows_are_swapped(patch: pytest.MonkeyPatch) -> None:
     """The tokens of two rows go to the planes in the other order."""
-    original = cache.computed_tokens
+    original = cache._computed_tokens
 
     def computed_tokens(*arguments: Any) -> torch.Tensor | None:
         tokens = original(*arguments)
         return None if tokens is None else tokens.flip(0)
 
-    patch.setattr(cache, "computed_tokens", computed_tokens)
+    patch.setattr(cache, "_computed_tokens", computed_tokens)
 
 
 def all_columns_are_computed_again(patch: pytest.MonkeyPatch) -> None:

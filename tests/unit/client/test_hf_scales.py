@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from data_plane.server.build import load_layout
 from data_plane.server.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError
-from kvplane.models.hf import layout_from_hf
-from kvplane.models.hf_scales import scales_from_hf
+from kvplane.models.hf import layout_from_hf, scales_from_hf
 
 NAME = "model.layers.{}.self_attn.{}_scale"
 CONFIG = {

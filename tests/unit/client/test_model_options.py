@@ -9,7 +9,7 @@ import torch
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.transformers.options import options_of
+from kvplane.transformers.attention import options_of
 
 
 def test_the_arguments_of_a_call_become_options() -> None:

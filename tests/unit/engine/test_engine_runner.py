@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from engine.models import loader
 from engine.request import Request, SamplingParams
-from engine.running.runner import Runner
+from engine.running.core import Runner
 from engine.sampling.detokenizer import Detokenizer
 from engine.sampling.sampler import new_stream
 from engine.scheduling.intents import Span

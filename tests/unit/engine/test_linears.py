@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.models.linears import PackedLinear, pack_linears
+from engine.models.loader import PackedLinear, pack_linears
 from tests.helpers.engine_harness import LLAMA
 
 

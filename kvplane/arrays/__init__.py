@@ -1,1 +1,0 @@
-"""Tensors of array libraries, without importing any."""
