@@ -25,11 +25,12 @@ answers 200 while it serves; the router serves both at the address of its proxy.
 units. Both planes also have the usual `process_*` metrics. Rules and alerts made of them are in
 `deploy/prometheus/`.
 """
+ROUTER = "Of the router"
 SECTIONS = (
     ("Of both planes", "On a data plane they have the label `pool` too.", SHARED),
     ("Of the control plane", "", OF_CONTROL),
     ("Of a data plane", "All have the label `pool`.", OF_DATA),
-    ("Of the router", "", OF_ROUTER),
+    (ROUTER, "", OF_ROUTER),
 )
 
 
