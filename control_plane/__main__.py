@@ -14,7 +14,7 @@ def main() -> int:
     tune_grpc()
 
     def run_program() -> int:
-        from control_plane.server.program import run
+        from control_plane.server.server import run
 
         return run(sys.argv[1:], os.environ)
 

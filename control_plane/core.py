@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 
 from kvplane_blocks import PlainStep
 
-from control_plane import checks, integrity, queries
+from control_plane import checks, queries
 from control_plane.admission.decisions import AdmissionConfig
 from control_plane.config import CoreConfig
 from control_plane.observing import PoolObservation, observe
@@ -377,7 +377,7 @@ class ControlPlane:
     def check_integrity(self) -> None:
         """Raise AssertionError saying what is wrong, if anything is."""
         for pool in self._pools.values():
-            integrity.check_pool(pool, self._sessions_of(pool))
+            queries.check_pool(pool, self._sessions_of(pool))
         open_ids = [i for pool in self._pools.values() for i in pool.session_ids]
         assert sorted(open_ids) == sorted(self._sessions), "pools and the core differ in sessions"
 

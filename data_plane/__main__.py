@@ -18,7 +18,7 @@ def main() -> int:
     tune_grpc()
 
     def run_program() -> int:
-        from data_plane.server.program import run
+        from data_plane.server.server import run
 
         return run(sys.argv[1:], os.environ)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from control_plane.server.metric_declarations import DECLARATIONS as OF_CONTROL
+from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from kvplane.integrations.router.metrics import DECLARATIONS as OF_ROUTER
 from kvplane.serving.observability.metrics import SHARED, Declaration
@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
 `make metrics-page` writes this page from the declarations in
-`kvplane/serving/observability/metrics.py`, `control_plane/server/metric_declarations.py`,
+`kvplane/serving/observability/metrics.py`, `control_plane/server/metrics.py`,
 `data_plane/server/metrics.py` and `integrations/router/metrics.py`.
 
 Each plane serves `/metrics` (`--metrics-port`; 9101 and 9102 by default), and `/healthz`, which

@@ -1,9 +1,21 @@
-"""Registration: what happens when data planes register, report, disconnect and return.
+"""Registration: what happens when data planes register, report, disconnect and return; and how a
+pool is built from what they report.
 
 A shard belongs to the latest process that claimed it: epochs rise, and one that is lower than the
 registered one is refused. A process that returns is resumed when nothing that both sides hold has
 changed. Otherwise all sessions of the pool end, every other shard fences them and reports again,
 and the pool is built again.
+
+Metadata is soft state: whoever holds the memory holds its metadata too. So a pool is built from
+reports of which block holds which prefix; the native core does it, a piece at a time
+(``csrc/blocks/recovery/rebuild.h``).
+
+- Generations go on from the highest that any shard or this control plane knows of a block, also for
+  blocks that the smallest shard does not have: it may be replaced by a larger one.
+- A publication is restored only if it is of the block's final generation and all shards report the
+  same, since a block holds its prefix only where every shard holds its part of it.
+- Its parent is exactly the block that it names, of that block's final generation, and restored too.
+  Equal hashes never join blocks, and one whose hash does not follow from its tokens is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +28,6 @@ from control_plane.config import CoreConfig
 from control_plane.pools.layouts import served_layout
 from control_plane.pools.pool import Pool
 from control_plane.pools.shards import PoolShards, ShardState, total_blocks
-from control_plane.registration.recovery import begin_if_complete, build_some
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -35,6 +46,12 @@ MAX_ADDRESS_CHARACTERS: Final = 512
 MAX_BLOCKS: Final = 2**24
 MAX_SHARDS: Final = 1024
 _KEY_ID_BYTES: Final = (0, 16)
+
+
+# Blocks of one piece of a build: a millisecond or two.
+_PIECE_BLOCKS: Final = 4096
+# Pools of shards that have no more blocks are built at once.
+_SMALL_BLOCKS: Final = 4096
 
 
 class Registration:
@@ -406,3 +423,23 @@ def _check_num_blocks(message: cpb.Hello | cpb.GroupBlocks, at: str) -> None:
 def _require(ok: bool, field: str, wanted: str) -> None:
     if not ok:
         raise InvalidRequestError(f"must be {wanted}", field=f"hello.{field}")
+
+
+def begin_if_complete(pool: Pool) -> None:
+    """Begin to build the pool once its shards hold everything, have reported, and fenced all
+    sessions that ended; ``build_some`` goes on, until the pool is built. A small one is built now.
+    """
+    shards = pool.shards
+    if pool.built or pool.is_building or shards.is_fencing or not shards.are_complete:
+        return
+    pool.begin_build()
+    most = max(total_blocks(state.hello) for state in shards.states.values())
+    while most <= _SMALL_BLOCKS and not build_some(pool):
+        pass
+
+
+def build_some(pool: Pool) -> bool:
+    """Go on with a build for a few milliseconds; returns whether the pool is built now."""
+    if all(rebuild.step(_PIECE_BLOCKS) for rebuild in pool.shards.reports.rebuilds):
+        pool.end_build()
+    return pool.built

@@ -1,4 +1,4 @@
-"""All metrics of the control plane.
+"""All metrics of the control plane; docs/metrics.md lists them.
 
 What the core keeps is read from it at each scrape; events are counted as they happen.
 """
@@ -11,16 +11,176 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from control_plane.observing import PoolObservation
-from control_plane.pools.statistics import EVICTION_REASONS
-from control_plane.server import metric_declarations as declared
+from control_plane.pools.statistics import (
+    ALLOCATION_BOUNDS_S,
+    DURATION_BOUNDS_S,
+    EVICTION_REASONS,
+    WAIT_BOUNDS_S,
+)
 from control_plane.sessions.session import END_CAUSES
 from control_plane.steps.plain_steps import PlainAnswer
 from kvplane.serving.observability.histogram import Histogram
-from kvplane.serving.observability.metrics import LATENCY_BUCKETS_S, Counts, PlaneMetrics, Samples
+from kvplane.serving.observability.metrics import (
+    LATENCY_BUCKETS_S,
+    Counts,
+    Declaration,
+    PlaneMetrics,
+    Samples,
+)
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+
+
+def _gauge(name: str, help: str, *labels: str) -> Declaration:
+    return Declaration("gauge", f"kvplane_{name}", help, ("pool", *labels))
+
+
+def _counter(name: str, help: str, *labels: str) -> Declaration:
+    return Declaration("counter", f"kvplane_{name}_total", help, ("pool", *labels))
+
+
+def _histogram(name: str, help: str, bounds: tuple[float, ...], *labels: str) -> Declaration:
+    return Declaration("histogram", f"kvplane_{name}_seconds", help, ("pool", *labels), bounds)
+
+
+_RUN: Final = Declaration(
+    "gauge", "kvplane_control_plane_info", "1, with this run's incarnation.", ("incarnation",)
+)
+_LEADS: Final = Declaration(
+    "gauge", "kvplane_control_plane_leads", "1 while this process serves, 0 while it stands by.", ()
+)
+_BLOCKS: Final = _gauge(
+    "blocks",
+    "Blocks by what they are used for; the states of a tier add up to all its blocks.",
+    "tier",
+    "state",
+)
+_PEAK_HELD: Final = _gauge("max_held_blocks", "The most device blocks ever held at one time.")
+_SESSIONS: Final = _gauge("sessions", "Open sessions.")
+_SEQUENCES: Final = _gauge(
+    "sequences",
+    "Sequences: live ones by tier, and admissions and swap-ins that wait in the line.",
+    "state",
+)
+_POOL_READY: Final = _gauge("pool_ready", "1 when sessions can be opened.")
+_SHARDS: Final = _gauge("pool_shards", "Shards that the pool has when all are registered.")
+_REGISTERED: Final = _gauge("registered_shards", "Data planes whose registration stream is open.")
+_HEARTBEAT_AGE: Final = _gauge(
+    "heartbeat_age_seconds", "Time since a data plane's last message.", "shard"
+)
+_PLANS_IN_FLIGHT: Final = _gauge("plans_in_flight", "Plans made and not yet receipted.")
+_OLDEST_PLAN: Final = _gauge(
+    "oldest_plan_age_seconds", "Age of the plan that waits longest for its receipt; 0 for none."
+)
+_MISSING_RECEIPTS: Final = _gauge(
+    "missing_receipts",
+    "Plans that another shard of the pool has receipted and this one has not.",
+    "shard",
+)
+_OLDEST_RETIRED: Final = _gauge(
+    "oldest_retired_age_seconds",
+    "How long the blocks have been retired that have been so longest; 0 for none.",
+)
+_FOLLOWERS: Final = _gauge("followers", "Streams that follow the prefix index.")
+
+_OPERATIONS: Final = Declaration(
+    "counter",
+    "kvplane_operations_total",
+    "Items of operations answered: an append, fork or free has one for each sequence.",
+    ("operation", "status"),
+)
+_REFUSED_ITEMS: Final = Declaration(
+    "counter",
+    "kvplane_refused_items_total",
+    "Of these, items that were not done: LATER and NEVER by what is in the way, FAILED by the "
+    "error's reason.",
+    ("operation", "status", "reason"),
+)
+_PLANS: Final = Declaration("counter", "kvplane_plans_total", "Plans sent.")
+_STEP_DURATION: Final = Declaration(
+    "histogram",
+    "kvplane_step_duration_seconds",
+    "Time that a step takes inside the control plane.",
+    (),
+    LATENCY_BUCKETS_S,
+)
+_ALLOCATION_DURATION: Final = _histogram(
+    "allocation_duration",
+    "Time that one operation of a step takes in the core, all its items together.",
+    ALLOCATION_BOUNDS_S,
+    "operation",
+)
+_ADMISSION_WAIT: Final = _histogram(
+    "admission_wait", "Time that granted admissions waited in the line.", WAIT_BOUNDS_S
+)
+_FENCE_DURATION: Final = _histogram(
+    "fence_duration",
+    "Time from a session's end until every data plane has fenced it.",
+    WAIT_BOUNDS_S,
+)
+_BLOCK_LIFETIME: Final = _histogram(
+    "block_lifetime", "Time from a block's publication to its eviction.", DURATION_BOUNDS_S, "tier"
+)
+_BLOCK_IDLE: Final = _histogram(
+    "block_idle_before_eviction",
+    "Time from the last admission that found a block, or its publication, to its eviction.",
+    DURATION_BOUNDS_S,
+    "tier",
+)
+_REUSE_GAP: Final = _histogram(
+    "block_reuse_gap",
+    "Time between two admissions that found a block, or its publication and the first.",
+    DURATION_BOUNDS_S,
+    "tier",
+)
+
+_LOOKUP_TOKENS: Final = _counter("lookup_tokens", "Prompt tokens looked up at admission.")
+_HIT_TOKENS: Final = _counter("hit_tokens", "Of these, tokens found cached.", "tier")
+_REREAD_LOOKUP: Final = _counter(
+    "reread_lookup_tokens",
+    "Of the tokens looked up, those of sequences that were admitted again after they were cut.",
+)
+_REREAD_HIT: Final = _counter("reread_hit_tokens", "Of these, tokens found cached.")
+_EVICTIONS: Final = _counter(
+    "evictions",
+    "Published blocks allocated for another use: the eviction policy's next (policy), a retained "
+    "one when nothing else was left (retained), or one that its session released and took back "
+    "before a receipt (own).",
+    "tier",
+    "reason",
+)
+_DEMOTED: Final = _counter(
+    "demoted_blocks", "Published blocks moved to the host tier where they would have been evicted."
+)
+_PUBLICATIONS: Final = _counter("publications", "Blocks published.")
+_FORGOTTEN: Final = _counter("forgotten_blocks", "Published blocks forgotten.")
+_INDEX_CHANGES: Final = _counter("index_changes", "Changes of the prefix index: its revision.")
+_COPIES: Final = _counter("copies_on_write", "Blocks copied for their writer.")
+_SWAPPED: Final = _counter("swapped_blocks", "Blocks swapped between the tiers.", "direction")
+_GRANTED: Final = _counter(
+    "granted_admissions", "Admissions that waited in the line and were granted."
+)
+_CUT: Final = _counter(
+    "cut_sequences",
+    "Sequences cut: for those that grow, at the end of a turn, or because they did nothing.",
+    "reason",
+)
+_EXPIRED: Final = _counter("sessions_expired", "Sessions whose lease ran out.")
+_RECLAIMED: Final = _counter(
+    "reclaimed_blocks",
+    "Blocks in the tables of sessions when they ended: closed, expired, a shard's new epoch, or a "
+    "receipt that a shard did not give.",
+    "cause",
+)
+_ABORTS: Final = _counter("aborts", "Plans aborted by request.")
+_RESYNCS: Final = _counter("resyncs", "Sessions that asked for all tables again.")
+_EPOCH_CHANGES: Final = _counter(
+    "epoch_changes", "Data planes that came back as another process: the pool's sessions end."
+)
+
+DECLARATIONS: Final = tuple(value for value in vars().values() if type(value) is Declaration)
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
 _STATUS_NAMES: Final = {
@@ -33,20 +193,20 @@ _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 _COLUMN_OPERATIONS: Final = ("append", "fork", "free", "truncate")
 _CUT_REASONS: Final = ("growth", "turn", "idle")
 _COUNTERS: Final = (
-    (declared.LOOKUP_TOKENS, "num_lookup_tokens"),
-    (declared.DEMOTED, "num_demoted_blocks"),
-    (declared.PUBLICATIONS, "num_publications"),
-    (declared.FORGOTTEN, "num_forgotten_blocks"),
-    (declared.COPIES, "num_copies_on_write"),
-    (declared.GRANTED, "num_granted_admissions"),
+    (_LOOKUP_TOKENS, "num_lookup_tokens"),
+    (_DEMOTED, "num_demoted_blocks"),
+    (_PUBLICATIONS, "num_publications"),
+    (_FORGOTTEN, "num_forgotten_blocks"),
+    (_COPIES, "num_copies_on_write"),
+    (_GRANTED, "num_granted_admissions"),
 )
 _STATISTICS: Final = (
-    (declared.REREAD_LOOKUP, "reread_lookup_tokens"),
-    (declared.REREAD_HIT, "reread_hit_tokens"),
-    (declared.EXPIRED, "num_expired_sessions"),
-    (declared.ABORTS, "num_aborts"),
-    (declared.RESYNCS, "num_resyncs"),
-    (declared.EPOCH_CHANGES, "num_epoch_changes"),
+    (_REREAD_LOOKUP, "reread_lookup_tokens"),
+    (_REREAD_HIT, "reread_hit_tokens"),
+    (_EXPIRED, "num_expired_sessions"),
+    (_ABORTS, "num_aborts"),
+    (_RESYNCS, "num_resyncs"),
+    (_EPOCH_CHANGES, "num_epoch_changes"),
 )
 
 Observed = tuple[list[PoolObservation], Mapping[tuple[str, int], float]]
@@ -57,7 +217,7 @@ class ControlPlaneMetrics(PlaneMetrics):
     """Counters and histograms that the servicer updates, in a registry of their own."""
 
     def __init__(self, incarnation: int) -> None:
-        super().__init__("control", declared.DECLARATIONS)
+        super().__init__("control", DECLARATIONS)
         self.operations = Counts()
         self.refused_items = Counts()
         self.num_plans = 0
@@ -107,14 +267,14 @@ class ControlPlaneMetrics(PlaneMetrics):
 
     def read(self, samples: Samples) -> None:
         pools, heartbeat_ages = self._observe()
-        samples.add(declared.RUN, 1, str(self.incarnation))
-        samples.add(declared.LEADS, int(self.leads))
-        samples.add_counts(declared.OPERATIONS, self.operations)
-        samples.add_counts(declared.REFUSED_ITEMS, self.refused_items)
-        samples.add(declared.PLANS, self.num_plans)
-        samples.add_histogram(declared.STEP_DURATION, self._step_duration)
+        samples.add(_RUN, 1, str(self.incarnation))
+        samples.add(_LEADS, int(self.leads))
+        samples.add_counts(_OPERATIONS, self.operations)
+        samples.add_counts(_REFUSED_ITEMS, self.refused_items)
+        samples.add(_PLANS, self.num_plans)
+        samples.add_histogram(_STEP_DURATION, self._step_duration)
         for (pool_id, shard), age_s in heartbeat_ages.items():
-            samples.add(declared.HEARTBEAT_AGE, age_s, pool_id, str(shard))
+            samples.add(_HEARTBEAT_AGE, age_s, pool_id, str(shard))
         for pool in pools:
             _add_gauges(samples, pool)
             _add_counters(samples, pool)
@@ -144,24 +304,24 @@ def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
         blocks[name, "held"] += tier.num_held_blocks
         blocks[name, "retired"] += tier.num_retired_blocks
     for (name, state), num_blocks in blocks.items():
-        samples.add(declared.BLOCKS, num_blocks, pool_id, name, state)
+        samples.add(_BLOCKS, num_blocks, pool_id, name, state)
     for declaration, value in (
-        (declared.PEAK_HELD, told.counters.max_held_blocks),
-        (declared.SESSIONS, told.num_sessions),
-        (declared.POOL_READY, told.ready),
-        (declared.SHARDS, pool.num_shards),
-        (declared.REGISTERED, sum(shard.connected for shard in told.shards)),
-        (declared.PLANS_IN_FLIGHT, pool.num_plans_in_flight),
-        (declared.OLDEST_PLAN, pool.oldest_plan_s),
-        (declared.OLDEST_RETIRED, pool.oldest_release_s),
-        (declared.FOLLOWERS, pool.num_followers),
+        (_PEAK_HELD, told.counters.max_held_blocks),
+        (_SESSIONS, told.num_sessions),
+        (_POOL_READY, told.ready),
+        (_SHARDS, pool.num_shards),
+        (_REGISTERED, sum(shard.connected for shard in told.shards)),
+        (_PLANS_IN_FLIGHT, pool.num_plans_in_flight),
+        (_OLDEST_PLAN, pool.oldest_plan_s),
+        (_OLDEST_RETIRED, pool.oldest_release_s),
+        (_FOLLOWERS, pool.num_followers),
     ):
         samples.add(declaration, value, pool_id)
     for shard, num_missing in enumerate(pool.num_missing_receipts):
-        samples.add(declared.MISSING_RECEIPTS, num_missing, pool_id, str(shard))
+        samples.add(_MISSING_RECEIPTS, num_missing, pool_id, str(shard))
     for live_on, num_sequences in pool.num_sequences.items():
-        samples.add(declared.SEQUENCES, num_sequences, pool_id, _TIER_NAMES[live_on])
-    samples.add(declared.SEQUENCES, pool.num_waiting, pool_id, "waiting")
+        samples.add(_SEQUENCES, num_sequences, pool_id, _TIER_NAMES[live_on])
+    samples.add(_SEQUENCES, pool.num_waiting, pool_id, "waiting")
 
 
 def _add_counters(samples: Samples, pool: PoolObservation) -> None:
@@ -171,27 +331,27 @@ def _add_counters(samples: Samples, pool: PoolObservation) -> None:
     for declaration, name in _STATISTICS:
         samples.add(declaration, getattr(statistics, name), pool_id)
     num_on_device = counters.num_hit_tokens - counters.num_host_hit_tokens
-    samples.add(declared.HIT_TOKENS, num_on_device, pool_id, "device")
-    samples.add(declared.HIT_TOKENS, counters.num_host_hit_tokens, pool_id, "host")
-    samples.add(declared.INDEX_CHANGES, pool.revision, pool_id)
-    samples.add(declared.SWAPPED, counters.num_swapped_out_blocks, pool_id, "out")
-    samples.add(declared.SWAPPED, counters.num_swapped_in_blocks, pool_id, "in")
+    samples.add(_HIT_TOKENS, num_on_device, pool_id, "device")
+    samples.add(_HIT_TOKENS, counters.num_host_hit_tokens, pool_id, "host")
+    samples.add(_INDEX_CHANGES, pool.revision, pool_id)
+    samples.add(_SWAPPED, counters.num_swapped_out_blocks, pool_id, "out")
+    samples.add(_SWAPPED, counters.num_swapped_in_blocks, pool_id, "in")
     for reason in _CUT_REASONS:
-        samples.add(declared.CUT, statistics.cut_sequences[reason], pool_id, reason)
+        samples.add(_CUT, statistics.cut_sequences[reason], pool_id, reason)
     for cause in END_CAUSES.values():
-        samples.add(declared.RECLAIMED, statistics.reclaimed_blocks[cause], pool_id, cause)
+        samples.add(_RECLAIMED, statistics.reclaimed_blocks[cause], pool_id, cause)
 
 
 def _add_times(samples: Samples, pool: PoolObservation) -> None:
     pool_id, statistics = pool.pool_id, pool.statistics
     for operation, histogram in statistics.allocation_s.items():
-        samples.add_histogram(declared.ALLOCATION_DURATION, histogram, pool_id, operation or "none")
-    samples.add_histogram(declared.ADMISSION_WAIT, statistics.wait_s, pool_id)
-    samples.add_histogram(declared.FENCE_DURATION, statistics.fence_s, pool_id)
+        samples.add_histogram(_ALLOCATION_DURATION, histogram, pool_id, operation or "none")
+    samples.add_histogram(_ADMISSION_WAIT, statistics.wait_s, pool_id)
+    samples.add_histogram(_FENCE_DURATION, statistics.fence_s, pool_id)
     for tier, times in pool.block_times.items():
         name = _TIER_NAMES[tier]
         for reason in EVICTION_REASONS:
-            samples.add(declared.EVICTIONS, times.num_evictions[reason], pool_id, name, reason)
-        samples.add_histogram(declared.BLOCK_LIFETIME, times.lifetime, pool_id, name)
-        samples.add_histogram(declared.BLOCK_IDLE, times.idle, pool_id, name)
-        samples.add_histogram(declared.REUSE_GAP, times.reuse_gap, pool_id, name)
+            samples.add(_EVICTIONS, times.num_evictions[reason], pool_id, name, reason)
+        samples.add_histogram(_BLOCK_LIFETIME, times.lifetime, pool_id, name)
+        samples.add_histogram(_BLOCK_IDLE, times.idle, pool_id, name)
+        samples.add_histogram(_REUSE_GAP, times.reuse_gap, pool_id, name)

@@ -1,27 +1,41 @@
-"""The whole control plane: core, servicer, gRPC server, metrics, and the task that ends leases."""
+"""The whole control plane: core, servicer, gRPC server, metrics, and the task that ends leases; and
+the program, which runs it until it is told to stop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
+import sys
 import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from kvplane_blocks import PlainStep
 
 from control_plane.core import ControlPlane
-from control_plane.server.config import ControlPlaneConfig
-from control_plane.server.election.choice import elector_of
+from control_plane.server.config import PROGRAM, ControlPlaneConfig
 from control_plane.server.election.elector import Elector
+from control_plane.server.election.file_elector import FileElector
+from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
 from control_plane.steps.plain_steps import may_be_plain
-from kvplane import __version__
+from kvplane import __version__, tracing
+from kvplane.errors import InvalidRequestError, PlaneUnavailableError
+from kvplane.serving import event_loop
+from kvplane.serving.observability import logs
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
+from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -34,6 +48,38 @@ _OF_MAX_OPERATIONS: Final = (
     "AbortPlanRequest.receipts",
     "ResyncRequest.receipts",
 )
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run with the settings of ``argv`` and ``environ``; the exit code. Exits for bad settings."""
+    config = parse(ControlPlaneConfig, PROGRAM, argv, environ)
+    logs.setup(config.log_level, config.log_format)
+    log_settings(config, logging.getLogger(PROGRAM))
+    try:
+        tracing.setup("kvplane-control-plane", environ)
+        event_loop.run(_serve(config))
+    except InvalidRequestError as error:  # an election or traces that cannot be had here
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return EXIT_BAD_SETTINGS
+    except (OSError, PlaneUnavailableError) as error:
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return 1
+    return 0
+
+
+async def _serve(config: ControlPlaneConfig) -> None:
+    server = await ControlPlaneServer.start(config)
+    _reduce_garbage_collection()
+    await server.run_until_signal()
+
+
+def _reduce_garbage_collection() -> None:
+    """Collect garbage cycles rarely: a full collection visits every entry of every index, and a
+    step waits for it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 1_000)
 
 
 class ControlPlaneServer(PlaneServer):
@@ -165,3 +211,30 @@ async def _tick(core: ControlPlane, service: ControlPlaneService) -> None:
         except Exception as error:  # a bug; it must not stop this loop
             _LOGGER.error("tick failed error=%s", frames_of(error))
         await asyncio.sleep(max(delay_s, 0.001))
+
+
+def elector_of(election: str, address: str, *, ttl_s: int) -> Elector:
+    """The elector that the settings name. ``election``: "file:/path",
+    "kubernetes://namespace/name", or of a scheme that an installed package knows. ``address``: of
+    this process. Raises InvalidRequestError of the field "election".
+    """
+    parts = urlsplit(election)
+    name = parts.path.strip("/")
+    if parts.scheme == "file" and parts.path.startswith("/") and not parts.netloc:
+        return FileElector(Path(parts.path))
+    if parts.scheme == "kubernetes" and parts.netloc and name:
+        host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+        if not host:
+            raise InvalidRequestError(
+                "this process is not in a pod: KUBERNETES_SERVICE_HOST is not set", field="election"
+            )
+        api = KubernetesApi.of_pod(host, os.environ.get("KUBERNETES_SERVICE_PORT", "443"))
+        return KubernetesElector(api, parts.netloc, name, address, ttl_s=ttl_s)
+    for entry in entry_points(group="kvplane.electors", name=parts.scheme):
+        elector: Elector = entry.load()(election, address, ttl_s=ttl_s)
+        return elector
+    raise InvalidRequestError(
+        "must be file:/PATH, kubernetes://NAMESPACE/NAME or, where kvplane[etcd] is installed,"
+        " etcd://HOST:PORT,HOST:PORT/NAME",
+        field="election",
+    )

@@ -1,7 +1,8 @@
 """The control plane's gRPC service: passes requests to the core and returns its answers.
 
 All of it runs on one event loop, and a call into the core is never interrupted, so the core needs
-no locks.
+no locks. Requests that take long run one at a time, in pieces between which other sessions are
+served.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Final, cast
 
 import grpc.aio
@@ -18,17 +20,16 @@ from google.protobuf import duration_pb2
 from kvplane_blocks import PlainStep
 
 from control_plane.core import ControlPlane
-from control_plane.server.long_requests import TURNS_OF_A_CALL, LongRequests
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
-from control_plane.server.watch_server import WatchServer
 from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps.pieces import Pieces
 from control_plane.steps.requests import Request
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.observability.logs import frames_of
-from kvplane.serving.streams import RequestStreams
+from kvplane.serving.streams import RequestStreams, stopping_error
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.wire import protocol
@@ -42,6 +43,68 @@ _FAILED_WORK_DELAY_S: Final = 1.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+TURNS_OF_A_CALL: Final = 2
+"""Turns of the event loop that a call takes from its arrival to its answer."""
+
+
+class LongRequests:
+    """The sessions whose requests take long. What has begun runs to its end, whoever waits for it;
+    what has not is dropped with its caller, who could make many such requests pile up.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        """``ended`` is called when a request has ended, even if its caller has gone."""
+        self._ended = ended
+        self._running: dict[int, asyncio.Task[Any]] = {}  # by session
+        self._lane = asyncio.Lock()
+        self._begun: int | None = None  # the session whose request has the lane
+
+    def is_running(self, session_id: int) -> bool:
+        """Whether the session has such a request."""
+        return session_id in self._running
+
+    async def wait(self, session_id: int) -> None:
+        """Until the session has no such request: its requests run one after another."""
+        while (task := self._running.get(session_id)) is not None:
+            await asyncio.wait([task])
+
+    async def run(self, session_id: int, pieces: Pieces[Any]) -> Any:
+        """What the pieces come to, or what they raise. The session has no other such request."""
+        task = self._running[session_id] = asyncio.create_task(self._run(session_id, pieces))
+        # Not at the end of the task: one that is cancelled at once does not even begin.
+        task.add_done_callback(partial(self._forget, session_id))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._begun != session_id:
+                task.cancel()
+            raise
+
+    async def _run(self, session_id: int, pieces: Pieces[Any]) -> Any:
+        async with self._lane:
+            self._begun = session_id
+            try:
+                return await _run_all(pieces)
+            finally:
+                self._begun = None
+
+    def _forget(self, session_id: int, task: asyncio.Task[Any]) -> None:
+        del self._running[session_id]
+        if not task.cancelled():
+            task.exception()  # whoever asked may have gone: it is told to nobody then
+            self._ended()
+
+
+async def _run_all(pieces: Pieces[Any]) -> Any:
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+        for _ in range(TURNS_OF_A_CALL):
+            await asyncio.sleep(0)
+
+
 class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     """Serves one core."""
 
@@ -52,7 +115,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._registrar = registrar
         self._metrics = metrics
         self._version = version
-        self._watches = WatchServer(core)
+        self._watches = _WatchServer(core)
         self._streams = RequestStreams("control plane")
         self._long = LongRequests(ended=self.flush)
         self._long_checks = asyncio.Lock()  # one at a time, or many would leave others little
@@ -327,6 +390,42 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
 
 def _session_id(request: pb.StepRequest | PlainStep) -> int:
     return request.session_id if isinstance(request, PlainStep) else request.session.session_id
+
+
+class _WatchServer:
+    """The streams of all followers of prefix indexes. A follower is woken when the index has
+    changed, and takes what there is to tell when its stream has room again; see
+    ``control_plane.watching``.
+    """
+
+    def __init__(self, core: ControlPlane) -> None:
+        self._core = core
+        self._wakes: set[asyncio.Event] = set()
+        self._stopping = False
+
+    async def serve(self, request: pb.WatchRequest, tenant: str) -> AsyncIterator[pb.WatchResponse]:
+        """Tell one follower, until it goes. Raises what ``ControlPlane.follow`` and
+        ``Follower.take`` raise, and PlaneUnavailableError when the control plane stops.
+        """
+        changed = asyncio.Event()
+        follower = self._core.follow(request, tenant, changed.set)
+        self._wakes.add(changed)
+        try:
+            while not self._stopping:
+                changed.clear()
+                while (response := follower.take()) is not None:
+                    yield response
+                await changed.wait()
+            raise stopping_error("control plane")
+        finally:
+            self._wakes.remove(changed)
+            self._core.unfollow(follower)
+
+    def stop(self) -> None:
+        """End all streams; followers come back to the next control plane."""
+        self._stopping = True
+        for changed in self._wakes:
+            changed.set()
 
 
 class _StepStream:

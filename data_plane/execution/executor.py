@@ -33,8 +33,7 @@ from data_plane.places import check_group, place_of
 from data_plane.plans.batches.fixed_rows import StepBounds
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
-from data_plane.plans.tables.block_report import Parts, block_report
-from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.plans.tables.block_tables import BlockTables, Parts, block_report
 from data_plane.plans.verifier import Verifier
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (

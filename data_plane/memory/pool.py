@@ -13,15 +13,18 @@ not initialized; a block is zeroed before another tenant gets it
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Final
 
 import torch
 
-from data_plane.memory import huge_pages, pinned
+from data_plane.memory import huge_pages
 from data_plane.memory.pages import PageShape
+from data_plane.memory.sizing import free_bytes
 from data_plane.places import Place, group_of, in_groups, place_of, places_of
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout
@@ -36,6 +39,9 @@ TORCH_DTYPES = {
     "float8_e5m2": torch.float8_e5m2,
 }
 TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
+
+
+_FOR_ALL_GPUS: Final = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels copy from it
 
 
 class Pools:
@@ -86,7 +92,7 @@ class Pools:
             if device.type == "cpu":
                 host_tier = huge_pages.empty(shape, dtype)
             else:
-                host_tier, unpin = pinned.empty(shape, dtype, device, "num_host_blocks")
+                host_tier, unpin = empty_pinned(shape, dtype, device, "num_host_blocks")
                 unpins.append(unpin)
             self._tiers[place_of(group, pb.TIER_HOST)] = host_tier
         for group, page in enumerate(pages):
@@ -152,3 +158,54 @@ def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         raise NeverFitsError(
             f"the device tier does not fit on {device}: {error}", field="num_device_blocks"
         ) from error
+
+
+def empty_pinned(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, field: str
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A pinned tensor like ``torch.empty`` on the CPU for the GPU ``device``, and a function that
+    unpins it.
+
+    Torch rounds its own pinned memory up to a power of two, which can be twice what a large tier
+    needs. A large tensor is therefore allocated as for the CPU and then registered with the driver.
+    Raises NeverFitsError naming ``field`` when there is too little memory.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    _check_fits(num_bytes, field)
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype), lambda: None
+    # Otherwise the driver would initialize whichever GPU is current, and use some of its memory.
+    with torch.cuda.device(device):
+        if num_bytes < huge_pages.HUGE_PAGE_BYTES:
+            return torch.empty(shape, dtype=dtype, pin_memory=True), lambda: None
+        tensor = huge_pages.empty(shape, dtype)
+        address = tensor.data_ptr()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(address, num_bytes, _FOR_ALL_GPUS)) != 0:
+            _forget_last_error(device)
+            raise NeverFitsError(f"{num_bytes} bytes of host memory cannot be pinned", field=field)
+
+    def unpin() -> None:
+        with torch.cuda.device(device):
+            runtime.cudaHostUnregister(address)
+
+    return tensor, unpin
+
+
+def _forget_last_error(device: torch.device) -> None:
+    """Torch checks the last error after each kernel launch. Launch one for nothing, so that the
+    next launch is not blamed for what failed here.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
+
+
+def _check_fits(num_bytes: int, field: str) -> None:
+    """Raise NeverFitsError for more than the free memory: pinning touches all of it at once, so the
+    system would kill the process.
+    """
+    free = free_bytes(torch.device("cpu"))
+    if num_bytes > free:
+        raise NeverFitsError(
+            f"{num_bytes} bytes do not fit in the {free} that are free", field=field
+        )

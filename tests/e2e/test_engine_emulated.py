@@ -51,7 +51,7 @@ def test_the_shipped_model_answers_the_same_on_the_emulated_kernels(
 
         monkeypatch.setattr(emulated, "swap_blocks", swap_blocks)
         monkeypatch.setattr(
-            "data_plane.server.build.kernels_of", lambda device, num_threads: emulated
+            "data_plane.server.server.kernels_of", lambda device, num_threads: emulated
         )
         assert answers(control, "emulated") == expected
         assert len(swaps) >= 2, "out and in"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from engine_planes import ROOT
 
-from data_plane.server.build import layout_from_json
+from data_plane.server.server import layout_from_json
 from engine.commands.generate import _print_whole
 from engine.config import GenerateConfig, LayoutConfig
 from engine.request import Delta
@@ -148,7 +148,7 @@ def test_a_data_plane_with_a_layout_needs_no_transformers(tmp_path: Path) -> Non
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "from pathlib import Path\n"
-        "from data_plane.server.build import load_layout\n"
+        "from data_plane.server.server import load_layout\n"
         "from data_plane.server.config import DataPlaneConfig\n"
         f"print(load_layout(DataPlaneConfig(layout=Path({str(layout)!r}))).num_layers)\n"
         f"load_layout(DataPlaneConfig(model=Path({str(model)!r})))\n"

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from control_plane.pools import file_forgets
-from control_plane.pools.file_forgets import FileForgets
+from control_plane.pools import shards
+from control_plane.pools.shards import FileForgets
 from data_plane.files import block_files, names
-from data_plane.files.block_files import BlockFiles
-from data_plane.files.index import FileIndex
+from data_plane.files.block_files import BlockFiles, FileIndex
 from data_plane.files.record import HEADER_BYTES, BlockKey
 from data_plane.plans.contents import reused_blocks
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
-from data_plane.server.files import tier, writer
-from data_plane.server.files.tier import FileTier
-from data_plane.server.files.writer import FileWriter
+from data_plane.server.files import tier
+from data_plane.server.files.tier import FileTier, FileWriter
 from kvplane.v1 import control_pb2
 from tests.helpers.patched_faults import Run, assert_noticed, load
 
@@ -144,8 +142,7 @@ def names_are_of_their_block_alone(patch: pytest.MonkeyPatch) -> None:
 
 def namespaces_share_files(patch: pytest.MonkeyPatch) -> None:
     """Whoever has the tokens finds the file."""
-    for module in (tier, writer):
-        patch.setattr(module, "scope_of", lambda *_: names.scope_of(b"", "", ""))
+    patch.setattr(tier, "scope_of", lambda *_: names.scope_of(b"", "", ""))
 
 
 def computed_blocks_count_as_found(patch: pytest.MonkeyPatch) -> None:
@@ -172,7 +169,7 @@ def missing_blocks_are_read_as_zeros(patch: pytest.MonkeyPatch) -> None:
 
 def misses_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """Nobody learns that files are wrong."""
-    patch.setattr("data_plane.server.files.counts.FileCounts.missed", lambda self, reason: None)
+    patch.setattr("data_plane.server.files.tier.FileCounts.missed", lambda self, reason: None)
 
 
 def an_error_ends_the_writer(patch: pytest.MonkeyPatch) -> None:
@@ -199,7 +196,7 @@ def long_forgets_are_kept_whole(patch: pytest.MonkeyPatch) -> None:
 
 def long_forgets_count_as_short_ones(patch: pytest.MonkeyPatch) -> None:
     """Token ids that wait to be told take any room."""
-    patch.setattr(file_forgets, "_size", lambda message: 1)
+    patch.setattr(shards, "_size", lambda message: 1)
 
 
 def a_tenant_forgets_the_files_of_all(patch: pytest.MonkeyPatch) -> None:

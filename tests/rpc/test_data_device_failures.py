@@ -16,7 +16,6 @@ from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.device.cuda_streams import DeviceStreams
-from data_plane.server import build
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import InternalError
@@ -35,7 +34,9 @@ SERVICE = "kvplane.v1.DataPlaneService"
 
 def use(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """Servers that start from now on run on ``kernels``."""
-    monkeypatch.setattr(build, "kernels_of", lambda _device, _num_threads: kernels)
+    monkeypatch.setattr(
+        "data_plane.server.server.kernels_of", lambda _device, _num_threads: kernels
+    )
 
 
 @pytest.fixture
@@ -163,12 +164,12 @@ async def test_an_embedded_plane_whose_device_is_lost_leaves_its_control_plane(
 LOSES_ITS_DEVICE = """
 import sys
 from data_plane import __main__
-from data_plane.server import build
+from data_plane.server import server
 from data_plane.kernels.backends.cpu import CpuKernels
 from tests.helpers.data.kernel_sets import late_kernels
 
 kernels, runtime = late_kernels(CpuKernels(1), 0)
-build.kernels_of = lambda device, num_threads: kernels
+server.kernels_of = lambda device, num_threads: kernels
 runtime.is_lost = True
 sys.exit(__main__.main())
 """

@@ -12,9 +12,8 @@ import pytest
 
 from data_plane import EmbeddedDataPlane
 from data_plane.execution.executor import Executor
-from data_plane.server.build import build_executor
 from data_plane.server.registration_client import BLOCKS_PER_REPORT
-from data_plane.server.server import DataPlaneServer
+from data_plane.server.server import DataPlaneServer, build_executor
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
 from kvplane.transport.health import check

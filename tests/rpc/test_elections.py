@@ -19,11 +19,10 @@ import pytest
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.election import elector as module
-from control_plane.server.election.choice import elector_of
 from control_plane.server.election.elector import Elector, has_died, next_incarnation
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
-from control_plane.server.server import ControlPlaneServer
+from control_plane.server.server import ControlPlaneServer, elector_of
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.integrations.etcd.elector import EtcdElector

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import Metric
 
 from control_plane.server.config import ControlPlaneConfig
-from control_plane.server.metric_declarations import DECLARATIONS as OF_CONTROL
+from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from data_plane.server.server import DataPlaneServer

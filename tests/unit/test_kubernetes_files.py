@@ -11,8 +11,8 @@ import yaml
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.election.kubernetes_elector import KubernetesElector
-from data_plane.server.build import layout_from_json
 from data_plane.server.config import DataPlaneConfig
+from data_plane.server.server import layout_from_json
 from kvplane.serving.settings import parse
 from tests.helpers.kustomized import Object, objects
 

@@ -1,19 +1,24 @@
-"""Calls the kernels on one shard's pools for verified plans, and counts what they did."""
+"""Calls the kernels on one shard's pools for verified plans, and counts what they did.
+
+For metrics it also counts how long the device spends in kernels. On the CPU every call is timed.
+On a GPU one call in 16 of each kernel is, by two events on its stream, which are read once the
+stream has passed them: nobody waits for the device.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from data_plane.execution.counters import ExecutorCounters
-from data_plane.execution.shards.kernel_times import kernel_times
 from data_plane.execution.shards.row_pieces import PieceSizes
-from data_plane.execution.shards.scales import layer_scales
 from data_plane.kernels.arguments import (
     AttentionArguments,
     HostLengths,
@@ -36,7 +41,7 @@ from data_plane.plans.batches.transfers import Batch
 from data_plane.plans.contents.last_tenants import BlocksByPlace
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
-from kvplane.layout import Layout
+from kvplane.layout import LATENT, Layout
 from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
@@ -47,6 +52,14 @@ _DIRECTIONS = {
     (pb.TIER_DEVICE, pb.TIER_HOST): "swap_out",
     (pb.TIER_HOST, pb.TIER_DEVICE): "swap_in",
 }
+
+
+_LayerScales = tuple[torch.Tensor | None, torch.Tensor | None]
+"""One layer's scales of 8-bit keys and of values."""
+
+
+_TIMED_CALLS: Final = 16
+_MAX_PENDING: Final = 1024
 
 
 class ShardKernels:
@@ -472,3 +485,107 @@ def _errors_under(prefix: str) -> Iterator[None]:
         yield
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, field=f"{prefix}{error.field}") from None
+
+
+def layer_scales(layout: Layout, shard: Shard, device: torch.device) -> list[_LayerScales]:
+    """One pair for each layer of ``shard``, ascending: float32 [KV heads held of its group]
+    on ``device``, or None where the layout has no scales, which means that all are 1.
+    """
+    of_layer: dict[int, _LayerScales] = {}
+    for i in range(len(layout.groups)):
+        scales = _group_scales(layout, shard, i, device)
+        of_layer |= zip(shard.group_layers(layout, i), scales, strict=True)
+    return [of_layer[layer] for layer in shard.layers(layout)]
+
+
+def _group_scales(
+    layout: Layout, shard: Shard, index: int, device: torch.device
+) -> list[_LayerScales]:
+    group, heads = layout.groups[index], shard.kv_heads(layout, index)
+    held = [group.layers.index(layer) for layer in shard.group_layers(layout, index)]
+
+    def of_held(scales: Sequence[float]) -> list[torch.Tensor | None]:
+        if not scales:
+            return [None] * len(held)
+        # A layer with one scale has it for all its heads.
+        of_all = torch.tensor(scales, dtype=torch.float32).view(len(group.layers), -1)
+        of_heads = of_all.expand(-1, group.num_kv_heads)[held, heads.start : heads.stop]
+        return list(of_heads.contiguous().to(device))
+
+    is_latent = group.cache_kind == LATENT  # a value is a part of its key
+    values = group.key_scales if is_latent else group.value_scales
+    return list(zip(of_held(group.key_scales), of_held(values), strict=True))
+
+
+class _KernelTimes(Protocol):
+    """Times the kernels of one executor, and counts the bytes that they have to move."""
+
+    @contextmanager
+    def timing(self, kernel: str, num_bytes: int) -> Iterator[None]:
+        """What is queued inside on the current stream is a call of ``kernel``, which has to read
+        and write ``num_bytes``.
+        """
+        ...
+
+    def collect(self) -> None:
+        """Count the calls that have ended."""
+        ...
+
+
+class _HostTimes:
+    """For the CPU, where a call has ended when it returns."""
+
+    def __init__(self, counters: ExecutorCounters) -> None:
+        self._counters = counters
+
+    @contextmanager
+    def timing(self, kernel: str, num_bytes: int) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        yield
+        self._counters.kernel_s[kernel] += time.perf_counter() - begin_s
+        self._counters.kernel_bytes[kernel] += num_bytes
+
+    def collect(self) -> None:
+        """Nothing is left to count."""
+
+
+class _DeviceTimes:
+    """For a GPU."""
+
+    def __init__(self, counters: ExecutorCounters) -> None:
+        self._counters = counters
+        self._num_calls = Counter[str]()
+        self._pending = deque[tuple[str, int, Any, Any]]()
+
+    @contextmanager
+    def timing(self, kernel: str, num_bytes: int) -> Iterator[None]:
+        self._num_calls[kernel] += 1
+        if (
+            self._num_calls[kernel] % _TIMED_CALLS != 1
+            or len(self._pending) == _MAX_PENDING
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            yield
+            return
+        begin: Any = _event()
+        end: Any = _event()
+        begin.record()
+        yield
+        end.record()
+        self._pending.append((kernel, num_bytes, begin, end))
+
+    def collect(self) -> None:
+        while self._pending and self._pending[0][3].query():
+            kernel, num_bytes, begin, end = self._pending.popleft()
+            self._counters.kernel_s[kernel] += begin.elapsed_time(end) / 1000
+            self._counters.kernel_bytes[kernel] += num_bytes
+
+
+def _event() -> Any:
+    make: Any = torch.cuda.Event  # untyped
+    return make(enable_timing=True)
+
+
+def kernel_times(device: torch.device, counters: ExecutorCounters) -> _KernelTimes:
+    """Those of kernels on ``device``."""
+    return _DeviceTimes(counters) if device.type == "cuda" else _HostTimes(counters)

@@ -6,13 +6,25 @@
 A load fills the blocks that a plan allocated, as pushes do. They are published by the plan's
 receipt, which is made when every slot was written from a file that was right: until then nobody
 finds them, so a file that is wrong is never more than a miss.
+
+    plan finds a prefix ──► noted ──► a thread: read a block (a command) ──► write its file
+
+Blocks of prefixes that were used twice are written to files behind the plans' backs: nothing waits
+for it. A block is read as a command between those of sessions, if it still is what it was; its file
+is written outside of them. After an error nothing is written for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import errno
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -27,12 +39,10 @@ from data_plane.files.record import BlockKey, FileMissError
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
+from data_plane.plans.contents.reused_blocks import ReusedPrefix
 from data_plane.server.fair_queue import Lane
-from data_plane.server.files.counts import FileCounts
-from data_plane.server.files.load_slots import LoadSlots
-from data_plane.server.files.writer import FileWriter
 from data_plane.server.worker_thread import WorkerThread
-from kvplane.errors import InvalidRequestError, PlaneUnavailableError
+from kvplane.errors import InvalidRequestError, KvplaneError, PlaneUnavailableError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
@@ -42,6 +52,143 @@ CHUNK_BYTES: Final = 2 * 1024 * 1024
 _MAX_LOADS: Final = 4
 
 T = TypeVar("T")
+
+
+_LOGGER: Final = logging.getLogger(__name__)
+_LANE: Final = Lane("the file tier")
+PAUSE_S: Final = 10.0
+"""After an error, until the next file is written."""
+
+
+class FileCounts:
+    """What the file tier has done, as numbers that never decrease. Metrics read them. Counted on
+    several threads.
+    """
+
+    def __init__(self) -> None:
+        self.num_blocks: Counter[str] = Counter()
+        """"written" and "loaded"."""
+        self.num_misses: Counter[str] = Counter()
+        """Blocks that could not be had from their files, by ``FileMissError.reason``."""
+        self.num_write_errors: Counter[str] = Counter()
+        """By the operating system's name of the error, such as "ENOSPC"."""
+        self._lock = threading.Lock()
+
+    def moved(self, direction: str, num: int) -> None:
+        """Count blocks."""
+        with self._lock:
+            self.num_blocks[direction] += num
+
+    def missed(self, reason: str) -> None:
+        """Count a block."""
+        with self._lock:
+            self.num_misses[reason] += 1
+
+    def failed(self, reason: str) -> None:
+        """Count a write."""
+        with self._lock:
+            self.num_write_errors[reason] += 1
+
+
+class FileWriter:
+    """Writes blocks to files from ``start`` to ``stop``."""
+
+    def __init__(
+        self, executor: Executor, worker: WorkerThread, files: BlockFiles, counts: FileCounts
+    ) -> None:
+        self._executor = executor
+        self._worker = worker
+        self._files = files
+        self._counts = counts
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._paused_until_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="file-tier", daemon=True)
+
+    def start(self) -> None:
+        """Find the files of an earlier process, then write."""
+        self._executor.published.watch_reuse(self._wake.set)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write no more; returns when the file that is being written is."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._files.scan(lambda: self._is_stopping)
+        while not self._is_stopping:
+            self._wake.wait()
+            self._wake.clear()
+            try:
+                for prefix in self._worker.submit(
+                    self._executor.published.take_reused, _LANE
+                ).result():
+                    self._write(prefix)
+            except (RuntimeError, KvplaneError) as error:
+                # As of torch where memory is short, or of the worker thread where it has ended.
+                if not self._is_stopping:
+                    self._paused_until_s = time.monotonic() + PAUSE_S
+                    _LOGGER.warning("blocks were not written to files: %s", error)
+
+    def _write(self, prefix: ReusedPrefix) -> None:
+        fingerprint = self._executor.layout.fingerprint
+        size = self._executor.layout.block_size_tokens
+        scope = scope_of(fingerprint, prefix.tenant, prefix.namespace)
+        parent = scope.root
+        blocks = zip(prefix.blocks.tolist(), prefix.generations.tolist(), strict=True)
+        names = block_names(scope.root, prefix.token_ids, size)
+        for name, (block, generation) in zip(names, blocks, strict=True):
+            if not self._files.find([name]):
+                key = self._files.key_of(scope.tenant, scope.root, parent, name, generation)
+                if self._is_stopping or time.monotonic() < self._paused_until_s:
+                    return
+                num_forgotten = self._files.num_forgotten(scope.tenant)
+                data = self._worker.submit(partial(self._read, block, generation), _LANE).result()
+                try:
+                    if data is None or not self._files.write(key, data, num_forgotten):
+                        return
+                except OSError as error:
+                    self._paused_until_s = time.monotonic() + PAUSE_S
+                    self._counts.failed(errno.errorcode.get(error.errno or 0, "OTHER"))
+                    _LOGGER.warning("a block was not written to a file: %s", error)
+                    return
+                self._counts.moved("written", 1)
+            parent = name
+
+    def _read(self, block: int, generation: int) -> bytes | None:
+        data = self._executor.published.read(block, generation)
+        if data is None:
+            return None
+        with device_errors():
+            return data.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+class LoadSlots:
+    """One caller's loads wait for its own first, so that others wait for at most a few of each
+    caller, however many it asks for.
+    """
+
+    def __init__(self, num: int) -> None:
+        self._all = asyncio.Semaphore(num)
+        self._num_of_one = max(1, num - 1)
+        self._own: dict[str, asyncio.Semaphore] = {}
+        self._num_here: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def taken(self, caller: str) -> AsyncIterator[None]:
+        """During a load of ``caller``, once it is its turn."""
+        own = self._own.setdefault(caller, asyncio.Semaphore(self._num_of_one))
+        self._num_here[caller] += 1
+        try:
+            async with own, self._all:
+                yield
+        finally:
+            self._num_here[caller] -= 1
+            if not self._num_here[caller]:
+                del self._num_here[caller], self._own[caller]
 
 
 class FileTier:

@@ -11,10 +11,10 @@ from typing import Any
 from control_plane import queries
 from control_plane.admission.decisions import AdmissionConfig
 from control_plane.config import CoreConfig
-from control_plane.integrity import check_pool
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.pools.shards import PoolShards
+from control_plane.queries import check_pool
 from control_plane.sessions.session import Session
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.abort import abort_plans

@@ -10,8 +10,8 @@ import pytest
 
 from control_plane.core import ControlPlane
 from control_plane.pools.pool import Pool
-from control_plane.server import long_requests
-from control_plane.server.long_requests import LongRequests
+from control_plane.server import service
+from control_plane.server.service import LongRequests
 from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.session import Session
 from control_plane.sharing.sharing import Sharing
@@ -83,7 +83,7 @@ def a_swap_is_one_piece(patch: pytest.MonkeyPatch) -> None:
 
 def pieces_run_without_a_turn(patch: pytest.MonkeyPatch) -> None:
     """Everybody waits for the whole request."""
-    patch.setattr(long_requests, "TURNS_OF_A_CALL", 0)
+    patch.setattr(service, "TURNS_OF_A_CALL", 0)
 
 
 def two_run_at_a_time(patch: pytest.MonkeyPatch) -> None:

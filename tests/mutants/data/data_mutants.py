@@ -16,13 +16,13 @@ from repeated_mutants import REPEATED_MUTANTS
 from table_mutants import TABLE_MUTANTS
 
 from data_plane.execution import executor, plan_runner
-from data_plane.execution.shards import scales, shard_kernels
+from data_plane.execution.shards import shard_kernels
 from data_plane.kernels.backends import bound_layers
 from data_plane.kernels.device import cuda_streams
 from data_plane.memory import pool
-from data_plane.plans import ended_sessions, progress, sessions, verifier
+from data_plane.plans import progress, sessions, verifier
 from data_plane.plans.batches import attention_batch, transfers
-from data_plane.plans.tables import publications
+from data_plane.plans.tables import block_tables
 from kvplane.errors import InternalError
 from kvplane.layout import KEYS_AND_VALUES, LayerGroup
 from kvplane.v1 import types_pb2 as pb
@@ -31,9 +31,9 @@ from tests.helpers.data.kernel_faults import FAULTS, with_fault
 
 _kernels_of = executor.kernels_of
 _start = plan_runner.PlanRunner.start
-_keep = publications.Publications.keep
-_withdraw = publications.Publications.withdraw
-_layer_scales = scales.layer_scales
+_keep = block_tables.Publications.keep
+_withdraw = block_tables.Publications.withdraw
+_layer_scales = shard_kernels.layer_scales
 _canonical = LayerGroup.canonical
 _release = pool._release
 
@@ -114,16 +114,16 @@ def stale_publications_kept() -> None:
 
     def keep(self: Any, message: Any, generations: Any, field: str) -> int:
         named = generations.copy()
-        indices = publications.ints(columns.INT32, message.indices, field)
-        named[indices] = publications.ints(columns.INT64, message.generations, field)
+        indices = block_tables.ints(columns.INT32, message.indices, field)
+        named[indices] = block_tables.ints(columns.INT64, message.generations, field)
         return _keep(self, message, named, field)
 
-    publications.Publications.keep = keep  # type: ignore[method-assign]
+    block_tables.Publications.keep = keep  # type: ignore[method-assign]
 
 
 def withdrawals_ignored() -> None:
     """What was forgotten is reported all the same."""
-    publications.Publications.withdraw = lambda *_: 0  # type: ignore[assignment]
+    block_tables.Publications.withdraw = lambda *_: 0  # type: ignore[assignment]
 
 
 def withdrawals_of_any_generation() -> None:
@@ -131,11 +131,11 @@ def withdrawals_of_any_generation() -> None:
 
     def withdraw(self: Any, message: Any, generations: Any, field: str) -> int:
         named = generations.copy()
-        indices = publications.ints(columns.INT32, message.indices, field)
-        named[indices] = publications.ints(columns.INT64, message.generations, field)
+        indices = block_tables.ints(columns.INT32, message.indices, field)
+        named[indices] = block_tables.ints(columns.INT64, message.generations, field)
         return _withdraw(self, message, named, field)
 
-    publications.Publications.withdraw = withdraw  # type: ignore[method-assign]
+    block_tables.Publications.withdraw = withdraw  # type: ignore[method-assign]
 
 
 def receipt_given_early() -> None:
@@ -215,7 +215,7 @@ def order_unchecked() -> None:
 
 def fenced_ordinals_forgotten() -> None:
     """A session that was fenced is opened again by its old grant."""
-    ended_sessions.EndedSessions.__contains__ = (  # type: ignore[method-assign]
+    sessions.EndedSessions.__contains__ = (  # type: ignore[method-assign]
         lambda self, ordinal: False
     )
 
@@ -226,7 +226,7 @@ def ended_ranges_grow_together() -> None:
     def contains(self: Any, ordinal: int) -> bool:
         return bool(self._first) and self._first[0] <= ordinal <= self._last[-1]
 
-    ended_sessions.EndedSessions.__contains__ = contains  # type: ignore[method-assign]
+    sessions.EndedSessions.__contains__ = contains  # type: ignore[method-assign]
 
 
 def ended_sessions_forgotten_under_the_same_key() -> None:
@@ -361,7 +361,6 @@ def scales_of_the_wrong_heads() -> None:
     def of_first_heads(layout: Any, shard: Any, device: Any) -> Any:
         return _layer_scales(layout, replace(shard, first_kv_head=0), device)
 
-    scales.layer_scales = of_first_heads
     shard_kernels.layer_scales = of_first_heads
 
 
@@ -387,7 +386,6 @@ def latents_without_their_values_scale() -> None:
     def of_keys(layout: Any, shard: Any, device: Any) -> Any:
         return [(key_scales, None) for key_scales, _ in _layer_scales(layout, shard, device)]
 
-    scales.layer_scales = of_keys
     shard_kernels.layer_scales = of_keys
 
 

@@ -22,8 +22,7 @@ from control_plane.steps.abort import abort_from
 from control_plane.steps.pieces import finished
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.sessions import Sessions
-from data_plane.plans.tables.block_tables import BlockTables
-from data_plane.plans.tables.publications import Publications
+from data_plane.plans.tables.block_tables import BlockTables, Publications
 from data_plane.plans.verifier import Verifier
 from kvplane.errors import BadSignatureError
 from kvplane.results import sequence_states

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data_plane.server.build import load_layout
 from data_plane.server.config import DataPlaneConfig
+from data_plane.server.server import load_layout
 from kvplane.errors import InvalidRequestError
 from kvplane.models.hf import layout_from_hf, scales_from_hf
 

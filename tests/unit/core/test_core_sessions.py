@@ -8,7 +8,7 @@ import pytest
 
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
-from control_plane.registration.recovery import begin_if_complete
+from control_plane.registration.registration import begin_if_complete
 from control_plane.sessions.session import EndedSessions
 from kvplane import ops
 from kvplane.errors import (

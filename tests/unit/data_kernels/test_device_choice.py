@@ -18,11 +18,11 @@ from prometheus_client import generate_latest
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backends.cpu import CpuKernels, cpu_isa
 from data_plane.kernels.device.devices import Machine, choose_device, this_machine, with_index
-from data_plane.memory import pinned
+from data_plane.memory import pool
 from data_plane.memory import sizing as memory
-from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.metrics import DataPlaneMetrics
+from data_plane.server.server import build_executor
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from tests.helpers.data.plan_author import LAYOUT
 
@@ -173,14 +173,14 @@ def test_a_measured_pool_leaves_room_beside_it() -> None:
 def test_a_host_tier_larger_than_the_machine_is_refused_before_it_is_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pinned, "free_bytes", lambda device: 4095)
+    monkeypatch.setattr(pool, "free_bytes", lambda device: 4095)
     with pytest.raises(NeverFitsError, match="4096 bytes do not fit in the 4095") as caught:
-        pinned.empty((4, 256), torch.float32, GPU, "num_host_blocks")
+        pool.empty_pinned((4, 256), torch.float32, GPU, "num_host_blocks")
     assert caught.value.field == "num_host_blocks"
 
 
 def test_a_tier_of_nothing_is_not_pinned() -> None:
-    tensor, unpin = pinned.empty((0, 256), torch.float32, GPU, "num_host_blocks")
+    tensor, unpin = pool.empty_pinned((0, 256), torch.float32, GPU, "num_host_blocks")
     unpin()
     assert tensor.shape == (0, 256)
 
@@ -221,7 +221,7 @@ LARGE = (1 << 20,)
 
 def test_a_large_tier_is_pinned_for_the_gpu_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(monkeypatch, 0)
-    tensor, unpin = pinned.empty(LARGE, torch.float32, GPU, "num_host_blocks")
+    tensor, unpin = pool.empty_pinned(LARGE, torch.float32, GPU, "num_host_blocks")
     unpin()
     assert tensor.shape == LARGE
     assert driver.asked == [("register", GPU), ("unregister", GPU)]
@@ -234,7 +234,7 @@ def test_kernels_of_every_gpu_can_reach_a_pinned_tier(monkeypatch: pytest.Monkey
     """
     portable, mapped = 1, 2  # as CUDA numbers cudaHostRegisterPortable and cudaHostRegisterMapped
     driver = FakeDriver(monkeypatch, 0)
-    pinned.empty(LARGE, torch.float32, GPU, "num_host_blocks")
+    pool.empty_pinned(LARGE, torch.float32, GPU, "num_host_blocks")
     assert driver.flags == portable | mapped
 
 
@@ -250,7 +250,7 @@ def test_a_tier_that_can_not_be_pinned_leaves_no_error_to_others(
     FakeDriver(monkeypatch, 2)
     monkeypatch.setattr(torch, "ones", ones)
     with pytest.raises(NeverFitsError, match="cannot be pinned") as caught:
-        pinned.empty(LARGE, torch.float32, GPU, "num_host_blocks")
+        pool.empty_pinned(LARGE, torch.float32, GPU, "num_host_blocks")
     assert caught.value.field == "num_host_blocks"
     assert launches == [GPU]
 

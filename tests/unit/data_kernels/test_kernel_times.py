@@ -7,7 +7,7 @@ import time
 import torch
 
 from data_plane.execution.counters import ExecutorCounters
-from data_plane.execution.shards.kernel_times import kernel_times
+from data_plane.execution.shards.shard_kernels import kernel_times
 
 
 def test_on_the_cpu_every_call_is_timed_with_its_bytes() -> None:

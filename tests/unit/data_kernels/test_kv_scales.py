@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data_plane import Executor
-from data_plane.execution.shards.scales import layer_scales
+from data_plane.execution.shards.shard_kernels import layer_scales
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor, set_blocks, span, tokens

@@ -16,8 +16,8 @@ import torch
 from data_plane import Executor
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory import sizing as memory
-from data_plane.server.build import build_executor, layout_from_json
 from data_plane.server.config import PROGRAM, DataPlaneConfig
+from data_plane.server.server import build_executor, layout_from_json
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.serving.settings import parse
@@ -82,7 +82,7 @@ def test_the_pool_is_measured_when_its_size_is_not_given(
     layout_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block_bytes = LAYOUT.block_bytes()
-    monkeypatch.setattr("data_plane.server.build.free_bytes", lambda device: 100 * block_bytes)
+    monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: 100 * block_bytes)
     config = DataPlaneConfig(
         layout=layout_file,
         memory_utilization=0.5,
@@ -198,7 +198,7 @@ def test_a_pool_leaves_the_kernels_what_they_need(
     layout_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block_bytes = LAYOUT.block_bytes()
-    monkeypatch.setattr("data_plane.server.build.free_bytes", lambda device: 100 * block_bytes)
+    monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: 100 * block_bytes)
     monkeypatch.setattr(CpuKernels, "scratch_bytes", 40 * block_bytes)
     build_executor(DataPlaneConfig(layout=layout_file, device="cpu", num_device_blocks=60))
     with pytest.raises(NeverFitsError, match="are available") as refused:

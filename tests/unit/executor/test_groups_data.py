@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data_plane import Executor
-from data_plane.memory.shares import STEP_TOKENS, fit_blocks, share_blocks
+from data_plane.memory.sizing import STEP_TOKENS, fit_blocks, share_blocks
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard

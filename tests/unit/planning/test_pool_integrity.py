@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from control_plane.integrity import check_pool
+from control_plane.queries import check_pool
 from control_plane.sessions.session import Session
 from kvplane import ops
 from tests.helpers.planning.planning_rig import PlanningRig

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from control_plane.server.long_requests import LongRequests
+from control_plane.server.service import LongRequests
 from control_plane.steps.pieces import Pieces
 from kvplane.errors import QuotaExceededError
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_plane.plans.tables.block_report import block_report
-from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.plans.tables.block_tables import BlockTables, block_report
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, blocks_of, publications

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_plane.plans.ended_sessions import EndedSessions
+from data_plane.plans.sessions import EndedSessions
 
 
 @given(st.lists(st.integers(1, 40)))

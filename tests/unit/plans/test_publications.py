@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_plane.plans.tables.publications import Publications
+from data_plane.plans.tables.block_tables import Publications
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb

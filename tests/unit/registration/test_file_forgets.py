@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.pools import file_forgets
-from control_plane.pools.file_forgets import FileForgets
+from control_plane.pools import shards
+from control_plane.pools.shards import FileForgets
 from kvplane.v1 import control_pb2 as cpb
 
 
@@ -53,7 +53,7 @@ def test_a_shard_that_is_no_more_is_not_waited_for() -> None:
 def test_more_than_can_be_kept_forgets_all_files_of_the_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(file_forgets, "MAX_WAITING", 2)
+    monkeypatch.setattr(shards, "MAX_WAITING", 2)
     forgets = FileForgets()
     forgets.add(cpb.ForgetFiles(tenant="other", namespace="x"))
     other = forgets.told_again([0])
@@ -72,11 +72,11 @@ def test_more_than_can_be_kept_forgets_all_files_of_the_tenant(
 def test_one_step_of_many_forgets_leaves_other_tenants_alone() -> None:
     forgets = FileForgets()
     forgets.add(cpb.ForgetFiles(tenant="other", namespace="x"))
-    for i in range(3 * file_forgets.MAX_WAITING):
+    for i in range(3 * shards.MAX_WAITING):
         forget(forgets, str(i))
     told = [each.forget_files for each in forgets.told_again([0])]
     assert not any(each.all_tenants for each in told)
-    assert len(told) <= 1 + file_forgets.MAX_WAITING
+    assert len(told) <= 1 + shards.MAX_WAITING
     of_others = [each for each in told if each.tenant == "other"]
     assert [each.namespace for each in of_others] == ["x"]
     assert any(each.tenant == "t" and each.all_namespaces for each in told)
@@ -84,9 +84,7 @@ def test_one_step_of_many_forgets_leaves_other_tenants_alone() -> None:
 
 def test_a_prefix_too_long_to_be_kept_is_told_as_it_is_to_shards_that_are_there() -> None:
     forgets = FileForgets()
-    prefix = cpb.ForgetFiles(
-        tenant="t", namespace="a", token_ids=bytes(2048 * file_forgets.MAX_WAITING)
-    )
+    prefix = cpb.ForgetFiles(tenant="t", namespace="a", token_ids=bytes(2048 * shards.MAX_WAITING))
     everything = cpb.ForgetFiles(tenant="t", all_namespaces=True)
     for number in (1, 2):
         [told] = forgets.add(prefix)
@@ -110,5 +108,5 @@ def test_long_prefixes_count_by_their_length() -> None:
     for _ in range(3):
         forgets.add(cpb.ForgetFiles(tenant="t", token_ids=bytes(512 * 1024)))
     told = [each.forget_files for each in forgets.told_again([0])]
-    assert sum(len(each.token_ids) for each in told) <= file_forgets.MAX_WAITING * 1024
+    assert sum(len(each.token_ids) for each in told) <= shards.MAX_WAITING * 1024
     assert any(each.all_namespaces for each in told)
