@@ -13,8 +13,18 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from kvplane import ControlClient, DataClient, Execution, Layout, Session, Tensor, ops
+from kvplane import (
+    AttentionOptions,
+    ControlClient,
+    DataClient,
+    Execution,
+    Layout,
+    Session,
+    Tensor,
+    ops,
+)
 from kvplane.errors import DeadlineExceededError, NotFoundError, StaleError, UnavailableError
+from kvplane.layout import LATENT
 from kvplane.v1.types_pb2 import SignedPayload
 
 LOST = (StaleError, NotFoundError, UnavailableError, DeadlineExceededError)
@@ -122,11 +132,18 @@ class Load:
 async def execute(session: Session, execution: Execution, plan: SignedPayload) -> None:
     """Run a plan, with tensors of zeros."""
     num_tokens = (await execution.start(plan)).num_tokens
-    group, dtype = session.layout.groups[0], session.layout.dtype
-    shape = (num_tokens, group.num_kv_heads, group.head_size)
-    zeros = Tensor(dtype, shape, bytes(Tensor.size_bytes(dtype, shape)))
-    for layer in execution.layers if num_tokens else []:
-        await execution.layer(layer, zeros, zeros, zeros)
+    dtype, layers = session.layout.dtype, set(execution.layers) if num_tokens else set()
+
+    def zeros(num_heads: int, size: int) -> Tensor:
+        shape = (num_tokens, num_heads, size)
+        return Tensor(dtype, shape, bytes(Tensor.size_bytes(dtype, shape)))
+
+    for group in session.layout.groups:
+        key = zeros(group.num_kv_heads, group.head_size)
+        is_latent = group.cache_kind == LATENT  # whose value is a part of its key
+        value = None if is_latent else zeros(group.num_kv_heads, group.value_size)
+        for layer in sorted(layers.intersection(group.layers)):
+            await execution.layer(layer, key, key, value, options=AttentionOptions(scale=1.0))
     session.add_receipt(execution.receipt)
 
 

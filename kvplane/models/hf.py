@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES, LATENT, LayerGroup, Layout
+from kvplane.models.config import read_config
 from kvplane.models.model_layers import layer_groups
 
 _NAME: Final = re.compile(
@@ -74,14 +75,14 @@ def layout_from_hf(
 
 def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
     try:
-        from kvplane.models.config import read_config
+        config = read_config(folder)
     except ImportError as error:
         raise InvalidRequestError(
             "cannot be read without transformers: install kvplane[transformers], or give --layout "
             "a file that 'python -m engine layout' wrote",
             field="model",
         ) from error
-    return layer_groups(read_config(folder), latent=latent)
+    return layer_groups(config, latent=latent)
 
 
 def _with_scales(groups: tuple[LayerGroup, ...], folder: Path) -> tuple[LayerGroup, ...]:

@@ -60,7 +60,8 @@ def test_the_wheel_holds_every_module_and_its_types(wheel: Path) -> None:
         in_wheel(path)
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".pyi", ".html", ".js", ".css") or path.name == "py.typed"
+        if "tests" not in path.parts
+        and path.suffix in (".py", ".pyi", ".html", ".js", ".css", ".typed")
     }
     assert wanted <= names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
@@ -16,9 +15,9 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from examples.load import Load
 from kvplane import ControlClient
 from kvplane.attention_options import AttentionOptions
-from kvplane.cli.program import run
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
@@ -120,8 +119,9 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
         await client.wait_ready(POOL_ID, timeout_s=20)
         pool = await client.describe_pool(POOL_ID)
         assert Layout.from_proto(pool.layout) == layout
-    arguments = ["--control-plane", control.address, "bench", "--duration-s", "0.3"]
-    assert await asyncio.to_thread(run, arguments) == 0
+        load = Load(duration_s=0.3)
+        await load.run(client, POOL_ID)
+        assert load.num_steps > 0 and load.num_lost_sessions == 0
     assert data.executor.counters.num_attention_tokens > 0
     await data.stop()
     await control.stop()

@@ -17,13 +17,13 @@ import pytest
 from kvplane import ControlClient, DataClient, ops
 from tests.helpers.both_planes import LAYOUT, Planes, StartServer, run_step
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 POOLS = ("east", "west")
 PATIENCE_S = 60.0
 
 
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+def example(name: str, folder: str = "examples") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -67,7 +67,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def test_the_router_sends_a_prompt_where_most_of_it_is(two_pools: ControlClient) -> None:
     rng = random.Random(3)
     prompt = rng.choices(range(1000), k=48)
-    router = example("router").Router(two_pools)
+    router = example("example", "integrations/router").Router(two_pools)
     await cache(two_pools, "east", prompt[:16])
     await router.start()
     assert router.choose(prompt) == ("east", 16)

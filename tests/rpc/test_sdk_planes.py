@@ -65,7 +65,7 @@ def receipt_of(execution: Execution) -> SignedPayload:
 def num_published(data_plane: DataPlaneServer) -> int:
     return sum(
         columns.count(columns.INT32, publications.indices)
-        for part in data_plane.execution.executor.report()
+        for part in data_plane.executor.report()
         for publications in part.publications
     )
 
