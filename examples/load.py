@@ -132,18 +132,18 @@ class Load:
 async def execute(session: Session, execution: Execution, plan: SignedPayload) -> None:
     """Run a plan, with tensors of zeros."""
     num_tokens = (await execution.start(plan)).num_tokens
-    dtype, layers = session.layout.dtype, set(execution.layers) if num_tokens else set()
+    dtype, groups = session.layout.dtype, session.layout.groups
 
     def zeros(num_heads: int, size: int) -> Tensor:
         shape = (num_tokens, num_heads, size)
         return Tensor(dtype, shape, bytes(Tensor.size_bytes(dtype, shape)))
 
-    for group in session.layout.groups:
+    for layer in execution.layers if num_tokens else []:
+        group = next(group for group in groups if layer in group.layers)
         key = zeros(group.num_kv_heads, group.head_size)
         is_latent = group.cache_kind == LATENT  # whose value is a part of its key
         value = None if is_latent else zeros(group.num_kv_heads, group.value_size)
-        for layer in sorted(layers.intersection(group.layers)):
-            await execution.layer(layer, key, key, value, options=AttentionOptions(scale=1.0))
+        await execution.layer(layer, key, key, value, options=AttentionOptions(scale=1.0))
     session.add_receipt(execution.receipt)
 
 
