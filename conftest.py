@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,7 @@ settings.register_profile(
 )
 settings.load_profile("shared machine")
 
+INTEGRATIONS = Path(__file__).parent / "integrations"
 SEED = int(os.environ.get("KVPLANE_TEST_SEED", "0"))
 
 
@@ -32,7 +34,12 @@ def seeded() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests that would be the last to run, all workers but one would wait for the end."""
+    """Tests of integrations run at night, but those of fleets, which need Ray. Of tests that would
+    be the last to run, all workers but one would wait for the end.
+    """
+    for item in items:
+        if INTEGRATIONS in item.path.parents and item.get_closest_marker("fleet") is None:
+            item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 
