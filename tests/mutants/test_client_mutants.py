@@ -42,7 +42,7 @@ FAULTS = {
         "several_threads",
     ),
     "a_loop_waits_long_for_its_caller": Fault(
-        CALLER_LOOP, "_IDLE_S: Final = 0.2", "_IDLE_S: Final = 2.0", LOOP, "by_itself"
+        CALLER_LOOP, "_IDLE_S: Final = 0.3", "_IDLE_S: Final = 3.0", LOOP, "by_itself"
     ),
     "a_request_leaves_with_its_answer": Fault(
         CALLER_LOOP, "self._loop.run_until_complete(_two_turns())", "pass", LOOP, "sent_at_once"

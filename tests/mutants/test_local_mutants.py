@@ -161,13 +161,6 @@ FAULTS = {
         KNOWN,
         "executor_is_free",
     ),
-    "plans_presented_again_are_free": Fault(
-        KNOWN_LAYERS,
-        "if (stream.plan, stream.num_starts) != (self._plan, self._num_starts):",
-        "if stream.plan != self._plan:",
-        KNOWN,
-        "presented_again",
-    ),
     "what_was_not_bound_never_is": Fault(
         KNOWN_LAYERS,
         "if self._bound is None and self._calls:",

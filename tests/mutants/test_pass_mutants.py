@@ -194,8 +194,8 @@ FAULTS = {
     ),
     "an_engine_that_has_raised_gives_up": Fault(
         CORE,
-        "self._num_failures = 0  # who",
-        "pass  # who",
+        "            self._num_failures, self._failing_since_s = 0, None\n            raise error",
+        "            raise error",
         "tests/unit/engine/test_engine_core.py",
         "has_raised",
     ),

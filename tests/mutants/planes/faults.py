@@ -16,8 +16,8 @@ from control_plane.pools import shards
 from control_plane.pools.pool import Pool
 from control_plane.registration import registration
 from control_plane.sessions.numbering import Answer, Numbering
-from control_plane.sessions.session import Session
-from control_plane.steps import planner
+from control_plane.sharing.member import Member
+from control_plane.steps import planner, requests
 from control_plane.steps.abort import abort_from
 from control_plane.steps.pieces import finished
 from data_plane.plans.contents.last_tenants import LastTenants
@@ -98,18 +98,6 @@ def fence_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "fence", fence)
 
 
-def ended_sessions_forgotten_with_the_key(patch: pytest.MonkeyPatch) -> None:
-    """A control plane whose key comes again finds its ended sessions' grants taken."""
-    original = Sessions.end_all
-
-    def end_all(self: Sessions, key_id: bytes) -> None:
-        if self._ended_by_key.get(key_id) is not self._ended:
-            self._ended_by_key.pop(key_id, None)
-        original(self, key_id)
-
-    patch.setattr(Sessions, "end_all", end_all)
-
-
 def fence_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """An ended session's blocks are free before all data planes have stopped it."""
     original = Pool.end
@@ -139,7 +127,7 @@ def lower_incarnation_installed(patch: pytest.MonkeyPatch) -> None:
     check = registration.Registration.register
 
     def register(self: Any, hello: Any) -> Any:
-        hello.incarnation = min(hello.incarnation, self._incarnation)
+        hello.incarnation = min(hello.incarnation, self._incarnation())
         return check(self, hello)
 
     patch.setattr(registration.Registration, "register", register)
@@ -152,16 +140,16 @@ def tenants_not_cleared(patch: pytest.MonkeyPatch) -> None:
 
 def tokens_taken_by_sequence_id(patch: pytest.MonkeyPatch) -> None:
     """Deferred tokens are taken by whatever sequence has the id now."""
-    original = core.take_deferred_tokens
+    original = requests.take_deferred_tokens
 
-    def take(session: Session, message: Any, max_items: int) -> None:
+    def take(member: Member, message: Any, max_items: int) -> None:
         ids = columns.read(INT64, message.sequence_ids, "")
-        states = {s.sequence_id: s for s in sequence_states(queries.states(session))}
+        states = {s.sequence_id: s for s in sequence_states(queries.states(member.session))}
         steps = [states[i].admitted_by if i in states else 0 for i in ids]
         message.admitted_by = columns.pack(INT64, steps)
-        original(session, message, max_items)
+        original(member, message, max_items)
 
-    patch.setattr(core, "take_deferred_tokens", take)
+    patch.setattr(requests, "take_deferred_tokens", take)
 
 
 def append_position_unchecked(patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +234,6 @@ FAULTS = (
     abort_not_numbered,
     incarnation_of_requests_ignored,
     key_ignored_on_resume,
-    ended_sessions_forgotten_with_the_key,
     fence_not_awaited,
     tokens_taken_by_sequence_id,
     stale_publication_kept,
