@@ -84,8 +84,6 @@ class ExecuteStream:
         self.usual: Sequence[Layer] = ()
         """The layers of the latest plan that ran all of them here, once and in their order."""
         self._ran: list[Layer] = []  # of the plan that runs
-        self.num_starts = 0
-        """How often a plan has begun, or has been presented again."""
 
     def use_regions(self, regions: Sequence[Region], share: Share = _share_nothing) -> None:
         """Let messages refer to ``regions``, and to no others. ``share``: answers packets that ask
@@ -186,7 +184,6 @@ class ExecuteStream:
 
     def _note_plan(self) -> None:
         """A plan begins."""
-        self.num_starts += 1
         ran, self._ran = self._ran, []
         if [layer.index for layer in ran] == [*self._executor.layers] and ran != [*self.usual]:
             self.usual = tuple(ran)

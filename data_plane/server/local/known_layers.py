@@ -44,7 +44,6 @@ class KnownLayers:
         self._calls: Sequence[LayerCall] = ()  # of those; none where one has to be checked
         self._bound: list[BoundCall] | None = None  # that the native object has
         self._plan: tuple[int, int, int | None] | None = None
-        self._num_starts = 0
         self._expected: ExpectedLayers | None = None  # of that plan, since that start
 
     def look(self, epoll: int, *, waits: bool) -> bool:
@@ -87,10 +86,10 @@ class KnownLayers:
         return times
 
     def _prepare(self) -> None:
-        """Expect the layers of a plan that was started since, or again."""
+        """Expect the layers of a plan that was started since."""
         stream = self._stream
-        if (stream.plan, stream.num_starts) != (self._plan, self._num_starts):
-            self._plan, self._num_starts = stream.plan, stream.num_starts
+        if stream.plan != self._plan:
+            self._plan = stream.plan
             self._expected = None
             if self._plan is not None:
                 with suppress(KvplaneError):
