@@ -90,6 +90,7 @@ FAULTS = {
     "order_unchecked": INVARIANTS,
     "ended_ranges_grow_together": ENDED,
     "ended_sessions_forgotten_under_the_same_key": SESSIONS,
+    "ended_sessions_forgotten_under_another_key": SESSIONS,
     "transfers_by_direction": TRANSFERS,
     "transfers_skipped": EXECUTOR,
     "compute_ahead_of_swaps": STREAMS,

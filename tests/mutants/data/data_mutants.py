@@ -239,6 +239,17 @@ def ended_sessions_forgotten_under_the_same_key() -> None:
     sessions.Sessions.end_all = forget  # type: ignore[method-assign]
 
 
+def ended_sessions_forgotten_under_another_key() -> None:
+    end_all = sessions.Sessions.end_all
+
+    def forget(self: Any, key_id: bytes) -> None:
+        if self._ended_by_key.get(key_id) is not self._ended:
+            self._ended_by_key.pop(key_id, None)
+        end_all(self, key_id)
+
+    sessions.Sessions.end_all = forget  # type: ignore[method-assign]
+
+
 def transfers_by_direction() -> None:
     """All copies first, then all swaps, as if none read what another wrote."""
     batches = transfers.Transfers.batches
@@ -433,6 +444,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         fenced_ordinals_forgotten,
         ended_ranges_grow_together,
         ended_sessions_forgotten_under_the_same_key,
+        ended_sessions_forgotten_under_another_key,
         transfers_by_direction,
         transfers_skipped,
         compute_ahead_of_swaps,
