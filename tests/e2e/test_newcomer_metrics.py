@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from examples.load import Load
+from examples.load import Load, execute
 from kvplane import (
     ControlClient,
     DataClient,
-    Execution,
     KvplaneError,
     Layout,
     Session,
-    Tensor,
     ops,
 )
 from kvplane.v1.types_pb2 import SignedPayload
@@ -103,17 +101,6 @@ async def session_of(control: ControlClient) -> Session:
     return await control.open_session(POOL, layout)
 
 
-async def run(execution: Execution, plan: SignedPayload | None, session: Session) -> None:
-    """Carry a plan out, with tensors of zeros."""
-    num_tokens = (await execution.start(plan)).num_tokens
-    group, dtype = session.layout.groups[0], session.layout.dtype
-    shape = (num_tokens, group.num_kv_heads, group.head_size)
-    zeros = Tensor(dtype, shape, bytes(Tensor.size_bytes(dtype, shape)))
-    for layer in execution.layers if num_tokens else []:
-        await execution.layer(layer, zeros, zeros, zeros)
-    session.add_receipt(execution.receipt)
-
-
 async def moves(control: ControlClient, address: str) -> None:
     """A fork that is written to, which copies a block, and is swapped out and in."""
     session = await session_of(control)
@@ -125,7 +112,7 @@ async def moves(control: ControlClient, address: str) -> None:
             [ops.swap_in([2])],
         ):
             result = (await session.step(operations)).raise_for_status()
-            await run(execution, result.plan, session)
+            await execute(session, execution, result.plan)
 
 
 async def mistakes(control: ControlClient, address: str) -> None:
@@ -136,7 +123,7 @@ async def mistakes(control: ControlClient, address: str) -> None:
             await execution.start(SignedPayload(payload=b"forged"))
         await session.admit(1, range(100))
         await session.abort_plan(session.last_number)
-        await run(execution, (await session.resync()).plan, session)
+        await execute(session, execution, (await session.resync()).plan)
     await session.forget(ops.Scope.NAMESPACE, force=True)
     await session.admit(2, range(200, 240))
     await session.detach()
@@ -151,7 +138,7 @@ async def overload(control: ControlClient, address: str) -> None:
     prompt = [*range((NUM_BLOCKS - 8) * block)]
     async with idle, waiting, DataClient(address) as data:
         async with await data.open(idle.grant) as execution:
-            await run(execution, (await idle.admit(1, prompt)).plan, idle)
+            await execute(idle, execution, (await idle.admit(1, prompt)).plan)
             await idle.submit_receipts()
         await waiting.step([ops.admit(1, [7] * 20 * block, wait=True)])
         deadline_s = time.monotonic() + PATIENCE_S
