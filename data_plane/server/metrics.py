@@ -12,7 +12,7 @@ from data_plane.execution.executor import Executor
 from data_plane.kernels.backends.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from data_plane.places import group_of, tier_of
-from data_plane.server.files.tier import FileTier
+from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.push.endpoint import PushEndpoint
 from kvplane.serving.observability.metrics import (

@@ -24,7 +24,7 @@ import grpc.aio
 
 from data_plane.execution.executor import Executor
 from data_plane.places import place_of
-from data_plane.server.files.tier import FileTier
+from data_plane.server.file_tier import FileTier
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
     InvalidRequestError,

@@ -24,7 +24,7 @@ from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.sizing import fit_blocks, free_bytes, measure_num_blocks, share_blocks
 from data_plane.server.config import PROGRAM, DataPlaneConfig
-from data_plane.server.files.tier import FileTier
+from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.push.endpoint import PushEndpoint

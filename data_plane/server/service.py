@@ -19,7 +19,7 @@ from data_plane.pieces import Pieces, whole
 from data_plane.places import place_of
 from data_plane.server.execute_stream import PIECE_S, ExecuteStream, attention_options
 from data_plane.server.fair_queue import Lane
-from data_plane.server.files.tier import FileTier
+from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message

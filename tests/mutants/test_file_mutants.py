@@ -16,8 +16,8 @@ from data_plane.files.block_files import BlockFiles, FileIndex
 from data_plane.files.record import HEADER_BYTES, BlockKey
 from data_plane.plans.contents import reused_blocks
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
-from data_plane.server.files import tier
-from data_plane.server.files.tier import FileTier, FileWriter
+from data_plane.server import file_tier as tier
+from data_plane.server.file_tier import FileTier, FileWriter
 from kvplane.v1 import control_pb2
 from tests.helpers.patched_faults import Run, assert_noticed, load
 
@@ -169,7 +169,7 @@ def missing_blocks_are_read_as_zeros(patch: pytest.MonkeyPatch) -> None:
 
 def misses_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """Nobody learns that files are wrong."""
-    patch.setattr("data_plane.server.files.tier.FileCounts.missed", lambda self, reason: None)
+    patch.setattr("data_plane.server.file_tier.FileCounts.missed", lambda self, reason: None)
 
 
 def an_error_ends_the_writer(patch: pytest.MonkeyPatch) -> None:

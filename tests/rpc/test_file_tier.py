@@ -16,7 +16,7 @@ from control_plane.pools.shards import PoolShards
 from control_plane.server.server import ControlPlaneServer
 from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES
-from data_plane.server.files.tier import FileWriter
+from data_plane.server.file_tier import FileWriter
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError

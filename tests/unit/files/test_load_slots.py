@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from data_plane.server.files.tier import LoadSlots
+from data_plane.server.file_tier import LoadSlots
 
 
 async def test_one_callers_loads_wait_for_its_own() -> None:
