@@ -41,7 +41,9 @@ class Sequence:
 
 @dataclass(kw_only=True)
 class Load:
-    """What is sent, and what came of it. A prompt begins with one of ``num_prefixes`` prefixes."""
+    """Generates requests, runs them, and counts the results. Each prompt begins with one of
+    ``num_prefixes`` shared prefixes.
+    """
 
     duration_s: float = 10.0
     num_sequences: int = 8

@@ -119,8 +119,8 @@ def imports_go_one_way(root: Path) -> list[str]:
 
 
 def integrations_stand_on_public_interfaces(root: Path) -> list[str]:
-    """They import no private name and, of the planes and the engine, only what is public; nothing
-    imports them.
+    """Integrations import from the planes and the engine only the packages in ``PUBLIC``, and from
+    ``kvplane`` no name with a leading underscore. No other code imports them.
     """
     return [
         says(root, path, line, f"imports {name}")
@@ -225,8 +225,9 @@ def modules_of_the_core_are_named_by_a_test(root: Path) -> list[str]:
 
 
 def folders_form_no_circle(root: Path) -> list[str]:
-    """Of folders side by side: a folder stands for all below it. ``kvplane/runtime`` puts the
-    planes together, and counts for neither side.
+    """Sibling folders do not import each other in a circle. An import counts as one between the
+    two siblings at which the files' paths diverge. Imports made by ``kvplane/runtime`` are
+    ignored, because it puts the planes together.
     """
     files = {module_name(root, path): (path, tree) for path, tree in modules(root, *PACKAGES)}
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}

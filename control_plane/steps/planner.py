@@ -92,8 +92,8 @@ class Planner:
         check_as: int = 0,
         in_pieces: bool = False,
     ) -> None:
-        """``check_as``: if it is not 0, say what each item of an operation would be answered as the
-        only one of the step of that number, and change nothing.
+        """``check_as``: if it is not 0, the planner changes nothing, and gives each item the answer
+        that it would get as the only item of the step with that number.
         ``in_pieces``: what a swap moves is left to ``swap_in_pieces``.
         """
         self._member = member

@@ -1,4 +1,4 @@
-"""What an engine needs to run on the planes: remote, on the same machine, or in its own process.
+"""Connects an engine to the planes, which run remotely, on the same machine, or in its process.
 
 This is the only folder of the package that may import the planes.
 """

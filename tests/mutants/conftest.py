@@ -1,7 +1,7 @@
-"""Every planted fault is tried at night; on each push, one for each invariant.
+"""The nightly run tries every planted fault. A push tries only those in ``ON_PUSH``, at least one
+for each invariant of ``docs/architecture.md`` but the first.
 
-The invariants are those of ``docs/architecture.md``. The first has no fault here: the exhaustive
-search in ``tests/exhaustive`` finds one on each push.
+On each push the exhaustive search in ``tests/exhaustive`` finds planted faults of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which of several control planes leads: one interface, and what holds the election.
+"""An election decides which of several control planes leads: by a file or by Kubernetes.
 
-The names here are public. A package that has another kind of election names a function such as
-``kvplane.integrations.etcd.elector.elector_of`` as an entry point of the group ``kvplane.electors``
-under the scheme of its ``--election``.
+The names here are public. To add another kind of election, a package registers a function such as
+``kvplane.integrations.etcd.elector.elector_of`` in the entry-point group ``kvplane.electors``. The
+entry point's name is the URL scheme of ``--election``.
 """
 
 from __future__ import annotations
