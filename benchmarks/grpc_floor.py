@@ -108,12 +108,12 @@ def _measure(server: str, event_engine: str, num_streams: int, seconds: float) -
         port = process.stdout.readline().decode().strip()
         cpu_s, switches = _used(process.pid)
         client = [*program, "client", port, str(num_streams), str(seconds)]
-        told = subprocess.run(client, env=environ, check=True, capture_output=True, text=True)
+        done = subprocess.run(client, env=environ, check=True, capture_output=True, text=True)
         cpu_end_s, switches_end = _used(process.pid)
     finally:
         process.kill()
         process.wait()
-    latencies_s = [float(line) for line in told.stdout.split()]
+    latencies_s = [float(line) for line in done.stdout.split()]
     num = len(latencies_s)
     p50, p99 = (1e6 * quantile(latencies_s, q) for q in (0.5, 0.99))
     cpu_us = 1e6 * (cpu_end_s - cpu_s) / num

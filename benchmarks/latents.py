@@ -84,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    told = machine(options.threads, 1)
-    print(f"{told['cpu']}, {options.threads} threads, {told['isa']}, {options.rounds} rounds\n")
+    spec = machine(options.threads, 1)
+    print(f"{spec['cpu']}, {options.threads} threads, {spec['isa']}, {options.rounds} rounds\n")
     print("| one layer of DeepSeek V3 | latents, ms | keys and values, ms |\n|---|---|---|")
     for case in CASES:
         rows = [calls(case, kind, CpuKernels(options.threads)) for kind in GROUPS]

@@ -56,10 +56,10 @@ class _Core:
         hello.groups.extend([of_group] * len(layout.groups))
         key = self._core.register(hello).key
         self._core.report(messages.POOL, 0, messages.EPOCH, cpb.BlockReport(last=True))
-        self._core.take_told()
+        self._core.take_notified()
         while self._core.has_work():
             self._core.work()
-            self._core.take_told()
+            self._core.take_notified()
         request = messages.open_session()
         request.layout.CopyFrom(layout.to_proto())
         session = self._core.open_session(request, _TENANT).session

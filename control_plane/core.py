@@ -1,15 +1,15 @@
 """The control plane's core: the metadata of every pool, behind one interface of messages.
 
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
-call runs to its end, but ``in_pieces`` stops between pieces. Invariant: ``check_integrity`` holds
-after every call and every piece, one that raises too.
+call runs to its end, but ``in_slices`` stops between slices. Invariant: ``check_integrity`` holds
+after every call and every slice, one that raises too.
 
-    registration   register, report, disconnect, fence_done, files_forgotten, announce, take_told,
-                   take_outgoing, take_missed
+    registration   register, report, disconnect, fence_done, files_forgotten, announce,
+                   take_notified, take_outgoing, take_missed
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
-                   applying its receipts first; answer, or takes_long and in_pieces, for any of them
+                   applying its receipts first; answer, or takes_long and in_slices, for any of them
     queries        check_operations, block_table, find_prefix, lookup_prefix, explain_prefix,
                    describe_*, observe_pools, check_integrity
 """
@@ -34,11 +34,11 @@ from control_plane.registration.registration import Registration
 from control_plane.sessions.session import END_CAUSES, EndedSessions, Session, random_session_id
 from control_plane.sessions.silent_shards import lost_sessions
 from control_plane.sharing.sharing import Sharing
-from control_plane.steps.pieces import Pieces, finished
 from control_plane.steps.plain_steps import PlainAnswer, PlainSteps
 from control_plane.steps.planner import Planner, read_operations
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.requests import Request, Requests
+from control_plane.steps.slices import Slices, finished
 from control_plane.views import view
 from control_plane.watching import Follower, Followers
 from kvplane.errors import (
@@ -95,7 +95,7 @@ class ControlPlane:
             end_sessions=self._end_all,
         )
         self.register, self.report = registry.register, registry.report
-        self.disconnect, self.take_told = registry.disconnect, registry.take_told
+        self.disconnect, self.take_notified = registry.disconnect, registry.take_notified
         self.files_forgotten, self.has_work = registry.files_forgotten, registry.has_work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.take_outgoing, self.take_missed = registry.take_outgoing, registry.take_missed
@@ -174,8 +174,8 @@ class ControlPlane:
             grant=sign_grant(session, self._config.max_plans_in_flight),
             shards=pool.shards.infos(),
             layout=pool.layout.to_proto(),
-            num_device_blocks=pool.lead.usage(tpb.TIER_DEVICE)[0],
-            num_host_blocks=pool.lead.usage(tpb.TIER_HOST)[0],
+            num_device_blocks=pool.primary.usage(tpb.TIER_DEVICE)[0],
+            num_host_blocks=pool.primary.usage(tpb.TIER_HOST)[0],
         )
 
     def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:
@@ -270,16 +270,16 @@ class ControlPlane:
         return self._plain_steps.answer(session, request)
 
     def takes_long(self, request: Request) -> bool:
-        """Whether to run one of the four requests by ``in_pieces``."""
+        """Whether to run one of the four requests by ``in_slices``."""
         session = self._sessions.get(request.session.session_id)
         return session is not None and self._requests.takes_long(session, request)
 
-    def in_pieces(self, request: Request, tenant: str) -> Pieces[Any]:
-        """One of the four requests in pieces, between which other sessions may do what they like,
-        and its own nothing. Only one request at a time may be in pieces.
+    def in_slices(self, request: Request, tenant: str) -> Slices[Any]:
+        """One of the four requests in slices, between which other sessions may do what they like,
+        and its own nothing. Only one request at a time may be in slices.
         """
         session = self._session(request.session, tenant)
-        return self._requests.answer(session, request, in_pieces=True)
+        return self._requests.answer(session, request, in_slices=True)
 
     def _require_open(self, session: Session) -> None:
         if self._sessions.get(session.id) is not session:
@@ -289,10 +289,10 @@ class ControlPlane:
 
     def check_operations(
         self, request: cpb.CheckOperationsRequest, tenant: str
-    ) -> Pieces[cpb.CheckOperationsResponse]:
+    ) -> Slices[cpb.CheckOperationsResponse]:
         """What each item would be answered as the only one of a step by then. Others, and no
-        request in pieces of this session, may come between the pieces. Raises as ``step``, and why
-        the session is not open, at any piece.
+        request in slices of this session, may come between the slices. Raises as ``step``, and why
+        the session is not open, at any slice.
         """
         response = cpb.CheckOperationsResponse()
         session = self._session(request.session, tenant)
@@ -351,7 +351,7 @@ class ControlPlane:
     def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
         """A pool, ready or not. Raises PoolNotFoundError."""
         pool = self._pool(pool_id)
-        return pool.info(sum(pool.native.num_sequences(s.slot) for s in self._sessions_of(pool)))
+        return pool.info(sum(pool.native.num_sequences(s.handle) for s in self._sessions_of(pool)))
 
     def list_sessions(
         self, request: cpb.ListSessionsRequest, tenant: str

@@ -18,7 +18,7 @@ from kvplane.v1 import types_pb2 as tpb
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
     """A pool at one moment. ``num_sequences``: live ones, by tier. ``num_waiting``: admissions and
-    swap-ins in the line. ``num_missing_receipts``: plans that another shard has receipted and this
+    swap-ins in the queue. ``num_missing_receipts``: plans that another shard has receipted and this
     one has not, by shard index. ``oldest_plan_s``: the age of the plan that waits longest for a
     receipt, 0 for none. ``oldest_release_s``: how long the blocks have been retired that have been
     so longest.
@@ -44,7 +44,7 @@ def observe(
 ) -> PoolObservation:
     """A pool with its open sessions. ``now_s``: monotonic seconds."""
     pool.set_time(now_s)
-    sequences = {tier: pool.lead.num_sequences_in(tier) for tier in TIERS}
+    sequences = {tier: pool.primary.num_sequences_in(tier) for tier in TIERS}
     made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]
     return PoolObservation(
         pool_id=pool.id,
@@ -52,7 +52,7 @@ def observe(
         num_shards=pool.shards.num_shards,
         revision=pool.revision(),
         num_sequences=sequences,
-        num_waiting=sum(member.waiting is not None for member in members),
+        num_waiting=sum(member.queued is not None for member in members),
         num_missing_receipts=num_missing_receipts(pool.shards.num_shards, [*sessions]),
         num_plans_in_flight=sum(len(session.plans) for session in sessions),
         oldest_plan_s=now_s - min(made_s, default=now_s),

@@ -34,7 +34,7 @@ def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceS
         num_cached,
         num_blocks,
         tiers,
-    ) = session.native.states(session.slot, sequence_ids)
+    ) = session.native.states(session.handle, sequence_ids)
     return cpb.SequenceStates(
         sequence_ids=ids,
         admitted_by=admitted_by,
@@ -53,7 +53,7 @@ def block_table(session: Session, request: cpb.GetBlockTableRequest) -> cpb.GetB
     response = cpb.GetBlockTableResponse()
     for group, core in enumerate(session.pool.groups):
         tier, indices, generations, response.num_tokens, _ = core.table(
-            session.slot, request.sequence_id
+            session.handle, request.sequence_id
         )
         response.tables.add(
             group=group, tier=cast(tpb.Tier, tier), indices=indices, generations=generations
@@ -80,7 +80,7 @@ def list_sessions(
             continue
         response.sessions.add(
             session_id=session.id,
-            num_sequences=session.native.num_sequences(session.slot),
+            num_sequences=session.native.num_sequences(session.handle),
             num_held_blocks=session.num_held(),
             num_plans_in_flight=len(session.plans),
             last_number=session.numbers.last,
@@ -118,7 +118,7 @@ def explain_prefix(
         ages_ms,
         idle_ms,
         priorities,
-    ) = session.pool.lead.explain(session.root, token_ids)
+    ) = session.pool.primary.explain(session.root, token_ids)
     num_device, num_host, _ = session.native.match(session.root, token_ids)
     return cpb.ExplainPrefixResponse(
         tiers=tiers,
@@ -156,7 +156,7 @@ def find_prefix(
         if what == "token_ids":
             num_device, num_host, _ = pool.native.match(root, request.token_ids)
         else:
-            num_device, num_host, _ = pool.lead.match_hashes(root, request.hashes)
+            num_device, num_host, _ = pool.primary.match_hashes(root, request.hashes)
         response.matches.add(
             pool_id=pool.id,
             num_device_tokens=num_device * pool.block_size,
@@ -172,7 +172,7 @@ def _num_cached(num_blocks: int, block_size: int, token_ids: bytes) -> int:
 
 
 def _require_live(session: Session, sequence_id: int, field: str) -> None:
-    if not session.native.has_sequence(session.slot, sequence_id):
+    if not session.native.has_sequence(session.handle, sequence_id):
         raise SequenceNotFoundError(f"sequence {sequence_id} is not live", field=field)
 
 
@@ -184,8 +184,8 @@ def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:
     for core in pool.groups:
         core.check_integrity()
     sessions = list(sessions)
-    slots = {session.slot for session in sessions}
-    assert len(slots) == len(sessions), "two sessions have one slot"
+    handles = {session.handle for session in sessions}
+    assert len(handles) == len(sessions), "two sessions have one handle"
     for session in sessions:
         _check_session(pool, session)
     for usage in pool.usage().tiers:
@@ -200,9 +200,9 @@ def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:
 
 
 def _check_session(pool: Pool, session: Session) -> None:
-    native, slot = session.native, session.slot
+    native, handle = session.native, session.handle
     assert native is pool.native, f"session {session.id}: of an earlier build of the pool"
-    assert native.plans_in_flight(slot) == len(session.plans), "plans in flight differ"
-    assert native.last_plan(slot) == session.last_plan, "last plans differ"
+    assert native.plans_in_flight(handle) == len(session.plans), "plans in flight differ"
+    assert native.last_plan(handle) == session.last_plan, "last plans differ"
     assert all(number > session.done for number in session.plans), "a plan that ran is in flight"
     assert session.done == min(session.receipted), f"session {session.id}: receipts differ"

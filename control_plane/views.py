@@ -27,7 +27,7 @@ _MAX_SEQUENCES: Final = 100
 
 def view(pool: Pool, sessions: Iterable[Session]) -> dict[str, Any]:
     """The pool with a tenant's ``sessions``."""
-    info = pool.info(sum(pool.lead.num_sequences_in(tier) for tier in TIERS))
+    info = pool.info(sum(pool.primary.num_sequences_in(tier) for tier in TIERS))
     return {
         "id": pool.id,
         "ready": info.ready,
@@ -72,7 +72,7 @@ def _sessions(sessions: list[Session]) -> list[dict[str, Any]]:
         shown.append(
             {
                 "id": str(session.id),  # JSON's numbers are exact to 2^53
-                "num_sequences": session.native.num_sequences(session.slot),
+                "num_sequences": session.native.num_sequences(session.handle),
                 "num_held_blocks": session.num_held(),
                 "sequences": [
                     {

@@ -23,7 +23,7 @@ from kvplane.v1 import control_pb2 as cpb
 # Blocks or changes of one message.
 _MAX_ELEMENTS: Final = 1024
 # Changes of others after which a follower is told the revision, to go on from it.
-_MAX_UNTOLD: Final = 4096
+_MAX_UNNOTIFIED: Final = 4096
 _END: Final = -1
 _STORED, _REMOVED, _CLEARED = 1, 2, 3
 
@@ -36,9 +36,9 @@ class Follower:
         "_in_snapshot",
         "_incarnation",
         "_native",
+        "_notified",
         "_revision",
         "_scope",
-        "_told",
         "pool",
         "wake",
     )
@@ -68,7 +68,7 @@ class Follower:
         self._native = pool.native
         self._in_snapshot = not since
         self._cursor = _END if since else 0
-        self._revision = self._told = since
+        self._revision = self._notified = since
         self.wake = wake
 
     def take(self) -> cpb.WatchResponse | None:
@@ -77,8 +77,8 @@ class Follower:
         if self._native is not pool.native:
             self._native = pool.native
             self._in_snapshot, self._cursor = True, 0
-            if self._told:
-                self._told = 0
+            if self._notified:
+                self._notified = 0
                 cleared = cpb.Change(cleared=cpb.Cleared())
                 return self._response(
                     changes=cpb.Changes(changes=[cleared], revision=pool.revision())
@@ -91,7 +91,7 @@ class Follower:
     def _part(self) -> cpb.WatchResponse:
         """A part of the snapshot, and the last one if it is the only one."""
         pool, is_first = self.pool, self._cursor == 0
-        self._cursor, revision, tiers, hashes, parents, token_ids = pool.lead.snapshot(
+        self._cursor, revision, tiers, hashes, parents, token_ids = pool.primary.snapshot(
             self._root, self._cursor, _MAX_ELEMENTS
         )
         if is_first:
@@ -103,7 +103,7 @@ class Follower:
 
     def _changes(self) -> cpb.WatchResponse | None:
         pool = self.pool
-        found = pool.lead.changes_since(
+        found = pool.primary.changes_since(
             pool.native_revision_of(self._revision), self._root, _MAX_ELEMENTS
         )
         if found is None:
@@ -118,7 +118,7 @@ class Follower:
         if not changes and self._in_snapshot:
             self._in_snapshot = False
             return self._snapshot(cpb.Stored())
-        if not changes and self._revision - self._told < _MAX_UNTOLD:
+        if not changes and self._revision - self._notified < _MAX_UNNOTIFIED:
             return None
         return self._response(changes=cpb.Changes(changes=changes, revision=self._revision))
 
@@ -135,7 +135,7 @@ class Follower:
     def _response(
         self, *, snapshot: cpb.Snapshot | None = None, changes: cpb.Changes | None = None
     ) -> cpb.WatchResponse:
-        self._told = self._revision
+        self._notified = self._revision
         return cpb.WatchResponse(incarnation=self._incarnation, snapshot=snapshot, changes=changes)
 
 

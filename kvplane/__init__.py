@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvplane.attention_options import AttentionOptions
     from kvplane.clients.control_client import ControlClient
     from kvplane.clients.data_client import DataClient
-    from kvplane.clients.execution import Execution, Started
+    from kvplane.clients.execution import Execution, PlanStarted
     from kvplane.clients.prefix_loader import Loaded, PrefixLoader
     from kvplane.clients.prefix_mover import Moved, PrefixMover
     from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from kvplane.layout import LayerGroup, Layout
     from kvplane.models.hf import layout_from_hf
     from kvplane.results import SequenceState, StepResult
-    from kvplane.session import Readmission, Resynced, Session, UnclaimedAnswer
+    from kvplane.session import AbandonedResult, ReadmitResult, ResyncResult, Session
     from kvplane.shard import Shard
     from kvplane.tensor import Tensor
     from kvplane.transport.tls import TlsOptions
 
 __all__ = [
+    "AbandonedResult",
     "AttentionOptions",
     "ControlClient",
     "DataClient",
@@ -44,20 +45,19 @@ __all__ = [
     "Layout",
     "Loaded",
     "Moved",
+    "PlanStarted",
     "PrefixLoader",
     "PrefixMover",
-    "Readmission",
-    "Resynced",
+    "ReadmitResult",
+    "ResyncResult",
     "SequenceState",
     "Session",
     "Shard",
     "ShardedDataClient",
     "ShardedExecution",
-    "Started",
     "StepResult",
     "Tensor",
     "TlsOptions",
-    "UnclaimedAnswer",
     "layout_from_hf",
     "ops",
     "sync",
@@ -75,18 +75,18 @@ _HOMES: Final = {
     "Moved": "kvplane.clients.prefix_mover",
     "PrefixLoader": "kvplane.clients.prefix_loader",
     "PrefixMover": "kvplane.clients.prefix_mover",
-    "Readmission": "kvplane.session",
-    "Resynced": "kvplane.session",
+    "ReadmitResult": "kvplane.session",
+    "ResyncResult": "kvplane.session",
     "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
     "Shard": "kvplane.shard",
     "ShardedDataClient": "kvplane.clients.sharded_execution",
     "ShardedExecution": "kvplane.clients.sharded_execution",
-    "Started": "kvplane.clients.execution",
+    "PlanStarted": "kvplane.clients.execution",
     "StepResult": "kvplane.results",
     "Tensor": "kvplane.tensor",
     "TlsOptions": "kvplane.transport.tls",
-    "UnclaimedAnswer": "kvplane.session",
+    "AbandonedResult": "kvplane.session",
     "layout_from_hf": "kvplane.models.hf",
 }
 

@@ -46,7 +46,7 @@ def admit(
     ``num_compute_tokens``: uncached tokens that this step's plan computes, None for all.
     ``max_total_tokens``: the most that the sequence will ever have, prompt included; 0 means the
     prompt alone. ``fork_sequence_ids``: further sequences of the same prompt, started with it.
-    ``wait``: whether to stand in line when there is no room now.
+    ``wait``: whether to wait in the queue when there is no room now.
     """
     return pb.Operation(
         admit=pb.Admit(

@@ -139,7 +139,7 @@ def explained_blocks(message: pb.ExplainPrefixResponse) -> list[ExplainedBlock]:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """An admission that waited in line and was granted; the message Grant."""
+    """An admission that waited in the queue and was granted; the message Grant."""
 
     sequence_id: int
     fork_sequence_ids: tuple[int, ...]
@@ -210,7 +210,7 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
     if delay_s is not None:
         advice += f" in {delay_s:g} s"
     if shortage.place_in_line:
-        advice = f"the admission waits, at place {shortage.place_in_line} in line"
+        advice = f"the admission waits, at position {shortage.place_in_line} in the queue"
     if by_quota:
         text += " by the tenant's quota"
     else:

@@ -87,8 +87,8 @@ class Shard:
             # A block without layers would be no memory, and its table nobody's.
             _require(len(self.group_layers(layout, i)) >= 1, "first_layer")
             ends = (self.first_kv_head, self.first_kv_head + self.num_kv_heads)
-            rests = [end * group.num_kv_heads % most_kv_heads(layout) for end in ends]
-            _require(not any(rests), "num_kv_heads")
+            remainders = [end * group.num_kv_heads % most_kv_heads(layout) for end in ends]
+            _require(not any(remainders), "num_kv_heads")
             held += self.group_layers(layout, i)
         return tuple(sorted(held))
 

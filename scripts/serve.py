@@ -30,9 +30,9 @@ def serve(model: Path, port_files: Path) -> int:
     """Start both planes, print their addresses, and stop both on a signal or when one ends. Returns
     an exit code: 0 after a signal, 1 when a plane ended by itself.
     """
-    told: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: told.append(number))
+        signal.signal(number, lambda number, _: signals.append(number))
 
     control = os.environ.get("KVPLANE_CONTROL_PLANE_BIND", "127.0.0.1:50051")
     data = os.environ.get("KVPLANE_DATA_PLANE_BIND", "127.0.0.1:50052")
@@ -54,7 +54,7 @@ def serve(model: Path, port_files: Path) -> int:
     planes: list[subprocess.Popen[bytes]] = []
 
     def goes_on() -> bool:
-        return not told and all(plane.poll() is None for plane in planes)
+        return not signals and all(plane.poll() is None for plane in planes)
 
     try:
         for program, arguments in (("control_plane", []), ("data_plane", flags)):
@@ -68,12 +68,12 @@ def serve(model: Path, port_files: Path) -> int:
                     raise TimeoutError(f"{program} did not start in {START_TIMEOUT_S:.0f} s")
                 time.sleep(0.1)
             if not goes_on():
-                return 0 if told else 1
+                return 0 if signals else 1
         print(f"control plane  {control}\ndata plane     {data}", flush=True)
         print(f"page           http://127.0.0.1:{page}\nCtrl-C stops both.", flush=True)
         while goes_on():
             time.sleep(0.1)
-        return 0 if told else 1
+        return 0 if signals else 1
     finally:
         for plane in reversed(planes):
             stop(plane)

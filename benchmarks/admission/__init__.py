@@ -1,1 +1,1 @@
-"""Engines that share one pool under the real line, simulated."""
+"""Engines that share one pool under the real queue, simulated."""

@@ -1,4 +1,4 @@
-"""Simulates engines that share one pool under the real line, with requests from a trace.
+"""Simulates engines that share one pool under the real queue, with requests from a trace.
 
     python -m benchmarks.admission --trace FILE [--case NAME] [--seeds N] [--duration-s S]
                                    [--json OUT]

@@ -17,7 +17,7 @@ NORMAL: Final = "normal"
 # Kinds of engines, besides "honest":
 #   idle     admits 32,000 tokens and does nothing with them
 #   greedy   admits 8,000 tokens and generates without end
-#   polling  asks every 30 ms and never stands in the line
+#   polling  asks every 30 ms and never stands in the queue
 #   silent   sends no receipts; opens a new session when its own is ended
 #   jumping  admits 512 tokens, grows by most of the pool at once, and generates without end
 #   large    has requests of 32,000 tokens only, which take nearly a turn

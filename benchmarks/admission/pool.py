@@ -1,4 +1,4 @@
-"""A pool of blocks as the line sees it, and what engines keep in it."""
+"""A pool of blocks as the queue sees it, and what engines keep in it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Engine:
 
 
 class Blocks:
-    """The pool, as the line sees it."""
+    """The pool, as the queue sees it."""
 
     num_blocks = NUM_BLOCKS
 

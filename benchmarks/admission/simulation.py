@@ -1,4 +1,4 @@
-"""Engines, their pool and its line, second by second."""
+"""Engines, their pool and its queue, second by second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from control_plane.admission.decisions import (
     Growth,
     Pressure,
 )
-from control_plane.admission.line import Line
+from control_plane.admission.queue import AdmissionQueue
 
 DECODE_BLOCK_S: Final = 0.32
 PREFILL_TOKENS_PER_S: Final = 10_000.0
@@ -35,7 +35,7 @@ JUMP_BLOCKS: Final = 30_000
 
 
 class Simulation:
-    """Engines, their pool and its line, from second 0 on."""
+    """Engines, their pool and its queue, from second 0 on."""
 
     def __init__(self, engines: list[Engine], config: AdmissionConfig) -> None:
         self.engines = engines
@@ -48,7 +48,7 @@ class Simulation:
         self._order, self._ids = itertools.count(), itertools.count(1)
         self._by_session: dict[int, Engine] = {}
         self.blocks = Blocks(lambda session: self._by_session[session].live)
-        self.line = Line(self.blocks, config)
+        self.queue = AdmissionQueue(self.blocks, config)
         for engine in engines:
             self._open(engine)
             self._at(random.random() * 0.5, self._ask, engine)
@@ -70,7 +70,7 @@ class Simulation:
     def _open(self, engine: Engine) -> None:
         engine.session = next(self._ids)
         self._by_session[engine.session] = engine
-        self.line.open(engine.session)
+        self.queue.open(engine.session)
 
     # Engines
 
@@ -84,10 +84,10 @@ class Simulation:
                 engine.asked.asked_s = self.now_s
         num_needed = self.blocks.num_needed(engine.asked, self.blocks.hits(engine.asked))
         stands = engine.kind != "polling"
-        place = self.line.admit(
+        must_wait = self.queue.admit(
             engine.session, engine.asked_id, num_needed, self.now_s, wait=stands
         )
-        if place is None:
+        if must_wait is None:
             self._admit(engine)
         elif not stands:
             self._at(self.now_s + POLL_S, self._ask, engine)
@@ -103,7 +103,7 @@ class Simulation:
         self.blocks.take(engine.session, num_needed)
         engine.live[live.id] = live
         engine.asked = None
-        self.line.started(engine.session, live.id, self.now_s)
+        self.queue.started(engine.session, live.id, self.now_s)
         engine.admitted_s.append(self.now_s)
         if not request.admitted and engine.kind == "honest":
             self.waits_s.append(self.now_s - (request.asked_s or 0.0))
@@ -129,7 +129,7 @@ class Simulation:
             live.chunks.append(chunk)
             live.num_own -= CHUNK_BLOCKS
         if live.engine.kind == "jumping":
-            if self.line.may_grow(live.engine.session, live.id, JUMP_BLOCKS, self.now_s):
+            if self.queue.may_grow(live.engine.session, live.id, JUMP_BLOCKS, self.now_s):
                 self._grow(live, JUMP_BLOCKS)
         elif live.engine.kind != "idle":
             self._at(self.now_s + DECODE_BLOCK_S, self._decoded, live)
@@ -146,10 +146,10 @@ class Simulation:
         if request.num_made >= request.num_output:
             if engine.kind == "honest":
                 self.num_good += request.num_prompt + request.num_output
-            self.line.ended(engine.session, live.id)
+            self.queue.ended(engine.session, live.id)
             self._drop(live)
             self._ask(engine)
-        elif self.line.may_grow(engine.session, live.id, 1, self.now_s):
+        elif self.queue.may_grow(engine.session, live.id, 1, self.now_s):
             self._grow(live, 1)
 
     def _grow(self, live: Live, num_blocks: int) -> None:
@@ -179,7 +179,7 @@ class Simulation:
     # The control plane
 
     def _serve(self) -> None:
-        while (grant := self.line.next_grant(self.now_s)) is not None:
+        while (grant := self.queue.next_grant(self.now_s)) is not None:
             engine = self._by_session[grant.session]
             if isinstance(grant, Growth):
                 self._grow(engine.live[grant.sequence], grant.num_blocks)
@@ -187,20 +187,22 @@ class Simulation:
             request = engine.asked
             assert request is not None
             num = self.blocks.num_needed(request, self.blocks.hits(request))
-            place = None
+            must_wait = None
             if num > grant.num_blocks:  # what it had found cached was evicted
-                place = self.line.admit(engine.session, grant.sequence, num, self.now_s, wait=True)
-            if place is None:
+                must_wait = self.queue.admit(
+                    engine.session, grant.sequence, num, self.now_s, wait=True
+                )
+            if must_wait is None:
                 self._admit(engine)
 
     def _tick(self) -> None:
-        for decision in self.line.tick(self.now_s):
+        for decision in self.queue.tick(self.now_s):
             engine = self._by_session[decision.session]
             match decision:
                 case Pressure(session=session, sequence=id_):
                     if engine.kind == "honest":
                         self.num_yielded += 1
-                        self.line.ended(session, id_)
+                        self.queue.ended(session, id_)
                         self._again(engine.live[id_])
                 case Cut(sequence=id_):
                     self.num_cut += 1
@@ -215,7 +217,7 @@ class Simulation:
 
     def _end(self, engine: Engine) -> None:
         session = engine.session
-        self.line.close(session)
+        self.queue.close(session)
         for live in list(engine.live.values()):
             self._again(live)
         engine.asked = None

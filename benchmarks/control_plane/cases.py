@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from benchmarks.control_plane import pieces, prompts, rates, rebuild, scale
+from benchmarks.control_plane import prompts, rates, rebuild, scale, slices
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
@@ -56,5 +56,5 @@ CASES: Final = (
     Case("rebuild_1M_blocks", rebuild.rebuild_1m_blocks),
     Case("memory", scale.memory, CORE),
     Case("memory_per_session", scale.memory_per_session, CORE),
-    Case("pieces", pieces.pieces, CORE),
+    Case("slices", slices.slices, CORE),
 )

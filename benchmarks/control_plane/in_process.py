@@ -20,7 +20,7 @@ from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.steps.large_answers import LargeAnswer
-from control_plane.steps.pieces import finished
+from control_plane.steps.slices import finished
 from kvplane.v1 import control_pb2 as cpb
 
 TENANT: Final = "tenant"
@@ -48,9 +48,9 @@ class CorePool:
         return time.perf_counter() - began
 
     def work(self) -> float | None:
-        """Seconds that a piece of the core's long work takes; None when nothing is left."""
+        """Seconds that a slice of the core's long work takes; None when nothing is left."""
         began = time.perf_counter()
-        self.core.take_told()
+        self.core.take_notified()
         if not self.core.has_work():
             return None
         self.core.work()
@@ -73,7 +73,7 @@ class CorePool:
         done = None if plain is None else self.core.plain_step(plain, TENANT)
         if done is not None:
             answer = done.encoded
-            self.core.take_told()
+            self.core.take_notified()
         else:
             answer = self._answer(cpb.StepRequest.FromString(data))
         seconds = time.perf_counter() - began
@@ -82,9 +82,9 @@ class CorePool:
 
     def _answer(self, request: cpb.StepRequest) -> bytes:
         is_long = self.core.takes_long(request)
-        pieces = self.core.in_pieces(request, TENANT) if is_long else None
-        answer = self.core.step(request, TENANT) if pieces is None else finished(pieces)
-        self.core.take_told()
+        slices = self.core.in_slices(request, TENANT) if is_long else None
+        answer = self.core.step(request, TENANT) if slices is None else finished(slices)
+        self.core.take_notified()
         is_large = isinstance(answer, LargeAnswer)
         encoded: bytes = answer.encoded if is_large else answer.SerializeToString()
         return encoded
@@ -100,7 +100,7 @@ class CorePool:
         data = request.SerializeToString()
         began = time.perf_counter()
         answer = self.core.abort_plan(cpb.AbortPlanRequest.FromString(data), TENANT)
-        self.core.take_told()
+        self.core.take_notified()
         answer.SerializeToString()
         seconds = time.perf_counter() - began
         self._announce()

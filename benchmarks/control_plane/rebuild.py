@@ -38,13 +38,13 @@ async def _in_process(
 ) -> list[Row]:
     pool = CorePool(num_blocks)
     seconds = [pool.report(part.SerializeToString()) for part in parts]
-    while (piece_s := pool.work()) is not None:
-        seconds.append(piece_s)
+    while (slice_s := pool.work()) is not None:
+        seconds.append(slice_s)
     _check(pool.description(), num_entries)
     resumed = resume.in_process(pool, num_blocks, num_entries)
     engine = await pool.engine()
     forget_s = await engine.step(ops.forget(_FIRST_BLOCK))
-    pieces_s = list(iter(pool.work, None))
+    slices_s = list(iter(pool.work, None))
     if num_left := pool.description().usage.tiers[0].num_cached_blocks:
         raise RuntimeError(f"{num_left} blocks were not forgotten")
     return [
@@ -52,7 +52,7 @@ async def _in_process(
         Row.of_one(f"{_NAME}/longest_call", MICROSECONDS, 1e6 * max(seconds)),
         Row.of_one("forget_1M_blocks", MICROSECONDS, 1e6 * forget_s),
         Row.of_one(
-            "forget_1M_blocks/longest_call", MICROSECONDS, 1e6 * max(forget_s, *pieces_s, 0)
+            "forget_1M_blocks/longest_call", MICROSECONDS, 1e6 * max(forget_s, *slices_s, 0)
         ),
         *resumed,
     ]

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from engine.threads import tune_torch, waiting
 from kvplane.serving.event_loop import tune_grpc
-from kvplane.sync.passing_thread import call_in_passing
+from kvplane.sync.short_thread import call_in_short_thread
 
 
 def main(argv: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ def run(given: argparse.Namespace) -> None:
     rows = Rows(given.json, given.threads, given.linears, appends=given.append)
     for model in given.models.split(","):
         with tempfile.TemporaryDirectory() as scratch:
-            folder = call_in_passing(partial(make_model, model, Path(scratch)))
+            folder = call_in_short_thread(partial(make_model, model, Path(scratch)))
             with sides(folder, chosen, given.threads, given.linears) as (of, times):
                 print(f"{'tokens/s':28}" + "".join(f"{name:>15}" for name in of))
                 for number, workload in enumerate(

@@ -19,7 +19,7 @@ import torch
 from benchmarks.engine.share import StepTimes, service_share
 from benchmarks.engine.sides import VOCABULARY, Prompts, Side
 from engine.threads import waiting
-from kvplane.sync.passing_thread import call_in_passing
+from kvplane.sync.short_thread import call_in_short_thread
 
 # What a ratio of tokens a second is to be, at which batches; None: at all.
 GOALS: tuple[tuple[str, str, float, tuple[int, ...] | None], ...] = (
@@ -110,7 +110,7 @@ def measure(
         tokens: dict[str, Prompts] = {}
         for name in names[first:] + names[:first]:
             task = partial(timed, of[name], prompts, workload.num_new)
-            tokens[name], seconds = call_in_passing(task)
+            tokens[name], seconds = call_in_short_thread(task)
             if run > 0:
                 row.seconds[name].append(seconds)
         if run > 0:

@@ -16,7 +16,7 @@ from benchmarks.engine.share import StepTimes
 from engine import LLM, SamplingParams
 from engine.models.loader import PackedLinear, pack_linears
 from examples.planes import Planes
-from kvplane.sync.passing_thread import call_in_passing
+from kvplane.sync.short_thread import call_in_short_thread
 from kvplane.transformers import PlaneCache, close_planes
 
 VOCABULARY = 8192
@@ -126,11 +126,11 @@ def sides(
     folder: Path, chosen: list[str], threads: int, linears: str
 ) -> Iterator[tuple[dict[str, Side], StepTimes | None]]:
     """The chosen sides over one model, all with the same linear layers, and the times of the
-    embedded engine's steps. Models are loaded in threads that end: see ``call_in_passing``.
+    embedded engine's steps. Models are loaded in threads that end: see ``call_in_short_thread``.
     """
     times = None
     of: dict[str, Side] = {}
-    first = call_in_passing(partial(load, folder, linears))
+    first = call_in_short_thread(partial(load, folder, linears))
     blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-threads", str(threads)]
     with ExitStack() as closing:
         planes = closing.enter_context(Planes(folder / "logs", ["--model", str(folder), *blocks]))
@@ -138,19 +138,19 @@ def sides(
             if name == "generate":
                 of[name] = partial(nullcontext, partial(generate, first))
             elif name == "generate_batch":
-                model = call_in_passing(partial(load, folder, linears))
+                model = call_in_short_thread(partial(load, folder, linears))
                 of[name] = partial(continuous_batching, share_linears(model, first))
             elif name == "plane_cache":
-                model = share_linears(call_in_passing(partial(load, folder, linears)), first)
+                model = share_linears(call_in_short_thread(partial(load, folder, linears)), first)
                 closing.callback(close_planes, model)
-                call_in_passing(partial(probe, model))
+                call_in_short_thread(partial(probe, model))
                 model.set_attn_implementation("kvplane")
                 of[name] = partial(nullcontext, partial(generate, model, on_planes=True))
             else:
                 own: dict[str, Any] = {}
                 if name == "embedded":
                     own = {"pool_id": name, "num_device_blocks": NUM_BLOCKS, "num_host_blocks": 0}
-                llm = call_in_passing(
+                llm = call_in_short_thread(
                     partial(
                         LLM,
                         folder,

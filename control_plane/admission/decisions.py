@@ -1,4 +1,4 @@
-"""What the line asks of its pool, and what it answers.
+"""What the queue asks of its pool, and what it answers.
 
 Sessions and sequences are ints, numbers of blocks are device blocks, and times are seconds of the
 caller's clock. A *sequence* is here an admission with all its forks: they hold the same blocks, so
@@ -62,7 +62,7 @@ class AdmissionConfig:
 class Reason(enum.Enum):
     """Why a sequence has to wait, or to yield."""
 
-    LINE = enum.auto()  # others stand in front of it, or its session waits for another sequence
+    QUEUE = enum.auto()  # others stand in front of it, or its session waits for another sequence
     GROWTH = enum.auto()  # sequences that are live already need the blocks
     BLOCKS = enum.auto()  # it is its turn, and there are not enough blocks yet
     TURN = enum.auto()  # the sequence is past its turn, and others wait
@@ -70,13 +70,13 @@ class Reason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """An admission has to wait. ``place``: how many stand in the line up to this session, at most;
-    0 when it has no place. ``sequence``: the one that the session has its place for, if any.
+class MustWait:
+    """An admission has to wait. ``position``: its position in the queue, at
+    most; 0 when it has none. ``sequence``: the one that the session is queued for, if any.
     """
 
     reason: Reason
-    place: int = 0
+    position: int = 0
     sequence: int | None = None
 
 
@@ -91,7 +91,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The head of the line can be admitted now, if it needs no more than ``num_blocks``."""
+    """The head of the queue can be admitted now, if it needs no more than ``num_blocks``."""
 
     session: int
     sequence: int
@@ -111,7 +111,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The sequence loses its device blocks now. For the line it has ended already."""
+    """The sequence loses its device blocks now. For the queue it has ended already."""
 
     session: int
     sequence: int

@@ -13,24 +13,24 @@ from typing import Final
 from control_plane.admission.decisions import Reason
 
 
-class Session:
+class Claimant:
     """A session: ``num_doublings`` of its turn, and its live sequences, oldest first."""
 
-    __slots__ = ("id", "num_doublings", "passes_until_s", "seniority", "sequences")
+    __slots__ = ("id", "num_doublings", "penalty_until_s", "seniority", "sequences")
 
     def __init__(self, id_: int, seniority: int) -> None:
         self.id: Final = id_
         self.seniority = seniority  # the lower, the more senior
         self.num_doublings = 0
-        self.passes_until_s = 0.0  # until then it lets others pass in the line
-        self.sequences: dict[int, Sequence] = {}
+        self.penalty_until_s = 0.0  # until then it lets others pass in the queue
+        self.sequences: dict[int, Claim] = {}
 
-    def passes(self, now_s: float) -> bool:
+    def is_passed_over(self, now_s: float) -> bool:
         """Whether others are admitted before it, though it stands in front of them."""
-        return self.passes_until_s > now_s or (self.num_doublings > 0 and len(self.sequences) > 0)
+        return self.penalty_until_s > now_s or (self.num_doublings > 0 and len(self.sequences) > 0)
 
 
-class Sequence:
+class Claim:
     """A live sequence. ``num_blocked``: blocks of growth that it waits for since ``blocked_s``."""
 
     __slots__ = (
@@ -39,16 +39,16 @@ class Sequence:
         "ends_s",
         "id",
         "idles_s",
+        "in_heap",
         "num_blocked",
         "num_doublings",
-        "owed_s",
-        "queued",
+        "penalty_s",
         "rank",
         "reason",
         "session",
     )
 
-    def __init__(self, session: Session, id_: int, rank: int) -> None:
+    def __init__(self, session: Claimant, id_: int, rank: int) -> None:
         self.session: Final = session
         self.id: Final = id_
         self.rank = rank  # the lower, the older
@@ -57,29 +57,29 @@ class Sequence:
         self.num_doublings = session.num_doublings
         self.num_blocked = 0
         self.blocked_s = 0.0
-        self.queued = False
+        self.in_heap = False
         self.deadline_s: float | None = None  # when it is cut, if it was asked to yield
         self.reason: Reason | None = None  # why it is asked to, as long as it is
-        self.owed_s = 0.0  # for how long its session lets others pass if it goes for that reason
+        self.penalty_s = 0.0  # for how long its session lets others pass if it goes for that reason
 
 
 class Turns:
     """All sessions of a pool and their live sequences."""
 
     def __init__(self, turn_s: float, max_doublings: int) -> None:
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, Claimant] = {}
         self.num_live = 0
         self.num_blocked = 0  # blocks that blocked growth waits for, over all sequences
-        self.asked: set[Sequence] = set()  # those with a deadline
+        self.asked: set[Claim] = set()  # those with a deadline
         self._turn_s = turn_s
         self._max_doublings = max_doublings
-        self._queue: list[tuple[int, Sequence]] = []  # a heap by rank, of those ever blocked
+        self._heap: list[tuple[int, Claim]] = []  # a heap by rank, of those ever blocked
         self._next_rank = 0
         self._next_seniority = 0
 
     def open(self, session: int) -> None:
         """Add a session, the most junior."""
-        self.sessions[session] = Session(session, 0)
+        self.sessions[session] = Claimant(session, 0)
         self._make_junior(self.sessions[session])
 
     def close(self, session: int) -> None:
@@ -92,22 +92,22 @@ class Turns:
         """A sequence holds device blocks from now on."""
         owner = self.sessions[session]
         assert sequence not in owner.sequences
-        started = owner.sequences[sequence] = Sequence(owner, sequence, self._next_rank)
+        started = owner.sequences[sequence] = Claim(owner, sequence, self._next_rank)
         started.ends_s = now_s + self.length_s(started)
-        owner.passes_until_s = 0.0  # that time is over, or nobody was there to be let pass
+        owner.penalty_until_s = 0.0  # that time is over, or nobody was there to be let pass
         self._next_rank += 1
         self.num_live += 1
 
-    def end(self, sequence: Sequence, *, reason: Reason | None, done: bool) -> None:
+    def end(self, sequence: Claim, *, reason: Reason | None, done: bool) -> None:
         """A sequence holds no device blocks any more: for a reason, or because its session wanted.
 
         ``done``: it is not expected back, and if it was not made to go, its turn was long enough.
         """
         session = sequence.session
         self._remove(sequence)
-        if reason in (Reason.TURN, Reason.IDLE) and sequence.owed_s:
-            since_s = max(session.passes_until_s, sequence.deadline_s or 0.0)
-            session.passes_until_s = since_s + sequence.owed_s
+        if reason in (Reason.TURN, Reason.IDLE) and sequence.penalty_s:
+            since_s = max(session.penalty_until_s, sequence.deadline_s or 0.0)
+            session.penalty_until_s = since_s + sequence.penalty_s
         if reason is Reason.TURN:
             num_doublings = min(sequence.num_doublings + 1, self._max_doublings)
             session.num_doublings = max(session.num_doublings, num_doublings)
@@ -116,40 +116,40 @@ class Turns:
         if reason is not Reason.GROWTH:
             self._make_junior(session)
 
-    def length_s(self, sequence: Sequence) -> float:
+    def length_s(self, sequence: Claim) -> float:
         """How long the sequence's turn is."""
         return self._turn_s * (1 << sequence.num_doublings)
 
     # Blocked growth
 
-    def blocked(self) -> list[Sequence]:
+    def blocked(self) -> list[Claim]:
         """All sequences whose growth is blocked."""
-        return [sequence for _, sequence in self._queue if sequence.num_blocked]
+        return [sequence for _, sequence in self._heap if sequence.num_blocked]
 
-    def oldest_blocked(self) -> Sequence | None:
+    def oldest_blocked(self) -> Claim | None:
         """The oldest sequence whose growth is blocked."""
-        while self._queue and not self._queue[0][1].num_blocked:
-            heapq.heappop(self._queue)[1].queued = False
-        return self._queue[0][1] if self._queue else None
+        while self._heap and not self._heap[0][1].num_blocked:
+            heapq.heappop(self._heap)[1].in_heap = False
+        return self._heap[0][1] if self._heap else None
 
-    def block(self, sequence: Sequence, num_blocks: int, now_s: float) -> None:
+    def block(self, sequence: Claim, num_blocks: int, now_s: float) -> None:
         """The sequence waits for growth; a later number replaces an earlier one."""
         if not sequence.num_blocked:
             sequence.blocked_s = now_s
-            if not sequence.queued:
-                sequence.queued = True
-                heapq.heappush(self._queue, (sequence.rank, sequence))
+            if not sequence.in_heap:
+                sequence.in_heap = True
+                heapq.heappush(self._heap, (sequence.rank, sequence))
         self.num_blocked += num_blocks - sequence.num_blocked
         sequence.num_blocked = num_blocks
 
-    def unblock(self, sequence: Sequence, now_s: float) -> None:
+    def unblock(self, sequence: Claim, now_s: float) -> None:
         """The sequence does not wait for growth any more, if it did: its clock goes on."""
         if sequence.num_blocked:
             self.num_blocked -= sequence.num_blocked
             sequence.num_blocked = 0
             sequence.ends_s += now_s - sequence.blocked_s
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Claim) -> None:
         session = sequence.session
         self.num_blocked -= sequence.num_blocked
         sequence.num_blocked = 0
@@ -157,6 +157,6 @@ class Turns:
         del session.sequences[sequence.id]
         self.num_live -= 1
 
-    def _make_junior(self, session: Session) -> None:
+    def _make_junior(self, session: Claimant) -> None:
         self._next_seniority += 1
         session.seniority = self._next_seniority

@@ -5,8 +5,8 @@ layer group.
        ▲                                                             │ while all are connected
        └──────────── a shard registers with a new epoch ◄────────────┘
 
-Sessions refer to their pool; the pool knows only their ids and slots. Each build makes a new core:
-generations, counters and the revision go on from the one before.
+Sessions refer to their pool; the pool knows only their ids and handles. Each build makes a new
+core: generations, counters and the revision go on from the one before.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _HOST: Final = tpb.TIER_HOST
 _RETRY_DELAY_S: Final = 0.5
 _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
-_PIECE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
-_PIECE_BLOCKS: Final = 65_536  # of an ended session, released at once: a few milliseconds
+_SLICE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
+_SLICE_BLOCKS: Final = 65_536  # of an ended session, released at once: a few milliseconds
 # PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
 _COUNTERS: Final = (
     "num_lookup_tokens",
@@ -75,7 +75,7 @@ class Pool:
     """The core of each layer group."""
     native: Native
     """What operations call: the only group, or all of them, which it keeps in step."""
-    lead: NativePool
+    primary: NativePool
     """The group that says of a prefix whether it is cached, to those who ask outside of a session:
     the first without an attention window, in which a prefix is whole.
     """
@@ -83,7 +83,7 @@ class Pool:
     def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
         self.id = pool_id
         self.shards = shards
-        self._slots: dict[int, int] = {}  # of open sessions
+        self._handles: dict[int, int] = {}  # of open sessions
         self.built = False
         self.is_building = False
         self.is_forgetting = False
@@ -94,9 +94,9 @@ class Pool:
         self._config = config
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
-        # Slots of ended sessions that are being fenced, and since when; of these, the sessions that
-        # still have sequences, and whether they are fenced by now.
-        self._ended_slots: dict[int, tuple[int, float]] = {}
+        # Handles of ended sessions that are being fenced, and since when; of these, the sessions
+        # that still have sequences, and whether they are fenced by now.
+        self._ended_handles: dict[int, tuple[int, float]] = {}
         self._ending: dict[int, bool] = {}
         self._suspect: dict[int, float] = {}  # of these, those of which a receipt was missing
         self.followers: set[Follower] = set()
@@ -134,7 +134,7 @@ class Pool:
     @property
     def session_ids(self) -> KeysView[int]:
         """Open sessions."""
-        return self._slots.keys()
+        return self._handles.keys()
 
     @property
     def ready(self) -> bool:
@@ -151,7 +151,7 @@ class Pool:
     @property
     def is_abandoned(self) -> bool:
         """Whether no data plane is connected, no session is open and nobody follows the index."""
-        return not (self._slots or self.followers or self.shards.has_connected)
+        return not (self._handles or self.followers or self.shards.has_connected)
 
     @property
     def has_work(self) -> bool:
@@ -221,7 +221,7 @@ class Pool:
         self._earlier_counters = self._count()
         self._earlier_times = self._block_times()
         self._earlier_revision += self._revision
-        self._ended_slots.clear()
+        self._ended_handles.clear()
         self._ending.clear()
         self._suspect.clear()
         self.is_forgetting = False
@@ -238,7 +238,7 @@ class Pool:
         self.groups = groups
         self.native = groups[0] if len(groups) == 1 else GroupedPool(groups)
         windows = [group.sliding_window_tokens for group in self.layout.groups]
-        self.lead = groups[windows.index(0) if 0 in windows else 0]
+        self.primary = groups[windows.index(0) if 0 in windows else 0]
         self._counted.clear()
         del self._usage.tiers[:]
         self._usage.tiers.extend(
@@ -288,7 +288,7 @@ class Pool:
         QuotaExceededError.
         """
         most = self._config.max_unfenced_sessions
-        if len(self._ended_slots) >= most:
+        if len(self._ended_handles) >= most:
             raise PoolNotReadyError(
                 f"data planes of pool {self.id!r} have not stopped {most} sessions that ended",
                 retry_delay_s=_RETRY_DELAY_S,
@@ -305,23 +305,23 @@ class Pool:
         roots.add(root)
 
     def open(self, session_id: int, tenant: str, root: bytes) -> int:
-        """Add a session; returns its slot. Raises QuotaExceededError."""
+        """Add a session; returns its handle. Raises QuotaExceededError."""
         owner = self._owners.setdefault(tenant, len(self._owners))
         if owner >= _MAX_TENANTS:
             del self._owners[tenant]
             raise QuotaExceededError(f"{_MAX_TENANTS} tenants have used the pool: restart it")
-        slot = self._slots[session_id] = self.native.open_session(root, owner)
-        return slot
+        handle = self._handles[session_id] = self.native.open_session(root, owner)
+        return handle
 
     def end(self, session: tpb.SessionRef, ordinal: int, *, lacks_receipt: bool = False) -> None:
-        """Remove a session and release all it held, that of many sequences in pieces; every shard
+        """Remove a session and release all it held, that of many sequences in slices; every shard
         must fence it. ``lacks_receipt``: it ends because a shard has not receipted a plan in time.
         """
-        slot = self._slots.pop(session.session_id)
-        self._ended_slots[session.session_id] = slot, self.now_s
+        handle = self._handles.pop(session.session_id)
+        self._ended_handles[session.session_id] = handle, self.now_s
         if lacks_receipt:
             self._suspect[session.session_id] = self.now_s
-        if self.native.end_session(slot, _PIECE_BLOCKS):
+        if self.native.end_session(handle, _SLICE_BLOCKS):
             self._ending[session.session_id] = False
         self.shards.fence(session, ordinal)
 
@@ -336,10 +336,10 @@ class Pool:
 
     def _fenced(self, session_id: int) -> None:
         """All shards have fenced the session, and none of its sequences is left."""
-        ended = self._ended_slots.pop(session_id, None)
+        ended = self._ended_handles.pop(session_id, None)
         if ended is not None:  # else it was of an earlier build
-            slot, since_s = ended
-            self.native.session_fenced(slot)
+            handle, since_s = ended
+            self.native.session_fenced(handle)
             self.statistics.fence_s.add(self.now_s - since_s)
 
     def work_some(self) -> None:
@@ -347,8 +347,8 @@ class Pool:
         if self.is_forgetting:
             self.forget_some()
         for session_id, is_fenced in [*self._ending.items()][:1]:
-            slot, _ = self._ended_slots[session_id]
-            if not self.native.end_some(slot, _PIECE_BLOCKS):
+            handle, _ = self._ended_handles[session_id]
+            if not self.native.end_some(handle, _SLICE_BLOCKS):
                 del self._ending[session_id]
                 if is_fenced:
                     self._fenced(session_id)
@@ -373,7 +373,7 @@ class Pool:
     def forget_some(self) -> None:
         """Take entries apart that were forgotten, for a few milliseconds."""
         self._has_forgotten = True
-        self.is_forgetting = any(core.forget_some(_PIECE_ENTRIES) for core in self.groups)
+        self.is_forgetting = any(core.forget_some(_SLICE_ENTRIES) for core in self.groups)
         if not self.is_forgetting:  # they may wait for it
             for follower in self.followers:
                 follower.wake()
@@ -400,7 +400,7 @@ class Pool:
 
     @property
     def _revision(self) -> int:
-        return self.lead.revision
+        return self.primary.revision
 
     def revision_of(self, native_revision: int) -> int:
         """The pool's revision for one of the present core."""
@@ -413,7 +413,7 @@ class Pool:
     def keep_changes(self) -> None:
         """Keep the changes of the index from now on, for followers."""
         if not self._keeps_changes:
-            self.lead.watch_enable(self._config.num_kept_changes)
+            self.primary.watch_enable(self._config.num_kept_changes)
             self._keeps_changes = True
 
     def wake_followers(self) -> None:

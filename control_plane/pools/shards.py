@@ -155,7 +155,7 @@ class FileForgets:
         self._sizes[tenant] = self._sizes.get(tenant, 0) + _size(message)
         return [_response(message)]
 
-    def told_again(self, shards: Iterable[int]) -> list[cpb.RegisterResponse]:
+    def second_notices(self, shards: Iterable[int]) -> list[cpb.RegisterResponse]:
         """What the shards with files are to be told when blocks have been withdrawn."""
         of_shards = frozenset(shards)
         if of_shards != self._shards:  # the pool may be divided in another way by now
@@ -233,7 +233,7 @@ class PoolShards:
         self.reports = Reports(layout, num_shards)
         self.states: dict[int, ShardState] = {}
         self._num_sessions = 0  # opened since the key was made
-        self._is_told = False  # something since the last take_told
+        self._was_notified = False  # something since the last take_notified
         # Ended session -> the shards that have not fenced it yet, and the message to them.
         self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
         self.file_forgets = FileForgets()
@@ -243,24 +243,24 @@ class PoolShards:
         state = self.states[hello.shard.index] = ShardState(hello, self.reports)
         state.outgoing.extend(self.fences_for(hello.shard.index))
         state.outgoing.extend(self.forgets_for(hello))
-        self._is_told = True
+        self._was_notified = True
         return state
 
     def add_report(self, index: int, part: cpb.BlockReport) -> None:
         """Add a part of a shard's report. Raises InvalidRequestError naming a field of it."""
         self.states[index].add_report(part)
-        self._is_told = True
+        self._was_notified = True
 
     def reconnect(self, hello: cpb.Hello) -> None:
         """Resume a shard on another stream."""
         index = hello.shard.index
         self.states[index].reconnect(hello, self.fences_for(index))
-        self._is_told = True
+        self._was_notified = True
 
     def ask_again(self, *, but: int) -> None:
         """Ask all shards but one to report again; what they reported before is dropped."""
         self.reports = Reports(self.layout, self.num_shards)
-        self._is_told = True
+        self._was_notified = True
         for i, state in self.states.items():
             if i != but:
                 state.ask_again(self.reports)
@@ -337,16 +337,16 @@ class PoolShards:
 
     # Messages
 
-    def take_told(self) -> list[int]:
+    def take_notified(self) -> list[int]:
         """The shards for which messages wait, if any were queued since the last call."""
-        if not self._is_told:
+        if not self._was_notified:
             return []
-        self._is_told = False
+        self._was_notified = False
         return [i for i, state in self.states.items() if state.outgoing]
 
     def send(self, messages: list[cpb.RegisterResponse]) -> None:
         """Queue messages for every connected shard; the others get all they missed on resuming."""
-        self._is_told = True
+        self._was_notified = True
         for state in self.states.values():
             if state.connected:
                 state.outgoing.extend(messages)
@@ -366,7 +366,7 @@ class PoolShards:
         some is told after them: ``forgets_for``.
         """
         if self.file_forgets.has_early:
-            messages = self.file_forgets.told_again(self.file_tiers)
+            messages = self.file_forgets.second_notices(self.file_tiers)
             self._send_to_files(
                 messages, but={i for i, x in self.states.items() if x.resends_from is not None}
             )
@@ -374,7 +374,7 @@ class PoolShards:
     def _send_to_files(
         self, messages: list[cpb.RegisterResponse], but: Collection[int] = ()
     ) -> None:
-        self._is_told = True
+        self._was_notified = True
         for i in self.file_tiers:
             if self.states[i].connected and i not in but:
                 self.states[i].outgoing.extend(messages)

@@ -18,7 +18,7 @@ ALLOCATION_BOUNDS_S: Final = (
     *(0.000005, 0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
 )
-# From a fence on loopback, or the next turn of the line, to what an operator looks into.
+# From a fence on loopback, or the next turn of the queue, to what an operator looks into.
 WAIT_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 DURATION_BOUNDS_S: Final = tuple(duration_bounds_s())
 # In the order of the native core.
@@ -30,8 +30,8 @@ _TIMES: Final = ("lifetime", "idle", "reuse_gap")
 class PoolStatistics:
     """Counts since the pool registered first. ``reclaimed_blocks``: of ended sessions, by why they
     ended. ``allocation_s``: by operation. ``fence_s``: from a session's end until it is fenced.
-    ``wait_s``: of admissions in the line until they are granted. ``reread_*``: tokens looked up and
-    found by admissions of sequences that had been cut.
+    ``wait_s``: of admissions in the queue until they are granted. ``reread_*``: tokens looked up
+    and found by admissions of sequences that had been cut.
     """
 
     num_expired_sessions: int = 0

@@ -7,7 +7,7 @@ changed. Otherwise all sessions of the pool end, every other shard fences them a
 and the pool is built again.
 
 Metadata is soft state: whoever holds the memory holds its metadata too. So a pool is built from
-reports of which block holds which prefix; the native core does it, a piece at a time
+reports of which block holds which prefix; the native core does it, a slice at a time
 (``csrc/blocks/recovery/rebuild.h``).
 
 - Generations go on from the highest that any shard or this control plane knows of a block, also for
@@ -48,8 +48,8 @@ MAX_SHARDS: Final = 1024
 _KEY_ID_BYTES: Final = (0, 16)
 
 
-# Blocks of one piece of a build: a millisecond or two.
-_PIECE_BLOCKS: Final = 4096
+# Blocks of one slice of a build: a millisecond or two.
+_SLICE_BLOCKS: Final = 4096
 # Pools of shards that have no more blocks are built at once.
 _SMALL_BLOCKS: Final = 4096
 
@@ -73,7 +73,7 @@ class Registration:
         self._new_key = new_key
         self._end_sessions = end_sessions
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
-        self._working: set[Pool] = set()  # have work that is done in pieces
+        self._working: set[Pool] = set()  # have work that is done in slices
         self._announcing: set[Pool] = set()  # have something to announce
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
@@ -187,11 +187,11 @@ class Registration:
         pool, _ = self._shard(pool_id, shard_index, epoch)
         pool.shards.file_forgets.done(done.forget_id, shard_index)
 
-    def take_told(self) -> list[tuple[str, int]]:
+    def take_notified(self) -> list[tuple[str, int]]:
         """The shards (pool, index) for which messages wait, of the pools touched since the last
         call.
         """
-        told = []
+        notified = []
         for pool in self.touched:
             if pool.has_announcements:
                 self._announcing.add(pool)
@@ -199,12 +199,12 @@ class Registration:
                 pool.wake_followers()
             if pool.has_work:
                 self._working.add(pool)
-            told += [(pool.id, i) for i in pool.shards.take_told()]
+            notified += [(pool.id, i) for i in pool.shards.take_notified()]
         self.touched.clear()
-        return told
+        return notified
 
     def has_announcements(self) -> bool:
-        """Whether ``announce`` has something to do, once ``take_told`` has been called."""
+        """Whether ``announce`` has something to do, once ``take_notified`` has been called."""
         return bool(self._announcing)
 
     def announce(self) -> None:
@@ -218,7 +218,7 @@ class Registration:
                 self._announcing.remove(pool)
 
     def has_work(self) -> bool:
-        """Whether ``work`` has something to do, once ``take_told`` has been called."""
+        """Whether ``work`` has something to do, once ``take_notified`` has been called."""
         return bool(self._working)
 
     def work(self) -> bool:
@@ -440,6 +440,6 @@ def begin_if_complete(pool: Pool) -> None:
 
 def build_some(pool: Pool) -> bool:
     """Go on with a build for a few milliseconds; returns whether the pool is built now."""
-    if all(rebuild.step(_PIECE_BLOCKS) for rebuild in pool.shards.reports.rebuilds):
+    if all(rebuild.step(_SLICE_BLOCKS) for rebuild in pool.shards.reports.rebuilds):
         pool.end_build()
     return pool.built

@@ -61,7 +61,7 @@ _PEAK_HELD: Final = _gauge("max_held_blocks", "The most device blocks ever held 
 _SESSIONS: Final = _gauge("sessions", "Open sessions.")
 _SEQUENCES: Final = _gauge(
     "sequences",
-    "Sequences: live ones by tier, and admissions and swap-ins that wait in the line.",
+    "Sequences: live ones by tier, and admissions and swap-ins that wait in the queue.",
     "state",
 )
 _POOL_READY: Final = _gauge("pool_ready", "1 when sessions can be opened.")
@@ -113,7 +113,7 @@ _ALLOCATION_DURATION: Final = _histogram(
     "operation",
 )
 _ADMISSION_WAIT: Final = _histogram(
-    "admission_wait", "Time that granted admissions waited in the line.", WAIT_BOUNDS_S
+    "admission_wait", "Time that granted admissions waited in the queue.", WAIT_BOUNDS_S
 )
 _FENCE_DURATION: Final = _histogram(
     "fence_duration",
@@ -160,7 +160,7 @@ _INDEX_CHANGES: Final = _counter("index_changes", "Changes of the prefix index: 
 _COPIES: Final = _counter("copies_on_write", "Blocks copied for their writer.")
 _SWAPPED: Final = _counter("swapped_blocks", "Blocks swapped between the tiers.", "direction")
 _GRANTED: Final = _counter(
-    "granted_admissions", "Admissions that waited in the line and were granted."
+    "granted_admissions", "Admissions that waited in the queue and were granted."
 )
 _CUT: Final = _counter(
     "cut_sequences",
@@ -295,9 +295,9 @@ def _num_items(operation: pb.Operation, kind: str) -> int:
 
 
 def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
-    pool_id, told = pool.pool_id, pool.description
+    pool_id, description = pool.pool_id, pool.description
     blocks = Counter[tuple[str, str]]()  # of all layer groups
-    for tier in told.usage.tiers:
+    for tier in description.usage.tiers:
         name = _TIER_NAMES[tier.tier]
         blocks[name, "free"] += tier.num_free_blocks
         blocks[name, "cached"] += tier.num_cached_blocks
@@ -306,11 +306,11 @@ def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
     for (name, state), num_blocks in blocks.items():
         samples.add(_BLOCKS, num_blocks, pool_id, name, state)
     for declaration, value in (
-        (_PEAK_HELD, told.counters.max_held_blocks),
-        (_SESSIONS, told.num_sessions),
-        (_POOL_READY, told.ready),
+        (_PEAK_HELD, description.counters.max_held_blocks),
+        (_SESSIONS, description.num_sessions),
+        (_POOL_READY, description.ready),
         (_SHARDS, pool.num_shards),
-        (_REGISTERED, sum(shard.connected for shard in told.shards)),
+        (_REGISTERED, sum(shard.connected for shard in description.shards)),
         (_PLANS_IN_FLIGHT, pool.num_plans_in_flight),
         (_OLDEST_PLAN, pool.oldest_plan_s),
         (_OLDEST_RETIRED, pool.oldest_release_s),

@@ -103,7 +103,7 @@ class Registrar:
 
     def flush(self) -> None:
         """Move the messages that the core has queued to their streams."""
-        for key in self._core.take_told():
+        for key in self._core.take_notified():
             stream = self._streams.get(key)
             if stream is not None and (outgoing := self._core.take_outgoing(*key)):
                 self._send(stream, outgoing)

@@ -1,7 +1,7 @@
 """The control plane's gRPC service: passes requests to the core and returns its answers.
 
 All of it runs on one event loop, and a call into the core is never interrupted, so the core needs
-no locks. Requests that take long run one at a time, in pieces between which other sessions are
+no locks. Requests that take long run one at a time, in slices between which other sessions are
 served.
 """
 
@@ -23,8 +23,8 @@ from control_plane.core import ControlPlane
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.steps.large_answers import LargeAnswer
-from control_plane.steps.pieces import Pieces
 from control_plane.steps.requests import Request
+from control_plane.steps.slices import Slices
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.callers.identity import caller
@@ -68,9 +68,9 @@ class LongRequests:
         while (task := self._running.get(session_id)) is not None:
             await asyncio.wait([task])
 
-    async def run(self, session_id: int, pieces: Pieces[Any]) -> Any:
-        """What the pieces come to, or what they raise. The session has no other such request."""
-        task = self._running[session_id] = asyncio.create_task(self._run(session_id, pieces))
+    async def run(self, session_id: int, slices: Slices[Any]) -> Any:
+        """What the slices come to, or what they raise. The session has no other such request."""
+        task = self._running[session_id] = asyncio.create_task(self._run(session_id, slices))
         # Not at the end of the task: one that is cancelled at once does not even begin.
         task.add_done_callback(partial(self._forget, session_id))
         try:
@@ -80,11 +80,11 @@ class LongRequests:
                 task.cancel()
             raise
 
-    async def _run(self, session_id: int, pieces: Pieces[Any]) -> Any:
+    async def _run(self, session_id: int, slices: Slices[Any]) -> Any:
         async with self._lane:
             self._begun = session_id
             try:
-                return await _run_all(pieces)
+                return await _run_all(slices)
             finally:
                 self._begun = None
 
@@ -95,10 +95,10 @@ class LongRequests:
             self._ended()
 
 
-async def _run_all(pieces: Pieces[Any]) -> Any:
+async def _run_all(slices: Slices[Any]) -> Any:
     while True:
         try:
-            next(pieces)
+            next(slices)
         except StopIteration as end:
             return end.value
         for _ in range(TURNS_OF_A_CALL):
@@ -151,7 +151,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self.flush()
 
     async def work(self) -> None:
-        """Do the core's long work, in pieces between requests. Runs until cancelled."""
+        """Do the core's long work, in slices between requests. Runs until cancelled."""
         while True:
             await self._registrar.has_work.wait()
             self._registrar.has_work.clear()
@@ -284,18 +284,18 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def CheckOperations(
         self, request: pb.CheckOperationsRequest, context: _Context
     ) -> pb.CheckOperationsResponse:
-        pieces = self._core.check_operations(request, caller().tenant)
+        slices = self._core.check_operations(request, caller().tenant)
         session_id = request.session.session_id
         await self._long.wait(session_id)
         try:
-            next(pieces)
+            next(slices)
             while True:
                 await self._long.wait(session_id)
-                async with self._long_checks:  # for a piece only: others take turns with it
+                async with self._long_checks:  # for a slice only: others take turns with it
                     for _ in range(TURNS_OF_A_CALL):
                         await asyncio.sleep(0)
                     if not self._long.is_running(session_id):
-                        next(pieces)
+                        next(slices)
         except StopIteration as end:
             return cast(pb.CheckOperationsResponse, end.value)
 
@@ -382,7 +382,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         await self._long.wait(session_id)
         try:
             if self._core.takes_long(request):
-                return await self._long.run(session_id, self._core.in_pieces(request, tenant))
+                return await self._long.run(session_id, self._core.in_slices(request, tenant))
             return self._core.answer(request, tenant)
         finally:  # one that failed as a whole may have applied its receipts
             self.flush()

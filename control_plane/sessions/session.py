@@ -1,6 +1,6 @@
 """One engine's lease on a pool: its numbers, its plans in flight, and why ended ones ended.
 
-Its sequences, their tables and the draft of its next plan are in the native core, under ``slot``.
+Its sequences, their tables and the draft of its next plan are in the native core, under ``handle``.
 Invariant: a plan is in ``plans`` until it is receipted or aborted.
 """
 
@@ -54,6 +54,7 @@ class Session:
         "done",
         "epochs",
         "expires_at_s",
+        "handle",
         "id",
         "last_plan",
         "native",
@@ -65,7 +66,6 @@ class Session:
         "receipted",
         "ref",
         "root",
-        "slot",
         "tenant",
     )
 
@@ -90,7 +90,7 @@ class Session:
         self.root = root
         self.expires_at_s = 0.0
         self.epochs = pool.epochs  # of the shards; a session ends when one of them changes
-        self.slot = pool.open(self.id, tenant, root)
+        self.handle = pool.open(self.id, tenant, root)
         self.native = pool.native
         self.numbers = Numbering(num_answers)
         self.last_plan = 0
@@ -107,11 +107,11 @@ class Session:
     @property
     def resync_due(self) -> bool:
         """Whether the next plan says what all tables are."""
-        return self.native.resync_due(self.slot)
+        return self.native.resync_due(self.handle)
 
     def num_held(self) -> int:
         """Blocks in its tables, of all layer groups and both tiers."""
-        return sum(group.num_blocks_held(self.slot) for group in self.pool.groups)
+        return sum(group.num_blocks_held(self.handle) for group in self.pool.groups)
 
     def end(self, *, lacks_receipt: bool = False) -> None:
         """Release all blocks. They are retired until every shard has fenced the session."""

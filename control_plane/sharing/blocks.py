@@ -1,4 +1,4 @@
-"""The device blocks of a pool as the line sees them."""
+"""The device blocks of a pool as the queue sees them."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ class DeviceBlocks:
         return self._pool.num_blocks(_DEVICE)
 
     def num_obtainable(self, session: int) -> int:
-        return self._pool.native.num_obtainable(self._slot(session), _DEVICE)
+        return self._pool.native.num_obtainable(self._handle(session), _DEVICE)
 
     def num_pending(self, session: int) -> int:
-        return self._pool.native.num_pending(self._slot(session), _DEVICE)
+        return self._pool.native.num_pending(self._handle(session), _DEVICE)
 
     def num_held(self, session: int, sequence: int) -> int:
         member, native = self._members[session], self._pool.native
-        group = member.groups.by_key(sequence)
-        slot = member.session.slot
-        return sum(native.num_held(slot, i) for i in group.members - group.swapped)
+        family = member.families.by_key(sequence)
+        handle = member.session.handle
+        return sum(native.num_held(handle, i) for i in family.members - family.swapped)
 
     def num_held_by(self, session: int) -> int:
         member, native = self._members[session], self._pool.native
-        held = native.num_blocks_held(member.session.slot)  # of both tiers
-        groups = member.groups.all() if held > self.num_blocks // 8 else []
-        if any(group.swapped for group in groups):
-            return sum(self.num_held(session, group.key) for group in groups)
+        held = native.num_blocks_held(member.session.handle)  # of both tiers
+        families = member.families.all() if held > self.num_blocks // 8 else []
+        if any(family.swapped for family in families):
+            return sum(self.num_held(session, family.key) for family in families)
         return held
 
     def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
         member, native = self._members[session], self._pool.native
-        group = member.groups.by_key(sequence)
-        slot = member.session.slot
-        each = [native.last_progress(slot, i) for i in group.members - group.swapped]
+        family = member.families.by_key(sequence)
+        handle = member.session.handle
+        each = [native.last_progress(handle, i) for i in family.members - family.swapped]
         return max(at_s for at_s, _ in each), any(is_computed for _, is_computed in each)
 
     def retired_since(self, session: int) -> float | None:
         """When the session's oldest plan in flight was made, if blocks wait for its receipt."""
-        if not self._pool.native.num_own_retired(self._slot(session), _DEVICE):
+        if not self._pool.native.num_own_retired(self._handle(session), _DEVICE):
             return None
         return self._members[session].session.oldest_plan_s()
 
-    def _slot(self, session: int) -> int:
-        return self._members[session].session.slot
+    def _handle(self, session: int) -> int:
+        return self._members[session].session.handle

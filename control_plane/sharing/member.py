@@ -1,4 +1,4 @@
-"""What sharing a pool means for one session: its groups, its place in the line, its news."""
+"""What sharing a pool means for one session: its families, its position in the queue, its news."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from control_plane.sessions.session import Session
-from control_plane.sharing.groups import Group, Groups
+from control_plane.sharing.families import Families, Family
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64, UINT8
@@ -17,10 +17,10 @@ _MAX_REVOKED: Final = 4096
 
 
 @dataclass(slots=True)
-class Waiting:
-    """What a session has its place in the line for: an admission, which step ``number`` asked for,
-    or with no message a swap-in. ``since_s``: when it came to the line. ``lapses_s``: when a
-    swap-in that has come to its turn loses it.
+class QueuedAdmission:
+    """What a session is queued for: an admission, which step ``number`` asked for, or with no
+    message a swap-in. ``since_s``: when it came to the queue. ``lapses_s``: when a swap-in that has
+    come to its turn loses it.
     """
 
     key: int
@@ -46,18 +46,18 @@ class Member:
     """A session among those that share its pool.
 
     ``news``: what its next answer tells, None when nothing happened. ``is_drafted``: whether its
-    next plan carries what happened outside of its steps. ``wanted``: for each group whose growth
+    next plan carries what happened outside of its steps. ``wanted``: for each family whose growth
     is blocked, the sequence that asked.
     """
 
     __slots__ = (
         "_with_news",
-        "groups",
+        "families",
         "is_drafted",
         "news",
+        "queued",
         "revoked",
         "session",
-        "waiting",
         "wanted",
     )
 
@@ -65,8 +65,8 @@ class Member:
         """``with_news``: sessions that have news, to which it adds itself."""
         self.session = session
         self._with_news = with_news
-        self.groups = Groups()
-        self.waiting: Waiting | None = None
+        self.families = Families()
+        self.queued: QueuedAdmission | None = None
         self.wanted: dict[int, int] = {}
         self.news: cpb.News | None = None
         self.is_drafted = False
@@ -78,7 +78,7 @@ class Member:
         self._with_news.discard(self.session.id)
         return news
 
-    def tell_granted(self, message: cpb.Admit, num_cached: int, num_blocks: int) -> None:
+    def notify_granted(self, message: cpb.Admit, num_cached: int, num_blocks: int) -> None:
         """The admission that waited was granted."""
         self._news().granted.add(
             sequence_id=message.sequence_id,
@@ -87,7 +87,7 @@ class Member:
             num_blocks=num_blocks,
         )
 
-    def tell_cut(self, sequence_id: int, reason: cpb.CutReason) -> None:
+    def notify_cut(self, sequence_id: int, reason: cpb.CutReason) -> None:
         """A sequence was cut."""
         news = self._news()
         news.cut_sequence_ids += columns.pack(INT64, [sequence_id])
@@ -97,11 +97,11 @@ class Member:
         while len(self.revoked) > _MAX_REVOKED:
             self.revoked.popitem(last=False)
 
-    def tell_pressure(self, group: Group, num_blocks: int, time_left_s: float) -> None:
-        """The session is asked to release what a group holds."""
+    def notify_pressure(self, family: Family, num_blocks: int, time_left_s: float) -> None:
+        """The session is asked to release what a family holds."""
         pressure = self._news().pressure
         pressure.num_blocks += num_blocks
-        pressure.sequence_ids += columns.pack(INT64, sorted(group.members - group.swapped))
+        pressure.sequence_ids += columns.pack(INT64, sorted(family.members - family.swapped))
         if not pressure.HasField("deadline"):
             pressure.deadline.FromNanoseconds(int(time_left_s * 1e9))
 

@@ -1,8 +1,8 @@
-"""Who gets the blocks of one pool: the line's decisions, and what they do to sessions.
+"""Who gets the blocks of one pool: the queue's decisions, and what they do to sessions.
 
     operation of a session ──► the core has room, nobody waits ──► done
-                           └─► otherwise the line is asked ──► done, LATER, or a place in the line
-    blocks came back, a timer ──► waiting admissions and blocked growth are granted, sequences cut
+                           └─► otherwise the queue is asked ──► done, LATER, or queued
+    blocks came back, a timer ──► queued admissions and blocked growth are granted, sequences cut
 
 While nobody waits and no growth is blocked, an operation costs no more than the core's own call.
 Blocks that a blocked sequence is granted are in its table before it asks again. A swap-in keeps its
@@ -24,16 +24,16 @@ from control_plane.admission.decisions import (
     Cut,
     EndSession,
     Growth,
-    Place,
+    MustWait,
     Pressure,
     Reason,
 )
-from control_plane.admission.line import Line
+from control_plane.admission.queue import AdmissionQueue
 from control_plane.pools.pool import Pool
 from control_plane.sessions.session import Session
 from control_plane.sharing.blocks import DeviceBlocks
-from control_plane.sharing.groups import Group
-from control_plane.sharing.member import Member, Waiting
+from control_plane.sharing.families import Family
+from control_plane.sharing.member import Member, QueuedAdmission
 from kvplane.errors import SequenceExistsError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -50,7 +50,7 @@ _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # No pool has so many blocks: the core refuses, and says how many are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
-_HELD_S: Final = 0.01  # until a request in pieces may have ended
+_HELD_S: Final = 0.01  # until a request in slices may have ended
 _ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
@@ -60,7 +60,7 @@ _REASONS: Final = {
 
 
 class Sharing:
-    """The sessions of one pool, and their line."""
+    """The sessions of one pool, and their queue."""
 
     def __init__(
         self,
@@ -69,34 +69,34 @@ class Sharing:
     ) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
-        self.is_held = False  # while a session's request runs in pieces: nothing is decided
+        self.is_held = False  # while a session's request runs in slices: nothing is decided
         self._pool = pool
         self._config = config
-        self._line = Line(DeviceBlocks(pool, self.members), config)
+        self._queue = AdmissionQueue(DeviceBlocks(pool, self.members), config)
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits: an operation is the core's own call, and ``started`` if that was an
         admission.
         """
-        return self._line.is_idle
+        return self._queue.is_idle
 
     @property
     def num_headroom(self) -> int:
         """Blocks that an admission leaves free."""
-        return self._line.num_headroom()
+        return self._queue.num_headroom()
 
     # Sessions
 
     def open(self, session: Session) -> Member:
         """Add a session."""
         member = self.members[session.id] = Member(session, self.with_news)
-        self._line.open(session.id)
+        self._queue.open(session.id)
         return member
 
     def close(self, session_id: int) -> None:
         """Remove a session that ends."""
-        self._line.close(session_id)
+        self._queue.close(session_id)
         del self.members[session_id]
         self.with_news.discard(session_id)
 
@@ -110,41 +110,41 @@ class Sharing:
 
     def admit(
         self, member: Member, message: cpb.Admit, admit: Callable[[int], Done | Failure]
-    ) -> tuple[Done | Failure, Place | None]:
+    ) -> tuple[Done | Failure, MustWait | None]:
         """What ``admit(headroom)`` of the core does, and the place of an admission that waits.
 
         Raises SequenceExistsError when another admission that waits has the id.
         """
-        waiting, line = member.waiting, self._line
+        waiting, queue = member.queued, self._queue
         is_again = waiting is not None and waiting.is_of(message.sequence_id)
         if waiting is not None and not is_again:
             _require_other_ids(waiting, message)
-        done = admit(self._headroom() if line.is_idle else _PROBE)
-        key = waiting.key if waiting is not None and is_again else member.groups.new_key()
-        place: Place | None = None
+        done = admit(self._headroom() if queue.is_idle else _PROBE)
+        key = waiting.key if waiting is not None and is_again else member.families.new_key()
+        must_wait: MustWait | None = None
         if len(done) == 5 and done[1] in LATER:
-            place = self._ask(member, key, done[2], wait=message.wait)
-            if place is None:
+            must_wait = self._ask(member, key, done[2], wait=message.wait)
+            if must_wait is None:
                 done = admit(self._headroom())
         if len(done) == 3:
             self._started(member, key, message, done[0])
-        elif place is not None and place.sequence == key:
+        elif must_wait is not None and must_wait.sequence == key:
             since_s = waiting.since_s if waiting is not None else self._pool.now_s
-            member.waiting = Waiting(key, message, member.session.numbers.last, since_s)
-        return done, place
+            member.queued = QueuedAdmission(key, message, member.session.numbers.last, since_s)
+        return done, must_wait
 
-    def why_later(self, member: Member, failure: Failure) -> Place | None:
+    def why_later(self, member: Member, failure: Failure) -> MustWait | None:
         """Of ``admit``, without ``wait`` and while nobody waits, that the core answered LATER."""
-        return self._ask(member, member.groups.new_key(), failure[2], wait=False)
+        return self._ask(member, member.families.new_key(), failure[2], wait=False)
 
     def append(self, member: Member, message: cpb.Append) -> tuple[bytes, list[Failure] | None]:
         """Extend sequences, the oldest ones that wait for blocks first."""
-        native, slot = member.session.native, member.session.slot
-        is_blocked = self._line.is_growth_blocked
-        num_obtainable = 0 if is_blocked else native.num_obtainable(slot, _DEVICE)
+        native, handle = member.session.native, member.session.handle
+        is_blocked = self._queue.is_growth_blocked
+        num_obtainable = 0 if is_blocked else native.num_obtainable(handle, _DEVICE)
         if is_blocked or most_growth(message, self._pool.block_size) > num_obtainable:
             growth = native.growth(
-                slot,
+                handle,
                 message.sequence_ids,
                 message.first_positions,
                 message.num_slots,
@@ -153,7 +153,7 @@ class Sharing:
             if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
                 return self._append_in_turn(member, message)
         return native.append(
-            slot,
+            handle,
             message.sequence_ids,
             message.first_positions,
             message.num_slots,
@@ -164,17 +164,17 @@ class Sharing:
 
     def fork(self, member: Member, message: cpb.Fork) -> tuple[bytes, list[Failure] | None]:
         """Fork sequences. The ids of an admission that waits are taken."""
-        native, slot, waiting = member.session.native, member.session.slot, member.waiting
+        native, handle, waiting = member.session.native, member.session.handle, member.queued
         ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
         parents = columns.read(
             INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
         )
         items = [i for i, id_ in enumerate(ids) if waiting is None or not waiting.names(id_)]
         if len(items) == len(ids):
-            done, failures = native.fork(slot, message.parent_sequence_ids, message.sequence_ids)
+            done, failures = native.fork(handle, message.parent_sequence_ids, message.sequence_ids)
         else:
             column, refused = native.fork(
-                slot,
+                handle,
                 columns.pack(INT64, [parents[i] for i in items]),
                 columns.pack(INT64, [ids[i] for i in items]),
             )
@@ -186,7 +186,7 @@ class Sharing:
         not_done = {failure[0] for failure in failures or ()}
         for item, sequence_id in enumerate(ids):
             if item not in not_done:
-                member.groups.fork(parents[item], sequence_id)
+                member.families.fork(parents[item], sequence_id)
                 member.revoked.pop(sequence_id, None)
         return done, failures
 
@@ -200,7 +200,7 @@ class Sharing:
         refused = {failure[0]: failure for failure in failures or ()}
         for item, sequence_id in enumerate(ids):
             if item not in refused:
-                self._gone(member, member.groups.remove(sequence_id))
+                self._gone(member, member.families.remove(sequence_id))
             elif refused[item][1] == _native.NOT_FOUND and self._forgotten(member, sequence_id):
                 del refused[item]
         return list(refused.values()) or None
@@ -208,31 +208,33 @@ class Sharing:
     def swapped_out(self, member: Member, sequence_ids: bytes) -> None:
         """Sequences were swapped out."""
         for sequence_id in columns.read(INT64, sequence_ids, "sequence_ids"):
-            group = member.groups.of(sequence_id)
-            group.swapped.add(sequence_id)
-            self._settle(member, group)
+            family = member.families.of(sequence_id)
+            family.swapped.add(sequence_id)
+            self._settle(member, family)
 
     def swap_in(
         self, member: Member, sequence_ids: bytes, swap: Callable[[int], int | Failure]
-    ) -> tuple[int | Failure, Place | None]:
-        """Let ``swap(headroom)`` bring sequences in, which the line treats as an admission."""
-        line, headroom = self._line, self._headroom()
-        done = swap(headroom if line.is_idle else _PROBE)
-        place: Place | None = None
+    ) -> tuple[int | Failure, MustWait | None]:
+        """Let ``swap(headroom)`` bring sequences in, which the queue treats as an admission."""
+        queue, headroom = self._queue, self._headroom()
+        done = swap(headroom if queue.is_idle else _PROBE)
+        must_wait: MustWait | None = None
         ids = columns.read(INT64, sequence_ids, "sequence_ids")
         if not isinstance(done, int) and done[1] in LATER:
-            group = member.groups.of(ids[0])
-            place = None if group.in_line else self._ask(member, group.key, done[2], wait=True)
-            if place is None:
+            family = member.families.of(ids[0])
+            must_wait = (
+                None if family.is_live else self._ask(member, family.key, done[2], wait=True)
+            )
+            if must_wait is None:
                 done = swap(headroom)
-            elif place.sequence == group.key and member.waiting is None:
-                member.waiting = Waiting(group.key, None, 0, self._pool.now_s)
+            elif must_wait.sequence == family.key and member.queued is None:
+                member.queued = QueuedAdmission(family.key, None, 0, self._pool.now_s)
         if isinstance(done, int):
             for sequence_id in ids:
-                group = member.groups.of(sequence_id)
-                group.swapped.discard(sequence_id)
-                self._settle(member, group)
-        return done, place
+                family = member.families.of(sequence_id)
+                family.swapped.discard(sequence_id)
+                self._settle(member, family)
+        return done, must_wait
 
     def aborted(self, member: Member, sequences: cpb.SequenceStates) -> None:
         """Plans were aborted: sequences may be on other tiers than they were. ``sequences``: all of
@@ -243,17 +245,17 @@ class Sharing:
             ids = columns.read(INT64, sequences.sequence_ids, "sequence_ids")
             tiers = columns.read(UINT8, sequences.tiers, "tiers")
             on_host = {i for i, tier in zip(ids, tiers, strict=True) if tier != _DEVICE}
-        for group in member.groups.all():
-            group.swapped = group.members & on_host if on_host else set()
-            self._settle(member, group)
+        for family in member.families.all():
+            family.swapped = family.members & on_host if on_host else set()
+            self._settle(member, family)
 
     # What is done for sessions outside of their steps
 
     def serve(self) -> None:
         """Give blocks that came back to those who wait. Call it whenever some may have."""
-        if self._line.is_idle or self.is_held:
+        if self._queue.is_idle or self.is_held:
             return
-        while (grant := self._line.next_grant(self._pool.now_s)) is not None:
+        while (grant := self._queue.next_grant(self._pool.now_s)) is not None:
             if isinstance(grant, Growth):
                 self._grow(self.members[grant.session], grant)
             elif not self._grant(self.members[grant.session], grant):
@@ -264,38 +266,40 @@ class Sharing:
         to end because their missing receipts keep blocks from others.
         """
         now_s, ended = self._pool.now_s, list[Session]()
-        if self._line.is_idle:
+        if self._queue.is_idle:
             return math.inf, ended
         if self.is_held:
             return _HELD_S, ended
-        for decision in self._line.tick(now_s):
+        for decision in self._queue.tick(now_s):
             member = self.members[decision.session]
             if isinstance(decision, Pressure):
-                group = member.groups.by_key(decision.sequence)
-                member.tell_pressure(group, decision.num_blocks, decision.deadline_s - now_s)
+                family = member.families.by_key(decision.sequence)
+                member.notify_pressure(family, decision.num_blocks, decision.deadline_s - now_s)
             elif isinstance(decision, Cut):
                 self._cut(member, decision)
             elif isinstance(decision, EndSession):
                 ended.append(member.session)
         for member in self.members.values():
-            waiting = member.waiting
+            waiting = member.queued
             if waiting is not None and waiting.lapses_s is not None and waiting.lapses_s <= now_s:
-                self._line.withdraw(member.session.id, waiting.key)
-                member.waiting = None
+                self._queue.withdraw(member.session.id, waiting.key)
+                member.queued = None
         self.serve()
         return self._config.grace_s / 4, ended
 
     # Helpers
 
     def _headroom(self) -> int:
-        return self._line.num_headroom()
+        return self._queue.num_headroom()
 
-    def _ask(self, member: Member, key: int, num_needed: int, *, wait: bool) -> Place | None:
+    def _ask(self, member: Member, key: int, num_needed: int, *, wait: bool) -> MustWait | None:
         num_needed = min(num_needed, self._pool.num_blocks(_DEVICE))
-        place = self._line.admit(member.session.id, key, num_needed, self._pool.now_s, wait=wait)
-        if place is not None and place.sequence != key:
-            return Place(place.reason)  # the session's place is for another sequence
-        return place
+        must_wait = self._queue.admit(
+            member.session.id, key, num_needed, self._pool.now_s, wait=wait
+        )
+        if must_wait is not None and must_wait.sequence != key:
+            return MustWait(must_wait.reason)  # the session's place is for another sequence
+        return must_wait
 
     def _started(self, member: Member, key: int, message: cpb.Admit, num_cached: int) -> None:
         ids = [message.sequence_id]
@@ -310,11 +314,11 @@ class Sharing:
         self, member: Member, key: int, ids: list[int], num_looked_up: int, num_cached: int
     ) -> None:
         """Sequences were admitted together, the first of which was looked up by so many tokens.
-        ``key``: a new one of the member's groups, or that of the admission that waited.
+        ``key``: a new one of the member's families, or that of the admission that waited.
         """
-        member.groups.add(key, ids)
-        if member.waiting is not None and member.waiting.key == key:
-            member.waiting = None
+        member.families.add(key, ids)
+        if member.queued is not None and member.queued.key == key:
+            member.queued = None
         was_cut = ids[0] in member.revoked
         for sequence_id in ids if member.revoked else ():
             member.revoked.pop(sequence_id, None)
@@ -322,13 +326,13 @@ class Sharing:
             statistics = self._pool.statistics
             statistics.reread_lookup_tokens += num_looked_up
             statistics.reread_hit_tokens += num_cached
-        self._line.started(member.session.id, key, self._pool.now_s)
+        self._queue.started(member.session.id, key, self._pool.now_s)
 
     def _append_in_turn(
         self, member: Member, message: cpb.Append
     ) -> tuple[bytes, list[Failure] | None]:
         """Item by item: no growth passes an older one that is blocked."""
-        native, slot = member.session.native, member.session.slot
+        native, handle = member.session.native, member.session.handle
         num = columns.count(INT64, message.sequence_ids)
         given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
         checks.token_columns(given, message.token_ids)
@@ -345,25 +349,25 @@ class Sharing:
                 column[4 * item : 4 * item + 4]
                 for column in (message.num_slots, message.num_tokens, message.num_lookahead_slots)
             )
-            growth = native.growth(slot, ids, firsts, slots, ahead)
+            growth = native.growth(handle, ids, firsts, slots, ahead)
             (num_needed,) = columns.read(INT32, growth, "growth")
             (sequence_id,) = columns.read(INT64, ids, "sequence_ids")
             if num_needed and not self._may_grow(member, sequence_id, num_needed):
-                num_obtainable = native.num_obtainable(slot, _DEVICE)
+                num_obtainable = native.num_obtainable(handle, _DEVICE)
                 failures.append((item, _native.LATER, num_needed, num_obtainable, _DEVICE))
                 done += bytes(4)
             else:
                 token_ids = message.token_ids[begin:end]
-                one, refused = native.append(slot, ids, firsts, slots, tokens, token_ids, ahead)
+                one, refused = native.append(handle, ids, firsts, slots, tokens, token_ids, ahead)
                 failures += [(item, *failure[1:]) for failure in refused or ()]
                 done += one
             begin = end
         return bytes(done), failures or None
 
     def _may_grow(self, member: Member, sequence_id: int, num_needed: int) -> bool:
-        """Ask the line for the growth of a sequence, which else waits for it."""
-        key = member.groups.of(sequence_id).key
-        if self._line.may_grow(member.session.id, key, num_needed, self._pool.now_s):
+        """Ask the queue for the growth of a sequence, which else waits for it."""
+        key = member.families.of(sequence_id).key
+        if self._queue.may_grow(member.session.id, key, num_needed, self._pool.now_s):
             member.wanted.pop(key, None)
             return True
         member.wanted[key] = sequence_id
@@ -371,23 +375,23 @@ class Sharing:
 
     def _grow(self, member: Member, grant: Growth) -> None:
         """Give a blocked sequence the blocks that it asked for, ahead of its next append."""
-        native, slot = member.session.native, member.session.slot
+        native, handle = member.session.native, member.session.handle
         sequence_id = member.wanted.pop(grant.sequence, 0)
-        if native.has_sequence(slot, sequence_id):
-            native.reserve(slot, sequence_id, grant.num_blocks)
+        if native.has_sequence(handle, sequence_id):
+            native.reserve(handle, sequence_id, grant.num_blocks)
             member.is_drafted = True
 
     def _grant(self, member: Member, grant: Admission) -> bool:
-        """Admit the head of the line; whether the next can be served now."""
-        session, waiting = member.session, member.waiting
-        assert waiting is not None, "the line has a place that its session does not know of"
+        """Admit the head of the queue; whether the next can be served now."""
+        session, waiting = member.session, member.queued
+        assert waiting is not None, "the queue has a place that its session does not know of"
         message = waiting.message
         if message is None:  # a swap-in: the session has to ask again, soon
             if waiting.lapses_s is None:
                 waiting.lapses_s = self._pool.now_s + self._config.grace_s
             return False
         done = session.native.grant(
-            session.slot,
+            session.handle,
             waiting.number,
             message.sequence_id,
             message.token_ids,
@@ -399,70 +403,70 @@ class Sharing:
         )
         if len(done) == 3:
             self._started(member, waiting.key, message, done[0])
-            member.tell_granted(message, done[0], done[1])
+            member.notify_granted(message, done[0], done[1])
             member.is_drafted = True
             self._pool.num_granted_admissions += 1
             self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
         if done[1] in LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
-        # The head of the line cannot be admitted as things are: it leaves the line.
-        self._line.withdraw(session.id, waiting.key)
-        member.waiting = None
+        # The head of the queue cannot be admitted as things are: it leaves the queue.
+        self._queue.withdraw(session.id, waiting.key)
+        member.queued = None
         by_quota = done[1] in _QUOTA
         reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE
-        member.tell_cut(message.sequence_id, reason)
+        member.notify_cut(message.sequence_id, reason)
         return True
 
     def _cut(self, member: Member, cut: Cut) -> None:
-        session, group = member.session, member.groups.by_key(cut.sequence)
-        group.in_line = False
-        member.wanted.pop(group.key, None)
-        for sequence_id in sorted(group.members - group.swapped):
-            session.native.cut(session.slot, sequence_id)
-            member.groups.remove(sequence_id)
-            member.tell_cut(sequence_id, _REASONS[cut.reason])
+        session, family = member.session, member.families.by_key(cut.sequence)
+        family.is_live = False
+        member.wanted.pop(family.key, None)
+        for sequence_id in sorted(family.members - family.swapped):
+            session.native.cut(session.handle, sequence_id)
+            member.families.remove(sequence_id)
+            member.notify_cut(sequence_id, _REASONS[cut.reason])
             self._pool.statistics.cut_sequences[cut.reason.name.lower()] += 1
         member.is_drafted = True
 
-    def _gone(self, member: Member, group: Group) -> None:
-        """A sequence of the group was freed."""
-        if group.members:
-            self._settle(member, group)
+    def _gone(self, member: Member, family: Family) -> None:
+        """A sequence of the family was freed."""
+        if family.members:
+            self._settle(member, family)
             return
-        if group.in_line:
-            group.in_line = False
-            member.wanted.pop(group.key, None)
-            self._line.ended(member.session.id, group.key)
-        if member.waiting is not None and member.waiting.key == group.key:
-            self._line.withdraw(member.session.id, group.key)
-            member.waiting = None
+        if family.is_live:
+            family.is_live = False
+            member.wanted.pop(family.key, None)
+            self._queue.ended(member.session.id, family.key)
+        if member.queued is not None and member.queued.key == family.key:
+            self._queue.withdraw(member.session.id, family.key)
+            member.queued = None
 
-    def _settle(self, member: Member, group: Group) -> None:
-        """Let the line know whether the group holds device blocks."""
-        if group.is_on_device == group.in_line:
+    def _settle(self, member: Member, family: Family) -> None:
+        """Let the queue know whether the family holds device blocks."""
+        if family.is_on_device == family.is_live:
             return
-        group.in_line = group.is_on_device
+        family.is_live = family.is_on_device
         session_id = member.session.id
-        if not group.in_line:
-            member.wanted.pop(group.key, None)
-            self._line.swapped_out(session_id, group.key)
+        if not family.is_live:
+            member.wanted.pop(family.key, None)
+            self._queue.swapped_out(session_id, family.key)
             return
-        if member.waiting is not None and member.waiting.key == group.key:
-            member.waiting = None
-        self._line.started(session_id, group.key, self._pool.now_s)
+        if member.queued is not None and member.queued.key == family.key:
+            member.queued = None
+        self._queue.started(session_id, family.key, self._pool.now_s)
 
     def _forgotten(self, member: Member, sequence_id: int) -> bool:
         """Whether the id was of an admission that waited, or of a sequence that was cut."""
-        waiting = member.waiting
+        waiting = member.queued
         if waiting is not None and waiting.message is not None and waiting.names(sequence_id):
-            self._line.withdraw(member.session.id, waiting.key)
-            member.waiting = None
+            self._queue.withdraw(member.session.id, waiting.key)
+            member.queued = None
             return True
         return member.revoked.pop(sequence_id, 0) is None
 
 
-def _require_other_ids(waiting: Waiting, message: cpb.Admit) -> None:
+def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
     """The ids of an admission that waits are taken."""
     forks = columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
     for i, sequence_id in enumerate([message.sequence_id, *forks]):

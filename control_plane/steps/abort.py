@@ -10,11 +10,11 @@ again. Until that has run, blocks released here stay retired.
 from __future__ import annotations
 
 from control_plane.sessions.session import Session
-from control_plane.steps.pieces import PIECE_ENTRIES, Pieces
+from control_plane.steps.slices import SLICE_ENTRIES, Slices
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 
 
-def abort_from(session: Session, plan_number: int) -> Pieces[None]:
+def abort_from(session: Session, plan_number: int) -> Slices[None]:
     """Abort plan ``plan_number`` and all in flight with it, some blocks at a time.
 
     Raises PlanReceiptedError when it has run, InvalidRequestError when no plan has that number.
@@ -31,12 +31,12 @@ def abort_from(session: Session, plan_number: int) -> Pieces[None]:
         yield from abort_plans(session, next_plan=session.numbers.last + 1)
 
 
-def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> Pieces[None]:
+def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> Slices[None]:
     """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher, says
     what all tables are, and unless it ``keeps_tables`` has all of them whole.
     """
     for number in session.plans:
         session.void(number)
     session.plans.clear()
-    while session.native.abort(session.slot, next_plan, keeps_tables, PIECE_ENTRIES):
+    while session.native.abort(session.handle, next_plan, keeps_tables, SLICE_ENTRIES):
         yield

@@ -37,7 +37,7 @@ def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items:
         message, kept = _without(message, member.revoked)
     try:
         failure = session.native.deferred_tokens(
-            session.slot,
+            session.handle,
             message.sequence_ids,
             message.admitted_by,
             message.first_positions,

@@ -7,7 +7,7 @@ from typing import Final, cast
 from google.protobuf import duration_pb2
 from kvplane_blocks import ColumnError, _native
 
-from control_plane.admission.decisions import Place, Reason
+from control_plane.admission.decisions import MustWait, Reason
 from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
 from kvplane.errors import (
@@ -38,8 +38,8 @@ _REASONS: Final = {
     _native.NEVER_QUOTA: cpb.SHORTAGE_REASON_QUOTA,
 }
 _NEVER: Final = (_native.NEVER, _native.NEVER_QUOTA)
-_PLACE_REASONS: Final = {
-    Reason.LINE: cpb.SHORTAGE_REASON_LINE,
+_WAIT_REASONS: Final = {
+    Reason.QUEUE: cpb.SHORTAGE_REASON_LINE,
     Reason.GROWTH: cpb.SHORTAGE_REASON_GROWTH,
 }
 # Operations that are one item, and how they call the sequence at fault.
@@ -94,8 +94,10 @@ def shortage_status(failure: Failure) -> cpb.OperationStatus | None:
     return cpb.OPERATION_STATUS_LATER if failure[1] in _REASONS else None
 
 
-def shortage_of(session: Session, failure: Failure, place: Place | None = None) -> cpb.Shortage:
-    """What is missing, when there is no room. ``place``: why the line has it wait."""
+def shortage_of(
+    session: Session, failure: Failure, must_wait: MustWait | None = None
+) -> cpb.Shortage:
+    """What is missing, when there is no room. ``position``: why the queue has it wait."""
     _, code, num_needed, num_available, tier = failure
     shortage = cpb.Shortage(
         tier=cast(tpb.Tier, tier),
@@ -105,18 +107,18 @@ def shortage_of(session: Session, failure: Failure, place: Place | None = None) 
     )
     if code not in _NEVER:
         if code != _native.LATER_QUOTA:
-            shortage.num_blocks_pending = session.native.num_pending(session.slot, tier)
+            shortage.num_blocks_pending = session.native.num_pending(session.handle, tier)
         shortage.retry_delay.CopyFrom(RETRY_DELAY)
-    if place is not None:
+    if must_wait is not None:
         # The core was asked with more headroom than there is, to learn what is needed.
-        num_obtainable = session.native.num_obtainable(session.slot, tier)
+        num_obtainable = session.native.num_obtainable(session.handle, tier)
         num_headroom = session.pool.num_watermark_blocks()
         shortage.num_blocks_available = max(0, num_obtainable - num_headroom)
-        shortage.place_in_line = place.place
-        if place.place:  # asking again does not help
+        shortage.place_in_line = must_wait.position
+        if must_wait.position:  # asking again does not help
             shortage.ClearField("retry_delay")
-        if place.reason in _PLACE_REASONS:
-            shortage.reason = _PLACE_REASONS[place.reason]
+        if must_wait.reason in _WAIT_REASONS:
+            shortage.reason = _WAIT_REASONS[must_wait.reason]
         elif num_needed <= num_obtainable:
             shortage.reason = cpb.SHORTAGE_REASON_HEADROOM
         else:

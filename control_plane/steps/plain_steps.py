@@ -21,9 +21,9 @@ from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
 from control_plane.sharing.sharing import LATER, Sharing
 from control_plane.steps.failures import Failure, add_failures, shortage_of
-from control_plane.steps.pieces import MANY_TOKENS
 from control_plane.steps.plans import begin_plan, finish_plan
 from control_plane.steps.receipts import apply_receipts
+from control_plane.steps.slices import MANY_TOKENS
 from kvplane.errors import BadSignatureError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import signing
@@ -75,7 +75,7 @@ class PlainSteps:
             return None
         headroom = sharing.num_headroom if kind == "admit" else 0
         ran = session.native.plain_step(
-            session.slot, request, done, headroom, MANY_TOKENS, session.plan_prefix
+            session.handle, request, done, headroom, MANY_TOKENS, session.plan_prefix
         )
         if ran is None:
             return None
@@ -88,7 +88,7 @@ class PlainSteps:
             session.pool.statistics.allocation_s[kind].add(spent_s)
         if kind == "admit":
             assert isinstance(came_to, tuple)
-            key, ids = member.groups.new_key(), [request.sequence_id]
+            key, ids = member.families.new_key(), [request.sequence_id]
             sharing.started(member, key, ids, request.num_tokens, came_to[0])
         member.is_drafted = False
         signature = b""
@@ -124,8 +124,8 @@ class PlainSteps:
         pool.statistics.allocation_s["admit"].add(spent_s)
         response = cpb.StepResponse(number=request.number)
         result = response.result
-        place = sharing.why_later(member, failure)
-        shortage = shortage_of(session, failure, place)
+        must_wait = sharing.why_later(member, failure)
+        shortage = shortage_of(session, failure, must_wait)
         result.results.add().failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
         finish_plan(member, request.number, result)
         result.usage.CopyFrom(pool.usage())

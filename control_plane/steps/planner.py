@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvplane_blocks import ColumnError
 
 from control_plane import checks
-from control_plane.admission.decisions import Place
+from control_plane.admission.decisions import MustWait
 from control_plane.sharing.member import Member
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps import prefixes
@@ -27,7 +27,7 @@ from control_plane.steps.failures import (
     error_of_columns,
     shortage_of,
 )
-from control_plane.steps.pieces import ALL_BLOCKS, PIECE_BLOCKS, Pieces, parts_of
+from control_plane.steps.slices import ALL_BLOCKS, SLICE_BLOCKS, Slices, parts_of
 from kvplane.errors import InvalidRequestError, KvplaneError, TooManyPlansInFlightError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -90,17 +90,17 @@ class Planner:
         sharing: Sharing,
         *,
         check_as: int = 0,
-        in_pieces: bool = False,
+        in_slices: bool = False,
     ) -> None:
         """``check_as``: if it is not 0, the planner changes nothing, and gives each item the answer
         that it would get as the only item of the step with that number.
-        ``in_pieces``: what a swap moves is left to ``swap_in_pieces``.
+        ``in_slices``: what a swap moves is left to ``swap_in_slices``.
         """
         self._member = member
         self._session = member.session
         self._sharing = sharing
         self._check_as = check_as
-        self._max_blocks = 0 if in_pieces else ALL_BLOCKS
+        self._max_blocks = 0 if in_slices else ALL_BLOCKS
 
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> None:
         """Do the items of an operation that can be done. ``index`` is its place in the step."""
@@ -121,9 +121,9 @@ class Planner:
                 spent_s = time.perf_counter() - begin_s
                 self._session.pool.statistics.allocation_s[kind].add(spent_s)
 
-    def append_in_pieces(
+    def append_in_slices(
         self, index: int, message: cpb.Append, result: cpb.OperationResult
-    ) -> Pieces[None]:
+    ) -> Slices[None]:
         """``run`` of an append of many tokens."""
         num_blocks, failures = bytearray(), list[Failure]()
         for first, part in parts_of(message):
@@ -146,12 +146,12 @@ class Planner:
         result.append.num_blocks = bytes(num_blocks)
         add_failures(result, self._member, _at(index, "append"), "append", failures)
 
-    def swap_in_pieces(self, num_blocks: int) -> Pieces[None]:
+    def swap_in_slices(self, num_blocks: int) -> Slices[None]:
         """Move the blocks of the swap that was run last."""
         session = self._session
-        if num_blocks > PIECE_BLOCKS:
+        if num_blocks > SLICE_BLOCKS:
             yield
-        while session.native.swap_some(session.slot, PIECE_BLOCKS):
+        while session.native.swap_some(session.handle, SLICE_BLOCKS):
             yield
 
     # Each does an operation, and returns the items that were refused.
@@ -165,7 +165,7 @@ class Planner:
 
         def admit(headroom: int) -> tuple[int, int, int] | Failure:
             return session.native.admit(
-                session.slot,
+                session.handle,
                 message.sequence_id,
                 token_ids,
                 message.fork_sequence_ids,
@@ -176,24 +176,24 @@ class Planner:
                 self._check_as,
             )
 
-        place: Place | None = None
+        must_wait: MustWait | None = None
         if self._check_as:
             done = admit(session.pool.num_watermark_blocks())
         else:
-            done, place = self._sharing.admit(self._member, message, admit)
+            done, must_wait = self._sharing.admit(self._member, message, admit)
         if len(done) == 3:
             admitted = result.admit
             admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
             return None
-        return self._refused(result, done, place)
+        return self._refused(result, done, must_wait)
 
     def _refused(
-        self, result: cpb.OperationResult, failure: Failure, place: Place | None
+        self, result: cpb.OperationResult, failure: Failure, must_wait: MustWait | None
     ) -> list[Failure] | None:
-        """Adds why an operation of one item has to wait, if the line says so."""
-        if place is None:
+        """Adds why an operation of one item has to wait, if the queue says so."""
+        if must_wait is None:
             return [failure]
-        shortage = shortage_of(self._session, failure, place)
+        shortage = shortage_of(self._session, failure, must_wait)
         result.failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
         return None
 
@@ -201,7 +201,7 @@ class Planner:
         session = self._session
         if self._check_as:
             num_blocks, failures = session.native.append(
-                session.slot,
+                session.handle,
                 message.sequence_ids,
                 message.first_positions,
                 message.num_slots,
@@ -217,7 +217,7 @@ class Planner:
 
     def _truncate(self, message: cpb.Truncate, result: cpb.OperationResult) -> list[Failure] | None:
         released, failures = self._session.native.truncate(
-            self._session.slot, message.sequence_ids, message.num_tokens, self._check_as
+            self._session.handle, message.sequence_ids, message.num_tokens, self._check_as
         )
         result.truncate.num_released_blocks = released
         return failures
@@ -225,7 +225,7 @@ class Planner:
     def _fork(self, message: cpb.Fork, result: cpb.OperationResult) -> list[Failure] | None:
         if self._check_as:
             num_blocks, failures = self._session.native.fork(
-                self._session.slot,
+                self._session.handle,
                 message.parent_sequence_ids,
                 message.sequence_ids,
                 self._check_as,
@@ -237,7 +237,7 @@ class Planner:
 
     def _free(self, message: cpb.Free, result: cpb.OperationResult) -> list[Failure] | None:
         released, failures = self._session.native.free(
-            self._session.slot, message.sequence_ids, self._check_as
+            self._session.handle, message.sequence_ids, self._check_as
         )
         result.free.num_released_blocks = released
         if self._check_as:
@@ -248,7 +248,7 @@ class Planner:
         session = self._session
         _require_some(message.sequence_ids)
         done = session.native.swap(
-            session.slot,
+            session.handle,
             message.sequence_ids,
             tpb.TIER_HOST,
             0,
@@ -268,7 +268,7 @@ class Planner:
 
         def swap(headroom: int) -> int | Failure:
             return session.native.swap(
-                session.slot,
+                session.handle,
                 message.sequence_ids,
                 tpb.TIER_DEVICE,
                 headroom,
@@ -276,13 +276,13 @@ class Planner:
                 self._check_as,
             )
 
-        place: Place | None = None
+        must_wait: MustWait | None = None
         if self._check_as:
             done = swap(session.pool.num_watermark_blocks())
         else:
-            done, place = self._sharing.swap_in(self._member, message.sequence_ids, swap)
+            done, must_wait = self._sharing.swap_in(self._member, message.sequence_ids, swap)
         if not isinstance(done, int):
-            return self._refused(result, done, place)
+            return self._refused(result, done, must_wait)
         result.swap_in.num_blocks = done
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from control_plane.pools.publications import owner_of
 from control_plane.sessions.session import PlanRecord, Session
 from control_plane.sharing.member import Member
-from control_plane.steps.pieces import PIECE_ENTRIES, Pieces, digest_in_pieces
+from control_plane.steps.slices import SLICE_ENTRIES, Slices, digest_in_slices
 from kvplane import tracing
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -26,25 +26,25 @@ def finish_plan(
         _sign(member.session, number, payload, signing.digest(payload), answer.plan)
 
 
-def finish_in_pieces(
+def finish_in_slices(
     member: Member,
     number: int,
     answer: cpb.StepResult | cpb.ResyncResponse,
     traceparent: str = "",
     *,
     most_bytes: int | None = None,
-) -> Pieces[bytes]:
+) -> Slices[bytes]:
     """``finish_plan``, with stops while whole tables are written and while the plan is hashed.
     A payload of more than ``most_bytes`` is returned, and left out of ``answer``.
     """
     session = member.session
-    while session.native.prepare(session.slot, PIECE_ENTRIES):
+    while session.native.prepare(session.handle, SLICE_ENTRIES):
         yield
     payload = _finish(member, traceparent)
     if payload is None:
         return b""
     begin_plan(session, number, b"")  # no receipt can come before the answer
-    digest = yield from digest_in_pieces(payload)
+    digest = yield from digest_in_slices(payload)
     if most_bytes is None or len(payload) <= most_bytes:
         _sign(session, number, payload, digest, answer.plan)
         return b""
@@ -65,7 +65,7 @@ def _finish(member: Member, traceparent: str) -> bytes | None:
     if tracing.checked(traceparent):
         prefix += tpb.Plan(traceparent=traceparent).SerializeToString()
     member.is_drafted = False
-    return session.native.finish(session.slot, prefix)
+    return session.native.finish(session.handle, prefix)
 
 
 def _sign(

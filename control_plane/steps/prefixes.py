@@ -33,7 +33,7 @@ def retain(
         return
     pool = session.pool
     done = session.native.retain(
-        session.slot,
+        session.handle,
         message.token_ids,
         message.priority,
         pool.now_s + time_to_live_s,
@@ -58,7 +58,7 @@ def release(
     checks.token_ids(message.token_ids, at_least=1, field="token_ids")
     if not only_check:
         result.release.num_released_blocks = session.native.release_retained(
-            session.slot, message.token_ids
+            session.handle, message.token_ids
         )
 
 
@@ -82,7 +82,7 @@ def forget(
         return
     if what == "token_ids":
         num_forgotten, num_in_use = native.forget(
-            session.slot, message.token_ids, force, _MOST_COUNTED
+            session.handle, message.token_ids, force, _MOST_COUNTED
         )
     elif what == "namespace_contents":
         num_forgotten, num_in_use = native.forget_roots([session.root], force)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 
 from control_plane.sessions.session import Session
-from control_plane.steps.pieces import PIECE_BLOCKS, Pieces, finished
+from control_plane.steps.slices import SLICE_BLOCKS, Slices, finished
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -30,11 +30,11 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> No
     InvalidRequestError, ProtocolMismatchError, StaleEpochError or StaleIncarnationError naming
     ``receipts[i]``; then none is applied.
     """
-    finished(take_in_pieces(session, payloads))
+    finished(take_in_slices(session, payloads))
 
 
-def take_in_pieces(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Pieces[None]:
-    """``take_receipts``, with a stop after each piece of what the plans have published."""
+def take_in_slices(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Slices[None]:
+    """``take_receipts``, with a stop after each slice of what the plans have published."""
     if not payloads:
         return
     highest = list(session.receipted)
@@ -55,7 +55,7 @@ def take_in_pieces(session: Session, payloads: Sequence[tpb.SignedPayload]) -> P
             highest[shard] = max(number, highest[shard])
     is_news = min(highest) > session.done
     apply_receipts(session, highest)
-    while is_news and session.native.receipted(session.slot, session.done, PIECE_BLOCKS):
+    while is_news and session.native.receipted(session.handle, session.done, SLICE_BLOCKS):
         yield
 
 

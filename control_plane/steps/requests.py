@@ -1,6 +1,6 @@
 """The requests that have numbers: step, submit_receipts, abort_plan and resync.
 
-Each applies its receipts first. One that takes long is run in pieces; between two of them other
+Each applies its receipts first. One that takes long is run in slices; between two of them other
 sessions' requests run, and nothing changes its own session but its end.
 """
 
@@ -20,19 +20,19 @@ from control_plane.sharing.sharing import Sharing
 from control_plane.steps.abort import abort_from, abort_plans
 from control_plane.steps.deferred_tokens import take_deferred_tokens
 from control_plane.steps.large_answers import LARGE_BYTES, LargeAnswer, large_answer
-from control_plane.steps.pieces import (
+from control_plane.steps.planner import Planner, check_no_plan, read_operations
+from control_plane.steps.plans import finish_in_slices, finish_plan
+from control_plane.steps.receipts import take_in_slices, take_receipts
+from control_plane.steps.slices import (
     MANY_TOKENS,
-    PIECE_BLOCKS,
-    PIECE_TOKENS,
+    SLICE_BLOCKS,
+    SLICE_TOKENS,
     SWAPS,
-    Pieces,
+    Slices,
     num_tokens_of,
     paced,
     swaps,
 )
-from control_plane.steps.planner import Planner, check_no_plan, read_operations
-from control_plane.steps.plans import finish_in_pieces, finish_plan
-from control_plane.steps.receipts import take_in_pieces, take_receipts
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -67,7 +67,7 @@ class Requests:
         self._config = config
         self._sharing_of = sharing_of
         self._require_open = require_open
-        self._run: dict[type, Callable[[Member, Any, bool], Pieces[Any]]] = {
+        self._run: dict[type, Callable[[Member, Any, bool], Slices[Any]]] = {
             cpb.StepRequest: self._step,
             cpb.SubmitReceiptsRequest: self._submit_receipts,
             cpb.AbortPlanRequest: self._abort_plan,
@@ -76,35 +76,35 @@ class Requests:
 
     def takes_long(self, session: Session, request: Request) -> bool:
         """Whether others should be served while the request runs."""
-        native, slot = session.native, session.slot
+        native, handle = session.native, session.handle
         may_end_plans = request.receipts or type(request) is cpb.AbortPlanRequest
-        if may_end_plans and native.num_tokens_in_flight(slot) > _MANY_TOKENS:
+        if may_end_plans and native.num_tokens_in_flight(handle) > _MANY_TOKENS:
             return True
         if type(request) is cpb.SubmitReceiptsRequest:
             return False
         if type(request) is cpb.StepRequest:
             if _brings_many_tokens(request.operations):
                 return True
-            if session.num_held() > PIECE_BLOCKS and any(map(swaps, request.operations)):
+            if session.num_held() > SLICE_BLOCKS and any(map(swaps, request.operations)):
                 return True
             if not session.resync_due:
                 return False
-        if native.num_sequences(slot) > _MANY_SEQUENCES:
+        if native.num_sequences(handle) > _MANY_SEQUENCES:
             return True
         if type(request) is cpb.AbortPlanRequest:
             return False
         is_step = type(request) is cpb.StepRequest
-        return (native.num_unsent(slot) if is_step else session.num_held()) > _MANY_BLOCKS
+        return (native.num_unsent(handle) if is_step else session.num_held()) > _MANY_BLOCKS
 
-    def answer(self, session: Session, request: Request, *, in_pieces: bool = False) -> Pieces[Any]:
+    def answer(self, session: Session, request: Request, *, in_slices: bool = False) -> Slices[Any]:
         """Run a request under its number, or repeat the answer that it got. Ends with the answer,
-        or raises why the request failed as a whole. Yields only if ``in_pieces``; the answer to a
+        or raises why the request failed as a whole. Yields only if ``in_slices``; the answer to a
         step may be a LargeAnswer then.
         """
-        if in_pieces:  # it may have had to wait
+        if in_slices:  # it may have had to wait
             self._require_open(session)
         content = content_of(request)
-        if in_pieces:
+        if in_slices:
             yield
             self._require_open(session)
         answer = session.numbers.repeated(request.number, content)
@@ -114,9 +114,9 @@ class Requests:
         session.numbers.use()
         sharing = self._sharing_of(session.pool)
         member = sharing.members[session.id]
-        pieces = self._run[type(request)](member, request, in_pieces)
+        slices = self._run[type(request)](member, request, in_slices)
         try:
-            message = yield from self._held(session, sharing, pieces) if in_pieces else pieces
+            message = yield from self._held(session, sharing, slices) if in_slices else slices
         except KvplaneError as error:
             session.numbers.remember(content, None, error)
             raise
@@ -133,13 +133,13 @@ class Requests:
         session.numbers.remember(content, message.encoded if is_large else message)
         return message
 
-    def _held(self, session: Session, sharing: Sharing, pieces: Pieces[Any]) -> Pieces[Any]:
-        """The pieces, while the pool's line decides nothing."""
+    def _held(self, session: Session, sharing: Sharing, slices: Slices[Any]) -> Slices[Any]:
+        """The slices, while the pool's queue decides nothing."""
         sharing.is_held = True
         try:
             while True:
                 try:
-                    next(pieces)
+                    next(slices)
                 except StopIteration as end:
                     return end.value
                 yield
@@ -154,38 +154,38 @@ class Requests:
         except KvplaneError as error:
             _LOGGER.info("a repeated request brought a receipt that was refused: %s", error.reason)
 
-    def _step(self, member: Member, request: cpb.StepRequest, in_pieces: bool) -> Pieces[_Step]:
-        yield from self._take_past(member, request, in_pieces)
+    def _step(self, member: Member, request: cpb.StepRequest, in_slices: bool) -> Slices[_Step]:
+        yield from self._take_past(member, request, in_slices)
         session = member.session
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
             check_no_plan(member, operations)
         response = cpb.StepResponse(number=request.number)
         result = response.result
-        session.native.begin(session.slot, request.number)
+        session.native.begin(session.handle, request.number)
         sharing = self._sharing_of(session.pool)
-        planner = Planner(member, sharing, in_pieces=in_pieces)
+        planner = Planner(member, sharing, in_slices=in_slices)
         add = result.results.add
         num_tokens, payload = 0, b""
         for i, operation in enumerate(operations):
-            if in_pieces:
-                if num_tokens >= PIECE_TOKENS:
+            if in_slices:
+                if num_tokens >= SLICE_TOKENS:
                     yield
                     num_tokens = 0
                 num_tokens += num_tokens_of(request.operations[i])
-                if operation[0] == "append" and num_tokens >= PIECE_TOKENS:
+                if operation[0] == "append" and num_tokens >= SLICE_TOKENS:
                     yield
-                    yield from planner.append_in_pieces(i, operation[1], add())
+                    yield from planner.append_in_slices(i, operation[1], add())
                     continue
             outcome = add()
             planner.run(i, operation, outcome)
-            if in_pieces and operation[0] in SWAPS:
+            if in_slices and operation[0] in SWAPS:
                 num_blocks = outcome.swap_out.num_blocks + outcome.swap_in.num_blocks
-                yield from planner.swap_in_pieces(num_blocks)
-                num_tokens += num_blocks * PIECE_TOKENS // PIECE_BLOCKS
-        if in_pieces:
+                yield from planner.swap_in_slices(num_blocks)
+                num_tokens += num_blocks * SLICE_TOKENS // SLICE_BLOCKS
+        if in_slices:
             yield
-            payload = yield from finish_in_pieces(
+            payload = yield from finish_in_slices(
                 member, request.number, result, request.traceparent, most_bytes=LARGE_BYTES
             )
         else:
@@ -196,58 +196,58 @@ class Requests:
         return _Step(response, payload)
 
     def _submit_receipts(
-        self, member: Member, request: cpb.SubmitReceiptsRequest, in_pieces: bool
-    ) -> Pieces[cpb.SubmitReceiptsResponse]:
-        yield from self._take_past(member, request, in_pieces)
+        self, member: Member, request: cpb.SubmitReceiptsRequest, in_slices: bool
+    ) -> Slices[cpb.SubmitReceiptsResponse]:
+        yield from self._take_past(member, request, in_slices)
         pool = member.session.pool
         return cpb.SubmitReceiptsResponse(usage=pool.usage(), revision=pool.revision())
 
     def _abort_plan(
-        self, member: Member, request: cpb.AbortPlanRequest, in_pieces: bool
-    ) -> Pieces[cpb.AbortPlanResponse]:
+        self, member: Member, request: cpb.AbortPlanRequest, in_slices: bool
+    ) -> Slices[cpb.AbortPlanResponse]:
         session = member.session
-        yield from self._take_receipts(session, request, in_pieces)
-        yield from paced(abort_from(session, request.plan_number), in_pieces=in_pieces)
+        yield from self._take_receipts(session, request, in_slices)
+        yield from paced(abort_from(session, request.plan_number), in_slices=in_slices)
         session.pool.statistics.num_aborts += 1
-        if in_pieces:
+        if in_slices:
             yield
         sequences = states(session)
         self._sharing_of(session.pool).aborted(member, sequences)
         return cpb.AbortPlanResponse(sequences=sequences)
 
     def _resync(
-        self, member: Member, request: cpb.ResyncRequest, in_pieces: bool
-    ) -> Pieces[cpb.ResyncResponse]:
+        self, member: Member, request: cpb.ResyncRequest, in_slices: bool
+    ) -> Slices[cpb.ResyncResponse]:
         session = member.session
-        yield from self._take_receipts(session, request, in_pieces)
+        yield from self._take_receipts(session, request, in_slices)
         aborting = abort_plans(session, next_plan=request.number, keeps_tables=False)
-        yield from paced(aborting, in_pieces=in_pieces)
+        yield from paced(aborting, in_slices=in_slices)
         session.pool.statistics.num_resyncs += 1
-        if in_pieces:
+        if in_slices:
             yield
         sequences = states(session)
         self._sharing_of(session.pool).aborted(member, sequences)
-        if in_pieces:
+        if in_slices:
             yield
         response = cpb.ResyncResponse(sequences=sequences)
-        session.native.begin(session.slot, request.number)
-        if in_pieces:
-            yield from finish_in_pieces(member, request.number, response)
+        session.native.begin(session.handle, request.number)
+        if in_slices:
+            yield from finish_in_slices(member, request.number, response)
         else:
             finish_plan(member, request.number, response)
         return response
 
-    def _take_receipts(self, session: Session, request: Request, in_pieces: bool) -> Pieces[None]:
+    def _take_receipts(self, session: Session, request: Request, in_slices: bool) -> Slices[None]:
         receipts = self._bounded(request.receipts)
-        yield from paced(take_in_pieces(session, receipts), in_pieces=in_pieces)
+        yield from paced(take_in_slices(session, receipts), in_slices=in_slices)
 
     def _take_past(
         self,
         member: Member,
         request: cpb.StepRequest | cpb.SubmitReceiptsRequest,
-        in_pieces: bool,
-    ) -> Pieces[None]:
-        yield from self._take_receipts(member.session, request, in_pieces)
+        in_slices: bool,
+    ) -> Slices[None]:
+        yield from self._take_receipts(member.session, request, in_slices)
         if request.HasField("deferred_tokens"):
             take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
 

@@ -28,13 +28,13 @@ from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
 from data_plane.kernels.device.device_watch import DeviceWatch
 from data_plane.kernels.device.devices import with_index
 from data_plane.memory.pool import Pools
-from data_plane.pieces import Pieces, finish, guarded
-from data_plane.places import check_group, place_of
 from data_plane.plans.batches.fixed_rows import StepBounds
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
 from data_plane.plans.tables.block_tables import BlockTables, Parts, block_report
 from data_plane.plans.verifier import Verifier
+from data_plane.slices import Slices, finish, guarded
+from data_plane.tier_keys import check_group, tier_key_of
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     InvalidRequestError,
@@ -200,14 +200,14 @@ class Executor:
         """
         with self._command.lock, self._command("publish"):
             group = check_group(publications.group, self.layout, "publications.group")
-            present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
+            present = self._tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
             return self._tables.publications[group].keep(publications, present, "publications")
 
     def withdraw(self, blocks: control_pb2.WithdrawBlocks) -> int:
         """Drop publications in the same way. Returns the number dropped."""
         with self._command.lock, self._command("withdraw"):
             group = check_group(blocks.group, self.layout, "withdraw.group")
-            present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
+            present = self._tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
             return self._tables.publications[group].withdraw(blocks, present, "withdraw")
 
     def fence(self, session: pb.SessionRef, ordinal: int) -> None:
@@ -310,18 +310,18 @@ class Executor:
         options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
         pass_index: int | None = ANY_PASS,
-        piece_s: float | None = None,
-    ) -> Pieces[torch.Tensor]:
+        slice_s: float | None = None,
+    ) -> Slices[torch.Tensor]:
         """Attention of the latest plan's spans over their sequences, in a layer that was written.
 
         query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
-        is [num_tokens, num_heads, value_head_size] of the query's dtype. ``piece_s``: how long a
-        piece is to take on a CPU; None for one piece. Raises as ``write_layer`` does.
+        is [num_tokens, num_heads, value_head_size] of the query's dtype. ``slice_s``: how long a
+        slice is to take on a CPU; None for one slice. Raises as ``write_layer`` does.
         """
-        pieces = self._plans.attend_to(
-            session_id, layer, query, options, plan_number, pass_index, piece_s
+        slices = self._plans.attend_to(
+            session_id, layer, query, options, plan_number, pass_index, slice_s
         )
-        return guarded(pieces, self._command.lock, lambda: self._command("attend"))
+        return guarded(slices, self._command.lock, lambda: self._command("attend"))
 
     def layer(
         self,
@@ -359,7 +359,7 @@ class Executor:
         lock, observe = self._command.lock, self._command.observe
         return RepeatedLayers(session_id, self._plans, self._compute, self.layers, lock, observe)
 
-    def layer_pieces(
+    def layer_slices(
         self,
         session_id: int,
         layer: int,
@@ -368,16 +368,16 @@ class Executor:
         plan_number: int | None,
         pass_index: int | None,
         field: str,
-        piece_s: float | None,
+        slice_s: float | None,
         out: torch.Tensor | None = None,
-    ) -> Pieces[torch.Tensor | None]:
-        """``layer`` by pieces, as ``attend``. ``tensors``: query, key, value. ``out``: where the
+    ) -> Slices[torch.Tensor | None]:
+        """``layer`` by slices, as ``attend``. ``tensors``: query, key, value. ``out``: where the
         output goes, contiguous and apart from those; None for memory of its own.
         """
-        pieces = self._plans.layer(
-            session_id, layer, tensors, options, plan_number, pass_index, field, piece_s, out
+        slices = self._plans.layer(
+            session_id, layer, tensors, options, plan_number, pass_index, field, slice_s, out
         )
-        return guarded(pieces, self._command.lock, lambda: self._command("layer"))
+        return guarded(slices, self._command.lock, lambda: self._command("layer"))
 
     def fixed_step(self, session_id: int, bounds: StepBounds) -> FixedStep:
         """For a session whose steps have the same bounds: its layers can be captured in a CUDA

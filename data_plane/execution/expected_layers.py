@@ -18,7 +18,7 @@ from data_plane.execution.layers import layer_index
 from data_plane.execution.plan_runner import PlanRunner
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.backends.bound_layers import BoundLayer
-from data_plane.plans.sessions import Run
+from data_plane.plans.sessions import RunningPlan
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import PlanOutOfOrderError
 
@@ -55,7 +55,7 @@ class ExpectedLayers:
     """The layers of one plan that may come. ``batches``: native, one for each."""
 
     session_id: int
-    run: Run
+    run: RunningPlan
     calls: Sequence[BoundCall]
     batches: Sequence[Any]
     num_threads: int
@@ -110,16 +110,16 @@ class Expectations:
         plan_number: int,
         pass_index: int | None,
         calls: Sequence[BoundCall],
-        piece_s: float,
+        slice_s: float,
     ) -> ExpectedLayers | None:
         """Let the layers of the latest plan's pass come by ``calls``; None where they are not for
-        it: it computes another number of tokens, or a layer takes longer than ``piece_s``. Raises
+        it: it computes another number of tokens, or a layer takes longer than ``slice_s``. Raises
         as ``PlanRunner.latest``.
         """
         compute = self._compute
         with self._lock:
             run = self._plans.latest(session_id, plan_number, pass_index)[1]
-            if any(compute.pieces(batch.lengths, piece_s) for batch in run.attention):
+            if any(compute.slices(batch.lengths, slice_s) for batch in run.attention):
                 return None
             for call in calls:
                 batch = self._plans.batch(run, call.group)

@@ -21,7 +21,7 @@ from data_plane.execution.shards.shard_kernels import ShardKernels, check_window
 from data_plane.kernels.arguments import NumbersOfHeads, numbers_of_heads, require
 from data_plane.kernels.step_memory import is_capturing
 from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
-from data_plane.plans.sessions import ANY_PASS, Run
+from data_plane.plans.sessions import ANY_PASS, RunningPlan
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
 from kvplane.layout import Layout
@@ -143,7 +143,7 @@ class FixedStep:
             self._finish(run, num_tokens)
         return result
 
-    def _check_fits(self, run: Run, num_tokens: int) -> None:
+    def _check_fits(self, run: RunningPlan, num_tokens: int) -> None:
         require(
             run.on_host[0].num_tokens <= num_tokens,
             f"the plan has {run.on_host[0].num_tokens} tokens, and the step {num_tokens}",
@@ -154,7 +154,7 @@ class FixedStep:
             for window in windows:
                 check_window(window, batch.max_window_tokens)
 
-    def _load(self, run: Run, num_tokens: int) -> None:
+    def _load(self, run: RunningPlan, num_tokens: int) -> None:
         with self._compute.computing():
             for rows, batch in zip(self._rows, run.on_host, strict=True):
                 rows.load(batch)
@@ -168,7 +168,7 @@ class FixedStep:
             for rows in self._rows:
                 rows.clear()
 
-    def _finish(self, run: Run, num_tokens: int) -> None:
+    def _finish(self, run: RunningPlan, num_tokens: int) -> None:
         missing = set(range(len(self._layers))) - self._called[num_tokens]
         if missing:
             raise InvalidRequestError(

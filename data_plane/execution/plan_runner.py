@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from data_plane.execution.counters import ExecutorCounters
 from data_plane.execution.layers import layer_index
-from data_plane.execution.shards.row_pieces import rows_of
+from data_plane.execution.shards.row_slices import rows_of
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments, require
-from data_plane.pieces import Pieces
 from data_plane.plans.batches.attention_batch import (
     AttentionBatch,
     check_current,
@@ -31,10 +30,11 @@ from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.plans.contents.written_slots import WrittenSlots
 from data_plane.plans.progress import Progress
-from data_plane.plans.sessions import ANY_PASS, Run, Session, Sessions
+from data_plane.plans.sessions import ANY_PASS, RunningPlan, Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
+from data_plane.slices import Slices
 from kvplane import tracing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -98,7 +98,7 @@ class PlanRunner:
         """
         if plan.number not in session.receipts:
             self._settle(session, voided=plan.resync)
-        known = session.place(plan, digest)
+        known = session.continued(plan, digest)
         if isinstance(known, pb.SignedPayload):
             counts = columns.read(columns.INT32, plan.spans.num_tokens, "plan.spans.num_tokens")
             latest = session.latest
@@ -119,7 +119,7 @@ class PlanRunner:
         tokens, spans = run.num_tokens, run.num_spans
         return StartedPlan(run.number, tokens, spans, receipt, pass_index=run.pass_index)
 
-    def _prepare(self, session: Session, plan: pb.Plan, digest: bytes) -> Run:
+    def _prepare(self, session: Session, plan: pb.Plan, digest: bytes) -> RunningPlan:
         """Make a new plan's table changes, all or nothing."""
         tables = self._tables
         transfers = Transfers.read(tables.num_blocks, plan.transfers)
@@ -137,7 +137,7 @@ class PlanRunner:
                 attention = tuple(map(self._compute.prepare, on_host))
         if self.reused is not None:
             self.reused.note(plan, transfers)
-        return Run(
+        return RunningPlan(
             number=plan.number,
             digest=digest,
             whole=on_host,
@@ -161,7 +161,7 @@ class PlanRunner:
             ),
         )
 
-    def _transfer(self, session: Session, run: Run) -> None:
+    def _transfer(self, session: Session, run: RunningPlan) -> None:
         """Queue on the device what comes before all layers, each part once."""
         before, after = run.to_clear
         if not run.cleared:
@@ -179,7 +179,7 @@ class PlanRunner:
 
     def num_readable(
         self,
-        run: Run | None,
+        run: RunningPlan | None,
         sequence_id: int,
         group: int,
         layers: Sequence[int],
@@ -206,7 +206,7 @@ class PlanRunner:
             )
         return counts
 
-    def begin_pass(self, session: Session, run: Run, index: int) -> int:
+    def begin_pass(self, session: Session, run: RunningPlan, index: int) -> int:
         """Go on to a pass of the plan, once the device has done all of the one before, or stay in
         it; how many tokens it computes. Raises PlanOutOfOrderError, InternalError when the device
         failed, and InvalidRequestError for a plan that has no such pass.
@@ -225,13 +225,13 @@ class PlanRunner:
                 run.attention = tuple(map(self._compute.prepare, run.on_host))
         return run.on_host[0].num_tokens
 
-    def batch(self, run: Run, group: int) -> AttentionBatch:
+    def batch(self, run: RunningPlan, group: int) -> AttentionBatch:
         """A layer group's batch, its tensors on the kernels' device."""
         if run.attention is run.on_host:
             run.attention = tuple(map(self._compute.prepare, run.on_host))
         return run.attention[group]
 
-    def write(self, session: Session, run: Run, arguments: WriteArguments) -> None:
+    def write(self, session: Session, run: RunningPlan, arguments: WriteArguments) -> None:
         """Write one layer. Raises as ``check_may_write``."""
         self.check_may_write(session, run)
         self._compute.write(arguments)
@@ -239,25 +239,25 @@ class PlanRunner:
     def attend(
         self,
         session: Session,
-        run: Run,
+        run: RunningPlan,
         arguments: AttentionArguments,
-        piece_s: float | None,
+        slice_s: float | None,
         out: torch.Tensor | None = None,
-    ) -> Pieces[torch.Tensor]:
-        """Attention in one layer, in pieces of about ``piece_s``, into ``out`` if given. Raises
+    ) -> Slices[torch.Tensor]:
+        """Attention in one layer, in slices of about ``slice_s``, into ``out`` if given. Raises
         StaleGenerationError if a block of the spans' tables was allocated again, and after a yield
         also as ``latest``.
         """
         num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
         of_pass = run.pass_index
-        pieces = self._compute.pieces(arguments.lengths, piece_s)
-        if not pieces:
+        slices = self._compute.slices(arguments.lengths, slice_s)
+        if not slices:
             self._check_may_read(session, run)
             return self._compute.attend(arguments, num_context, out)
         output = out
         if output is None:
             output = torch.empty(arguments.output_shape, dtype=arguments.query.dtype)
-        for rows in pieces:
+        for rows in slices:
             if rows.start:
                 yield
                 self.latest(session.id, run.number, of_pass)
@@ -267,7 +267,7 @@ class PlanRunner:
             )
         return output
 
-    def _check_may_read(self, session: Session, run: Run) -> None:
+    def _check_may_read(self, session: Session, run: RunningPlan) -> None:
         self.check_still_current(session, run)
         run.used_after_receipt |= run.receipt is not None
 
@@ -279,8 +279,8 @@ class PlanRunner:
         options: AttentionOptions,
         plan_number: int | None,
         pass_index: int | None,
-        piece_s: float | None,
-    ) -> Pieces[torch.Tensor]:
+        slice_s: float | None,
+    ) -> Slices[torch.Tensor]:
         """``attend`` for the session's latest plan. Raises as it, and InvalidRequestError."""
         session, run = self.latest(session_id, plan_number, pass_index)
         index = layer_index(self._layers, layer)
@@ -291,7 +291,7 @@ class PlanRunner:
             f"layer {layer} of the plan has not been written yet: write it first",
             "layer",
         )
-        return (yield from self.attend(session, run, arguments, piece_s))
+        return (yield from self.attend(session, run, arguments, slice_s))
 
     def layer(
         self,
@@ -302,9 +302,9 @@ class PlanRunner:
         plan_number: int | None,
         pass_index: int | None,
         field: str,
-        piece_s: float | None,
+        slice_s: float | None,
         out: torch.Tensor | None = None,
-    ) -> Pieces[torch.Tensor | None]:
+    ) -> Slices[torch.Tensor | None]:
         """Write a layer of the session's latest plan that was not written yet, and attend if there
         is a query, into ``out`` if given. Raises as ``latest``, ``write`` and ``attend`` do, and
         InvalidRequestError naming a field after the prefix ``field``.
@@ -313,7 +313,7 @@ class PlanRunner:
         query, key, value = tensors
         compute, is_new = self._compute, not run.is_complete
         progress = run.progress  # others may begin another pass wherever this yields
-        is_whole = out is None and not compute.pieces(batch.lengths, piece_s)
+        is_whole = out is None and not compute.slices(batch.lengths, slice_s)
         if query is not None and is_new and is_whole:
             bound = compute.bound_layer(batch, index, query, key, value, options)
             if bound is not None:  # called with tensors like these before: one native call
@@ -331,7 +331,7 @@ class PlanRunner:
             self.write(session, run, to_write)
         output = None
         if to_attend is not None:
-            output = yield from self.attend(session, run, to_attend, piece_s, out)
+            output = yield from self.attend(session, run, to_attend, slice_s, out)
         progress.finish_layer(index)
         return output
 
@@ -342,7 +342,7 @@ class PlanRunner:
         plan_number: int | None,
         pass_index: int | None,
         field: str,
-    ) -> tuple[Session, Run, int, AttentionBatch]:
+    ) -> tuple[Session, RunningPlan, int, AttentionBatch]:
         """The session, its latest plan, the layer's index and the batch of its group. Raises as
         ``latest``, and InvalidRequestError for a layer that does not come next.
         """
@@ -356,7 +356,7 @@ class PlanRunner:
             )
         return session, run, index, self.batch(run, self._compute.group_of_layer(index))
 
-    def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
+    def receipt(self, session: Session, run: RunningPlan) -> pb.SignedPayload | None:
         """The run's receipt, signed once the device has done all of it; None while something is
         missing, after a pass once the device has done that. Raises InternalError when the device
         failed.
@@ -404,7 +404,7 @@ class PlanRunner:
 
     def latest(
         self, session_id: int, plan_number: int | None, pass_index: int | None = ANY_PASS
-    ) -> tuple[Session, Run]:
+    ) -> tuple[Session, RunningPlan]:
         """The session's latest plan, ready for layers. ``plan_number``: the one that it has to be,
         None for any. ``pass_index``: the pass that it has to be in, None for a plan without passes.
         Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed
@@ -426,7 +426,7 @@ class PlanRunner:
         run.check_pass(pass_index)
         return session, run
 
-    def is_unchanged(self, run: Run) -> bool:
+    def is_unchanged(self, run: RunningPlan) -> bool:
         """Whether nothing was published and no entry made stale since ``check_may_write``."""
         tables = self._tables
         return (
@@ -434,21 +434,21 @@ class PlanRunner:
             and run.checked_version == tables.num_messages_published
         )
 
-    def check_may_write(self, session: Session, run: Run) -> None:
+    def check_may_write(self, session: Session, run: RunningPlan) -> None:
         """Raise BlockNotWritableError if one of the written blocks was published since the plan
         started, and StaleGenerationError if a block of the spans' tables was allocated again.
         """
         self.check_still_current(session, run)
         self.check_still_writable(run)
 
-    def check_still_current(self, session: Session, run: Run) -> None:
+    def check_still_current(self, session: Session, run: RunningPlan) -> None:
         """Check the spans' tables again if a plan made any entry stale since the last check."""
         if run.checked_taken != self._tables.num_taken:
             for batch in run.attention:
                 check_current(self._tables, session.id, batch)
             run.checked_taken = self._tables.num_taken
 
-    def check_still_writable(self, run: Run) -> None:
+    def check_still_writable(self, run: RunningPlan) -> None:
         """Check the written blocks again if anything was published since the last check."""
         if run.checked_version != self._tables.num_messages_published:
             for batch in run.attention:

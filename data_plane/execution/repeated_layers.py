@@ -20,7 +20,7 @@ import torch
 from data_plane.execution.plan_runner import PlanRunner
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.backends.bound_layers import BoundLayer
-from data_plane.plans.sessions import Run, Session
+from data_plane.plans.sessions import RunningPlan, Session
 from kvplane.attention_options import AttentionOptions
 
 
@@ -44,7 +44,7 @@ class _Begun:
     """A plan or a pass. ``batches``: native, one for each layer group."""
 
     session: Session
-    run: Run
+    run: RunningPlan
     pass_index: int | None
     batches: Sequence[Any]
     num_threads: int

@@ -15,16 +15,16 @@ from data_plane.execution.layers import layer_range
 from data_plane.execution.plan_runner import PlanRunner
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.arguments import require
-from data_plane.places import check_group, place_of, tier_of
 from data_plane.plans.contents.reused_blocks import ReusedBlocks, ReusedPrefix
-from data_plane.plans.sessions import Run, Sessions
+from data_plane.plans.sessions import RunningPlan, Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Table, taken_away
+from data_plane.tier_keys import check_group, tier_key_of, tier_of
 from kvplane.errors import PlanOutOfOrderError, StaleGenerationError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
-_DEVICE = place_of(0, pb.TIER_DEVICE)
+_DEVICE = tier_key_of(0, pb.TIER_DEVICE)
 
 
 class BlockRange(NamedTuple):
@@ -101,11 +101,11 @@ class TableBlocks:
         )
         refs = pb.Blocks(
             group=blocks.group,
-            tier=tier_of(part.place),
+            tier=tier_of(part.tier_key),
             indices=part.blocks.astype("<i4").tobytes(),
             generations=part.generations.astype("<i8").tobytes(),
         )
-        return self._compute.read(part.place, part.blocks, layers, counts), refs
+        return self._compute.read(part.tier_key, part.blocks, layers, counts), refs
 
     def write(
         self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
@@ -141,11 +141,11 @@ class TableBlocks:
         return range(first // size, last // size + 1)
 
 
-def _check_written(latest: Run, group: int, part: Table) -> None:
+def _check_written(latest: RunningPlan, group: int, part: Table) -> None:
     """Raise PlanOutOfOrderError while the session's latest plan computes one of these blocks: all
     that other plans of the session computed is written, and all of other sessions that it can use.
     """
-    if latest.receipt is not None or part.place != place_of(group, pb.TIER_DEVICE):
+    if latest.receipt is not None or part.tier_key != tier_key_of(group, pb.TIER_DEVICE):
         return
     if np.isin(part.blocks, latest.whole[group].written_blocks).any():
         raise PlanOutOfOrderError(

@@ -48,7 +48,7 @@ class PlanningKernels(Protocol):
 
 
 @dataclass(slots=True)
-class _Place:
+class _Buffers:
     """Of all calls that can share a plan."""
 
     plan_memory: torch.Tensor
@@ -68,51 +68,52 @@ class StepMemory:
 
     def __init__(self, kernels: PlanningKernels) -> None:
         self._kernels = kernels
-        self._places: dict[tuple[object, ...], _Place] = {}
+        self._buffers: dict[tuple[object, ...], _Buffers] = {}
 
     def begin(self) -> None:
         """Before the first layer of a step: its lengths are new, so plans are made again."""
-        for place in self._places.values():
-            place.plan = None
+        for buffers in self._buffers.values():
+            buffers.plan = None
 
     def attend(self, arguments: AttentionArguments, out: torch.Tensor | None) -> torch.Tensor:
         """``CudaKernels.paged_attention``. The first layer of a step that needs a plan queues it
         too. Raises InvalidRequestError where memory would have to be allocated during a capture.
         """
         key = self._kernels.plan_key(arguments)
-        place = self._places.get(key)
-        if place is None:
+        buffers = self._buffers.get(key)
+        if buffers is None:
             if is_capturing(self._kernels.device):
                 raise InvalidRequestError(
                     "call each layer once with tensors like these before they are captured, so "
                     "that what the call needs is in memory",
                     field="query",
                 )
-            place = self._places[key] = self._new_place(arguments)
-        if place.plan is None:
-            place.plan = self._kernels.plan(
-                arguments, memory=place.plan_memory, num_partials=place.num_partials
+            buffers = self._buffers[key] = self._new_buffers(arguments)
+        if buffers.plan is None:
+            buffers.plan = self._kernels.plan(
+                arguments, memory=buffers.plan_memory, num_partials=buffers.num_partials
             )
         return self._kernels.paged_attention(
-            arguments, out=out, workspace=place.workspace, plan=place.plan
+            arguments, out=out, workspace=buffers.workspace, plan=buffers.plan
         )
 
     def check_room(self, lengths: HostLengths) -> None:
         """Raise InvalidRequestError unless there is room for a batch of these lengths."""
-        for place in self._places.values():
-            if place.count is not None and (count := place.count(lengths)) > place.num_partials:
+        for buffers in self._buffers.values():
+            count = 0 if buffers.count is None else buffers.count(lengths)
+            if count > buffers.num_partials:
                 raise InvalidRequestError(
                     f"the contexts need {count} partial results, and there is room for "
-                    f"{place.num_partials}: run the plan layer by layer",
+                    f"{buffers.num_partials}: run the plan layer by layer",
                     field="bounds.context_tokens",
                 )
 
-    def _new_place(self, arguments: AttentionArguments) -> _Place:
+    def _new_buffers(self, arguments: AttentionArguments) -> _Buffers:
         kernels = self._kernels
         most = kernels.max_partials(arguments)
         num_partials = min(most, kernels.step_room(arguments))
         num_bytes = kernels.attention_workspace_bytes(arguments, num_partials)
-        return _Place(
+        return _Buffers(
             kernels.empty(kernels.plan_bytes(arguments)),
             kernels.step_workspace(num_bytes),
             num_partials,

@@ -25,7 +25,7 @@ import torch
 from data_plane.memory import huge_pages
 from data_plane.memory.pages import PageShape
 from data_plane.memory.sizing import free_bytes
-from data_plane.places import Place, group_of, in_groups, place_of, places_of
+from data_plane.tier_keys import TierKey, group_of, in_groups, tier_key_of, tier_keys_of
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
@@ -83,7 +83,7 @@ class Pools:
             (len(shard.group_layers(layout, i)), *page.extents)
             for i, page in enumerate(self.page_shapes)
         ]
-        self._tiers: dict[Place, torch.Tensor] = {}
+        self._tiers: dict[TierKey, torch.Tensor] = {}
         unpins: list[Callable[[], None]] = []
         # Runs before the tiers are freed: an object's members outlive its finalizers.
         weakref.finalize(self, _release, drain, unpins).atexit = False
@@ -94,18 +94,18 @@ class Pools:
             else:
                 host_tier, unpin = empty_pinned(shape, dtype, device, "num_host_blocks")
                 unpins.append(unpin)
-            self._tiers[place_of(group, pb.TIER_HOST)] = host_tier
+            self._tiers[tier_key_of(group, pb.TIER_HOST)] = host_tier
         for group, page in enumerate(pages):
             shape = (of_device[group], *page)
             make = huge_pages.empty if device.type == "cpu" else partial(_on_gpu, device=device)
-            self._tiers[place_of(group, pb.TIER_DEVICE)] = make(shape, dtype)
-        self._tiers = {place: self._tiers[place] for place in places_of(layout)}
+            self._tiers[tier_key_of(group, pb.TIER_DEVICE)] = make(shape, dtype)
+        self._tiers = {tier_key: self._tiers[tier_key] for tier_key in tier_keys_of(layout)}
         # By index of a layer in the shard.
         self._pages = []
         for layer in shard.layers(layout):
             group = next(i for i, g in enumerate(layout.groups) if layer in g.layers)
             at = shard.group_layers(layout, group).index(layer)
-            self._pages.append((place_of(group, pb.TIER_DEVICE), at))
+            self._pages.append((tier_key_of(group, pb.TIER_DEVICE), at))
 
     @property
     def device_tier(self) -> torch.Tensor:
@@ -118,18 +118,18 @@ class Pools:
         return self._tiers[pb.TIER_HOST]
 
     @property
-    def num_blocks(self) -> dict[Place, int]:
-        """Blocks of each place."""
-        return {place: tier.shape[0] for place, tier in self._tiers.items()}
+    def num_blocks(self) -> dict[TierKey, int]:
+        """Blocks of each tier."""
+        return {tier_key: tier.shape[0] for tier_key, tier in self._tiers.items()}
 
     @property
-    def num_bytes(self) -> dict[Place, int]:
-        """Bytes of each place."""
-        return {place: tier.nbytes for place, tier in self._tiers.items()}
+    def num_bytes(self) -> dict[TierKey, int]:
+        """Bytes of each tier."""
+        return {tier_key: tier.nbytes for tier_key, tier in self._tiers.items()}
 
-    def tier(self, place: Place) -> torch.Tensor:
-        """The tensor of a place, shaped as described at the top of this file."""
-        return self._tiers[place]
+    def tier(self, tier_key: TierKey) -> torch.Tensor:
+        """The tensor of a tier, shaped as described at the top of this file."""
+        return self._tiers[tier_key]
 
     def group_of_layer(self, layer_index: int) -> int:
         """The layer group of one of the shard's layers."""
@@ -139,8 +139,8 @@ class Pools:
         """One layer's device pages: views of its keys [num_blocks, num_kv_heads, block_size_tokens,
         head_size], and of its values. ``layer_index``: among the shard's layers.
         """
-        place, at = self._pages[layer_index]
-        return self.page_shapes[group_of(place)].keys_and_values(self._tiers[place][:, at])
+        tier_key, at = self._pages[layer_index]
+        return self.page_shapes[group_of(tier_key)].keys_and_values(self._tiers[tier_key][:, at])
 
 
 def _release(drain: Callable[[], None], unpins: list[Callable[[], None]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.places import TIERS, Place, group_of, no_group
+from data_plane.tier_keys import TIERS, TierKey, group_of, no_group
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
@@ -39,19 +39,19 @@ def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDA
     return elements
 
 
-def limits_of_places(num_blocks: Mapping[Place, int]) -> NDArray[np.int64]:
-    """[256]: the number of blocks of each place, by place; -1 where there is no such place."""
+def limits_of_tiers(num_blocks: Mapping[TierKey, int]) -> NDArray[np.int64]:
+    """[256]: the number of blocks of each tier, by tier key; -1 where there is no such tier."""
     limits = np.full(256, -1, np.int64)
-    for place, limit in num_blocks.items():
-        limits[place] = limit
+    for tier_key, limit in num_blocks.items():
+        limits[tier_key] = limit
     return limits
 
 
 def read_groups(
-    column: bytes, length: int, num_blocks: Mapping[Place, int], field: str
+    column: bytes, length: int, num_blocks: Mapping[TierKey, int], field: str
 ) -> NDArray[np.int64]:
     """[length]: the layer group of each element; an empty column means that all are 0.
-    ``num_blocks``: of each place. Raises InvalidRequestError for a group that is not there.
+    ``num_blocks``: of each tier. Raises InvalidRequestError for a group that is not there.
     """
     if not column:
         return np.zeros(length, np.int64)
@@ -65,8 +65,8 @@ def read_groups(
     return groups
 
 
-def places(tiers: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place of each element's tier and group; 0, which is no place, where it is no tier."""
+def tier_keys(tiers: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tier key of each element's tier and group; 0, which is no key, where it is no tier."""
     is_tier = (tiers == pb.TIER_DEVICE) | (tiers == pb.TIER_HOST)
     return np.where(is_tier, len(TIERS) * groups + tiers, 0)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from data_plane.plans.batches.attention_batch import AttentionBatch
 from data_plane.plans.batches.transfers import Batch, Transfers
-from data_plane.plans.contents.last_tenants import BlocksByPlace
+from data_plane.plans.contents.last_tenants import BlocksByTier
 from data_plane.plans.contents.written_slots import SlotsToWrite
 from data_plane.plans.progress import Progress
 from data_plane.plans.tables.allocations import AllocatedBlocks
@@ -42,7 +42,7 @@ ANY_PASS = -1
 
 
 @dataclass(slots=True)
-class Run:
+class RunningPlan:
     """A plan that was started here."""
 
     number: int
@@ -56,7 +56,7 @@ class Run:
     on_host: tuple[AttentionBatch, ...]
     """The same on the host."""
     allocated: AllocatedBlocks
-    to_clear: tuple[BlocksByPlace, BlocksByPlace]
+    to_clear: tuple[BlocksByTier, BlocksByTier]
     """Blocks that may still hold another tenant's data, to be cleared before all transfers, and
     after them.
     """
@@ -199,7 +199,7 @@ class Session:
     """None where the control plane does not say it."""
     finished: int = 0
     """The number of the last plan that finished; 0 before the first."""
-    latest: Run | None = None
+    latest: RunningPlan | None = None
     has_ended: bool = False
     has_fixed_steps: bool = False
     """Whether most plans run in rows at fixed addresses, and not in rows of their own."""
@@ -212,11 +212,11 @@ class Session:
         return self.ref.session_id
 
     @property
-    def running(self) -> Run | None:
+    def running(self) -> RunningPlan | None:
         """The plan that has started and not finished."""
         return self.latest if self.latest is not None and self.latest.receipt is None else None
 
-    def place(self, plan: pb.Plan, digest: bytes) -> pb.SignedPayload | Run | None:
+    def continued(self, plan: pb.Plan, digest: bytes) -> pb.SignedPayload | RunningPlan | None:
         """The receipt of a plan that has run, the run of one that is running, or None for a new one
         that may start.
 
@@ -264,7 +264,7 @@ class Session:
             )
         return None
 
-    def finish(self, run: Run, receipt: pb.SignedPayload) -> None:
+    def finish(self, run: RunningPlan, receipt: pb.SignedPayload) -> None:
         """Keep the receipt of a plan that has run."""
         run.receipt = receipt
         self.finished = run.number
@@ -328,7 +328,7 @@ class Sessions:
     def __contains__(self, session_id: object) -> bool:
         return session_id in self._open
 
-    def running(self) -> list[Run]:
+    def running(self) -> list[RunningPlan]:
         """The plans that have started and not finished."""
         return [run for session in self._open.values() if (run := session.running) is not None]
 

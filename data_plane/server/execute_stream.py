@@ -11,9 +11,9 @@ import torch
 from data_plane.execution.executor import Executor
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
-from data_plane.pieces import Pieces
 from data_plane.server.local.region import Region, overlap
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from data_plane.slices import Slices
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.transport.local import packets
@@ -21,7 +21,7 @@ from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 
-PIECE_S: Final = 0.01
+SLICE_S: Final = 0.01
 """How long a long layer keeps the thread at a time."""
 _MAX_KNOWN_LAYERS: Final = 1024
 # A longer packet is read each time: of those that are kept, a client may send what it likes.
@@ -114,7 +114,7 @@ class ExecuteStream:
         num = len(self._ran)
         self._ran += self.usual[num : num + num_layers]
 
-    def answer(self, request: pb.ExecuteRequest) -> Pieces[pb.ExecuteResponse]:
+    def answer(self, request: pb.ExecuteRequest) -> Slices[pb.ExecuteResponse]:
         """Raises KvplaneError."""
         kind = request.WhichOneof("message")
         if kind == "open":
@@ -131,7 +131,7 @@ class ExecuteStream:
             field="message",
         )
 
-    def answer_packet(self, packet: bytes) -> Pieces[bytes]:
+    def answer_packet(self, packet: bytes) -> Slices[bytes]:
         """The answer to a packet of the local socket. Raises KvplaneError."""
         layer = self._known.get(packet)
         if layer is None:
@@ -222,7 +222,7 @@ class ExecuteStream:
         is_in_place = any(region is not None and region.is_on_device for region in regions)
         return Layer(request.layer, query, key, value, options, output, out, is_in_place, layer)
 
-    def _run(self, layer: Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
+    def _run(self, layer: Layer) -> Slices[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """The output, None where it is in the region, and the receipt."""
         session_id, plan_number, pass_index = self._running()
         executor = self._executor
@@ -232,7 +232,7 @@ class ExecuteStream:
                 query = None if query is None else _on(query, executor.device)
                 key = _on(key, executor.device)
                 value = None if value is None else _on(value, executor.device)
-        output = yield from executor.layer_pieces(
+        output = yield from executor.layer_slices(
             session_id,
             layer.index,
             (query, key, value),
@@ -240,7 +240,7 @@ class ExecuteStream:
             plan_number,
             pass_index,
             "layer.",
-            PIECE_S,
+            SLICE_S,
             layer.out,
         )
         if layer.is_in_place:

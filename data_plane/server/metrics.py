@@ -11,10 +11,10 @@ from data_plane.execution.counters import BATCH_BOUNDS
 from data_plane.execution.executor import Executor
 from data_plane.kernels.backends.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
-from data_plane.places import group_of, tier_of
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.push.endpoint import PushEndpoint
+from data_plane.tier_keys import group_of, tier_of
 from kvplane.serving.observability.metrics import (
     LATENCY_BUCKETS_S,
     Declaration,
@@ -227,10 +227,10 @@ def _add_state(samples: Samples, executor: Executor) -> None:
     samples.add(_OPEN_SESSIONS, executor.num_sessions)
     samples.add(_TABLES, executor.num_sequences)
     samples.add(_PUBLISHED, executor.published.num_blocks)
-    for place, num_blocks in executor.pools.num_blocks.items():
-        labels = TIER_NAMES[tier_of(place)], executor.layout.groups[group_of(place)].name
+    for tier_key, num_blocks in executor.pools.num_blocks.items():
+        labels = TIER_NAMES[tier_of(tier_key)], executor.layout.groups[group_of(tier_key)].name
         samples.add(_POOL_BLOCKS, num_blocks, *labels)
-        samples.add(_POOL_BYTES, executor.pools.num_bytes[place], *labels)
+        samples.add(_POOL_BYTES, executor.pools.num_bytes[tier_key], *labels)
     if executor.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(executor.device)
         samples.add(_DEVICE_BYTES, free, "free")

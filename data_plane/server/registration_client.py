@@ -23,9 +23,9 @@ import grpc
 import grpc.aio
 
 from data_plane.execution.executor import Executor
-from data_plane.places import place_of
 from data_plane.server.file_tier import FileTier
 from data_plane.server.worker_thread import WorkerThread
+from data_plane.tier_keys import tier_key_of
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -314,8 +314,8 @@ def _groups(executor: Executor) -> list[pb.GroupBlocks]:
         return []
     return [
         pb.GroupBlocks(
-            num_device_blocks=num_blocks[place_of(group, tpb.TIER_DEVICE)],
-            num_host_blocks=num_blocks[place_of(group, tpb.TIER_HOST)],
+            num_device_blocks=num_blocks[tier_key_of(group, tpb.TIER_DEVICE)],
+            num_host_blocks=num_blocks[tier_key_of(group, tpb.TIER_HOST)],
         )
         for group in range(num_groups)
     ]

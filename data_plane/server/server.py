@@ -48,7 +48,7 @@ from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from kvplane.shard import Shard
-from kvplane.sync.passing_thread import call_in_passing
+from kvplane.sync.short_thread import call_in_short_thread
 from kvplane.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class DataPlaneServer(PlaneServer):
     def __init__(self, config: DataPlaneConfig, kernels: Kernels | None = None) -> None:
         """Allocate the pools and bind the address; ``start`` then serves."""
         self.metrics = DataPlaneMetrics(config.pool_id)
-        self.executor = call_in_passing(
+        self.executor = call_in_short_thread(
             partial(build_executor, config, self.metrics.observe_command, kernels)
         )
         self.registered = asyncio.Event()
@@ -311,8 +311,8 @@ def build_executor(
         observe=observe,
     )
     if device.type == "cpu":
-        for place in executor.pools.num_blocks:
-            _touch(executor.pools.tier(place))
+        for tier_key in executor.pools.num_blocks:
+            _touch(executor.pools.tier(tier_key))
     return executor
 
 

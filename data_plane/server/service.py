@@ -15,15 +15,15 @@ import grpc.aio
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.plan_runner import StartedPlan
-from data_plane.pieces import Pieces, whole
-from data_plane.places import place_of
-from data_plane.server.execute_stream import PIECE_S, ExecuteStream, attention_options
+from data_plane.server.execute_stream import SLICE_S, ExecuteStream, attention_options
 from data_plane.server.fair_queue import Lane
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
+from data_plane.slices import Slices, whole
+from data_plane.tier_keys import tier_key_of
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -117,7 +117,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                     if request is None:
                         return
                     command = partial(stream.answer, request)
-                    answer = await self._run_pieces(command, stream.session_id)
+                    answer = await self._run_slices(command, stream.session_id)
                     if answer.HasField("opened"):
                         admit = request_iterator.check_caller
                         offer = self._offer(stream, request.open.host_id, admit)
@@ -153,7 +153,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> pb.PagedAttentionResponse:
         tenant = self._tenant()
 
-        def command() -> Pieces[pb.PagedAttentionResponse]:
+        def command() -> Slices[pb.PagedAttentionResponse]:
             query = self._tensor(request.query, "query")
             options = attention_options(request.options, "options")
             session_id, number = self._start(request, tenant)
@@ -164,11 +164,11 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 options=options,
                 plan_number=number,
                 pass_index=None,
-                piece_s=PIECE_S,
+                slice_s=SLICE_S,
             )
             return pb.PagedAttentionResponse(output=tensor_to_message(output))
 
-        return await self._run_pieces(command)
+        return await self._run_slices(command)
 
     async def CopyBlocks(
         self, request: pb.CopyBlocksRequest, context: _Context
@@ -298,15 +298,15 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
 
     async def _run(self, command: Callable[[], T]) -> T:
         """What ``command`` returns, run on the worker thread in the caller's turn."""
-        return await self._run_pieces(lambda: whole(command))
+        return await self._run_slices(lambda: whole(command))
 
-    async def _run_pieces(self, command: Callable[[], Pieces[T]], session_id: int = 0) -> T:
-        """As ``_run``, by pieces. ``session_id``: 0 where it is not known yet. The command's copies
+    async def _run_slices(self, command: Callable[[], Slices[T]], session_id: int = 0) -> T:
+        """As ``_run``, by slices. ``session_id``: 0 where it is not known yet. The command's copies
         of tensors to and from a device are not commands of the executor, so their failures are
         checked here.
         """
         try:
-            return await self._worker.run_pieces(command, Lane(payer(), session_id))
+            return await self._worker.run_slices(command, Lane(payer(), session_id))
         except InternalError:
             await self._worker.run(self._executor.device_watch.check)
             raise
@@ -347,7 +347,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
 
     def _check_answer_fits(self, request: pb.ReadBlocksRequest) -> None:
         group = request.group if 0 < request.group < len(self._executor.layout.groups) else 0
-        pool = self._executor.pools.tier(place_of(group, tpb.TIER_DEVICE))
+        pool = self._executor.pools.tier(tier_key_of(group, tpb.TIER_DEVICE))
         num_layers = request.num_layers if 0 < request.num_layers < pool.shape[1] else pool.shape[1]
         block_bytes = pool[0, 0].nbytes * num_layers + _BLOCK_REF_BYTES
         most = (self._max_message_bytes - _OVERHEAD_BYTES) // block_bytes

@@ -16,16 +16,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from data_plane.pieces import Pieces, whole
 from data_plane.server.fair_queue import FairQueue, Lane
+from data_plane.slices import Slices, whole
 from kvplane.transport.local.spin import Spin
 
 T = TypeVar("T")
 
-_Work = Callable[[], bool]  # runs the next piece of a command; returns whether it was the last
+_Work = Callable[[], bool]  # runs the next slice of a command; returns whether it was the last
 
 
-class Waited(NamedTuple):
+class WaitResult(NamedTuple):
     """What came of looking for packets. ``busy_s``: what those took that were answered.
     ``has_packet``: whether there is one for ``serve``.
     """
@@ -34,7 +34,7 @@ class Waited(NamedTuple):
     has_packet: bool
 
 
-NOTHING: Final = Waited(0.0, False)
+NOTHING: Final = WaitResult(0.0, False)
 
 
 class _Served(NamedTuple):
@@ -43,8 +43,8 @@ class _Served(NamedTuple):
     """
 
     lane: Lane
-    serve: Callable[[], Pieces[None]]
-    wait: Callable[[int], Waited] | None
+    serve: Callable[[], Slices[None]]
+    wait: Callable[[int], WaitResult] | None
 
 
 class WorkerThread:
@@ -80,10 +80,10 @@ class WorkerThread:
         """What ``command`` returns or raises. It runs even if the caller stops waiting for it.
         Commands of no lane run before all others.
         """
-        return await self.run_pieces(lambda: whole(command), lane)
+        return await self.run_slices(lambda: whole(command), lane)
 
-    async def run_pieces(self, command: Callable[[], Pieces[T]], lane: Lane | None) -> T:
-        """As ``run``; other commands run between the pieces."""
+    async def run_slices(self, command: Callable[[], Slices[T]], lane: Lane | None) -> T:
+        """As ``run``; other commands run between the slices."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -148,8 +148,8 @@ class WorkerThread:
         self,
         fd: int,
         lane: Lane,
-        serve: Callable[[], Pieces[None]],
-        wait: Callable[[int], Waited] | None = None,
+        serve: Callable[[], Slices[None]],
+        wait: Callable[[int], WaitResult] | None = None,
     ) -> None:
         """On the thread: run ``serve`` whenever ``fd`` can be read. ``wait``, called after it,
         looks for more, as long as nothing else is ready at the epoll file that it is given. Neither
@@ -242,8 +242,8 @@ class WorkerThread:
     def _look(self) -> list[tuple[int, int]]:
         return self._ready.poll(0)
 
-    def _serve(self, fd: int, rest: Pieces[None]) -> bool:
-        """Run a piece of a socket's command."""
+    def _serve(self, fd: int, rest: Slices[None]) -> bool:
+        """Run a slice of a socket's command."""
         try:
             next(rest)
             return False

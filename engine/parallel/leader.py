@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
-from kvplane.runtime.backend import DataBackend, OpenedSession, Started
+from kvplane.runtime.backend import DataBackend, OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
@@ -42,7 +42,7 @@ class ParallelBackend:
         ``backend_of`` raise on any rank.
         """
         self._own: DataBackend | None = None
-        self._step: ranks.PatientStep | None = None  # of a forward pass that has begun
+        self._step: ranks.DeferredErrorStep | None = None  # of a forward pass that has begun
         self._closing = ExitStack()
         with self._closing:
             meeting = Path(self._closing.enter_context(tempfile.TemporaryDirectory()), "meeting")
@@ -75,13 +75,13 @@ class ParallelBackend:
 
     def start(
         self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
-    ) -> Started:
+    ) -> PlanStarted:
         """Start a plan on all ranks."""
         self._tell(ranks.START + plan.SerializeToString())
         answers = ranks.together(self._group, lambda: ranks.start(self._backend, plan))
         has_run = all(answer.started.HasField("receipt") for answer in answers)
         receipts = [answer.started.receipt for answer in answers] if has_run else []
-        return Started(max(answer.started.num_tokens for answer in answers), receipts)
+        return PlanStarted(max(answer.started.num_tokens for answer in answers), receipts)
 
     def layer(
         self,
@@ -141,7 +141,7 @@ class ParallelBackend:
         """Before a forward pass of this rank's model: the others begin the same."""
         batch = torch.cat([arguments["input_ids"], arguments["position_ids"]])
         self._tell(ranks.FORWARD + batch.numpy().tobytes())
-        self._step = ranks.PatientStep(self._backend)
+        self._step = ranks.DeferredErrorStep(self._backend)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -68,7 +68,7 @@ class SharedSession:
         return cls(response.grant, list(response.shards), Layout.from_proto(response.layout))
 
 
-class PatientStep:
+class DeferredErrorStep:
     """The layers of one forward pass. After one that failed the others give zeros, and ``finish``
     raises its error.
     """
@@ -203,7 +203,7 @@ class _Follower:
             return start(self._backend, tpb.SignedPayload.FromString(body))
         elif kind == FORWARD:
             tokens, positions = torch.frombuffer(bytearray(body), dtype=torch.int64).view(2, -1)
-            step = PatientStep(self._backend)
+            step = DeferredErrorStep(self._backend)
             packed_logits(self._model, tokens.tolist(), positions.tolist(), [], step)
             return step.finish()
         elif kind == CLOSE:

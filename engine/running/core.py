@@ -496,15 +496,15 @@ class EngineCore:
     def _take_tokens(self, sequences: list[EngineSequence], logits: torch.Tensor) -> None:
         """``logits``: float32 [len(sequences), vocabulary]."""
         tokens = sample(logits, sequences)
-        told = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
-        if told:
+        wanted = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        if wanted:
             found = logprobs_of(
-                logits[told],
-                [tokens[i] for i in told],
-                [sequences[i].params.logprobs or 0 for i in told],
+                logits[wanted],
+                [tokens[i] for i in wanted],
+                [sequences[i].params.logprobs or 0 for i in wanted],
                 self._loaded.decode,
             )
-            for i, logprob in zip(told, found, strict=True):
+            for i, logprob in zip(wanted, found, strict=True):
                 sequences[i].logprobs.append(logprob)
         for place, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence.params.record_logits:

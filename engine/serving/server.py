@@ -42,7 +42,7 @@ from kvplane.serving.limits.open_requests import share_of_one
 from kvplane.serving.limits.receive_budget import ReceiveBudget, Received
 from kvplane.serving.observability import logs
 from kvplane.serving.settings import log_settings
-from kvplane.sync.passing_thread import call_in_passing
+from kvplane.sync.short_thread import call_in_short_thread
 
 from ..llm import LLM
 from ..models.loader import Message
@@ -267,7 +267,7 @@ def run(config: ServeConfig) -> int:
     logs.setup(config.log_level, config.log_format)
     log_settings(config, _LOGGER)
     tracing.setup("kvplane-engine")
-    with call_in_passing(partial(LLM.from_config, config)) as llm:
+    with call_in_short_thread(partial(LLM.from_config, config)) as llm:
         worker = EngineWorker(llm, config.max_requests)
         app = _ServingApp(
             worker,

@@ -38,8 +38,8 @@ async def status(context: Context) -> int:
         for pool_id, pool in pools.items()
     ]
     if context.as_json:
-        told = {"version": plane.version, "incarnation": str(plane.incarnation)}
-        print_json({"address": context.address, **told, "pools": rows})
+        plane_row = {"version": plane.version, "incarnation": str(plane.incarnation)}
+        print_json({"address": context.address, **plane_row, "pools": rows})
     else:
         title = f"control plane {context.address}, version {plane.version}"
         Console().print(table_of(rows, title) if rows else f"{title}: no pool has registered")

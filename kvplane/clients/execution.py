@@ -51,7 +51,7 @@ _NOT_SHARED: Final[set[str]] = set()  # whose GPU's memory could not be had
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class PlanStarted:
     """A plan was started. ``num_tokens``: first extent of q, k and v.
 
     ``receipt`` is there when no layer is expected: the plan has no spans, or it had run before.
@@ -121,7 +121,7 @@ class Execution:
         *,
         pass_index: int | None = None,
         timeout_s: float | None = None,
-    ) -> Started:
+    ) -> PlanStarted:
         """Present a plan, which makes its table changes and transfers. Safe to repeat.
 
         ``pass_index``: computes the plan in passes, one token of each span in each: see
@@ -293,7 +293,7 @@ class Execution:
             self._drop()  # an answer is under way that nobody wants
         self._plan, self.receipt, self._begun = None, None, None
 
-    def _note_started(self, plan: pb.ExecuteRequest, started: Started) -> Started:
+    def _note_started(self, plan: pb.ExecuteRequest, started: PlanStarted) -> PlanStarted:
         self._plan, self.receipt, self._begun = plan, started.receipt, None
         return started
 
@@ -333,7 +333,7 @@ class Execution:
             _note_once(_NOT_JOINED, text, self._connection.target, error)
             return None
 
-    async def _start(self, plan: pb.ExecuteRequest) -> Started:
+    async def _start(self, plan: pb.ExecuteRequest) -> PlanStarted:
         await self._open()
         local, packet = self._local_for(plan)
         if local is None:
@@ -485,12 +485,12 @@ def _expect(wanted: str, response: pb.ExecuteResponse) -> pb.ExecuteResponse:
     return response
 
 
-def _started(response: pb.ExecuteResponse) -> Started:
+def _started(response: pb.ExecuteResponse) -> PlanStarted:
     started = response.started
     receipt = started.receipt if started.HasField("receipt") else None
     if receipt is None and (started.finished or not started.num_tokens):
         raise InternalError("a plan that has run has no receipt")
-    return Started(started.plan_number, started.num_tokens, receipt)
+    return PlanStarted(started.plan_number, started.num_tokens, receipt)
 
 
 def _output(output: Any) -> Tensor:

@@ -158,7 +158,7 @@ class PrefixLoader:
         last call was done.
         """
         resynced = await self._session.resync()
-        self._session.take_unclaimed()  # their plans are aborted, or have run
+        self._session.take_abandoned()  # their plans are aborted, or have run
         await self._run(resynced.plan)
         await self._free([each.sequence_id for each in resynced.sequences])
         self._is_behind = False

@@ -21,7 +21,7 @@ from kvplane.v1.control_pb2 import ShardInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class PlanStarted:
     """A plan was started. ``receipts``: of all shards when it has nothing to compute, else none."""
 
     num_tokens: int
@@ -68,7 +68,7 @@ class DataBackend(Protocol):
 
     def start(
         self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
-    ) -> Started:
+    ) -> PlanStarted:
         """Start a plan, or go on to its next pass. ``num_tokens``: what it computes, 0 where the
         caller does not know. With it the answer need not be waited for, and what is wrong is raised
         by the first layer.
@@ -145,7 +145,7 @@ class RemoteBackend:
 
     def start(
         self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
-    ) -> Started:
+    ) -> PlanStarted:
         """Present the plan to the data planes; with the number of its tokens where it has a
         pass.
         """
@@ -153,9 +153,9 @@ class RemoteBackend:
         if num_tokens:
             if self._layers is None or not self._layers.begin(plan, num_tokens, pass_index):
                 self._loop.run(execution.begin(plan, num_tokens, pass_index=pass_index))
-            return Started(num_tokens)
+            return PlanStarted(num_tokens)
         started = self._loop.run(execution.start(plan))
-        return Started(started.num_tokens, execution.receipts if started.has_run else ())
+        return PlanStarted(started.num_tokens, execution.receipts if started.has_run else ())
 
     def layer(
         self,

@@ -27,7 +27,7 @@ from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.layout import LATENT, Layout
-from kvplane.runtime.backend import OpenedSession, Started
+from kvplane.runtime.backend import OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
@@ -107,7 +107,7 @@ class EmbeddedBackend:
 
     def start(
         self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
-    ) -> Started:
+    ) -> PlanStarted:
         """Change tables and run transfers, before the first pass."""
         session_id = self._open_session()
         if not pass_index:
@@ -119,8 +119,8 @@ class EmbeddedBackend:
         if self._repeated is not None:
             self._repeated.begin()
         if pass_index is not None:
-            return Started(started_tokens)
-        return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
+            return PlanStarted(started_tokens)
+        return PlanStarted(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
     def layer(
         self,

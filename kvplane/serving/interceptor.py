@@ -205,7 +205,7 @@ async def _while_permitted(requests: Requests) -> AsyncIterator[None]:
     inside = asyncio.current_task()
     assert inside is not None
     revoked = asyncio.create_task(requests.revoked())
-    revoked.add_done_callback(lambda told: told.cancelled() or inside.cancel())
+    revoked.add_done_callback(lambda task: task.cancelled() or inside.cancel())
     try:
         yield
     except asyncio.CancelledError:

@@ -139,11 +139,11 @@ def announce(server: Server, port_file: Path | None) -> None:
 async def wait_for_signal() -> None:
     """Wait for SIGTERM or SIGINT. Afterwards Python handles both again, so a second one kills."""
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, stopping.set)
     try:
-        await told.wait()
+        await stopping.wait()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

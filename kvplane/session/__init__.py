@@ -1,6 +1,6 @@
 """A session of the client: its numbered calls, its queries, and what it does by itself."""
 
-from kvplane.session.session import Readmission, Resynced, Session
-from kvplane.session.step_numbering import UnclaimedAnswer
+from kvplane.session.session import ReadmitResult, ResyncResult, Session
+from kvplane.session.step_numbering import AbandonedResult
 
-__all__ = ["Readmission", "Resynced", "Session", "UnclaimedAnswer"]
+__all__ = ["AbandonedResult", "ReadmitResult", "ResyncResult", "Session"]

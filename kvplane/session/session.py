@@ -37,7 +37,7 @@ from kvplane.results import (
     explained_blocks,
     sequence_states,
 )
-from kvplane.session.step_numbering import Send, Steps, UnclaimedAnswer
+from kvplane.session.step_numbering import AbandonedResult, Send, Steps
 from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
 from kvplane.transport.stream import Stream
@@ -58,7 +58,7 @@ IDLE_S: Final = 0.1
 _RETRY_S: Final = 1.0
 
 
-class Readmission(dict[int, int]):
+class ReadmitResult(dict[int, int]):
     """Tokens found cached, by sequence id. ``plan`` must run before later ones; it may be None."""
 
     def __init__(self, num_cached_tokens: Mapping[int, int], plan: SignedPayload | None) -> None:
@@ -67,7 +67,7 @@ class Readmission(dict[int, int]):
 
 
 @dataclass(frozen=True, slots=True)
-class Resynced:
+class ResyncResult:
     """Every sequence of a session, and the plan of whole tables that must run before later ones."""
 
     sequences: list[SequenceState]
@@ -80,7 +80,7 @@ class Session:
     Every call takes ``timeout_s``, the client's default when None, and is sent again until then
     while the plane cannot be reached. A call that was cancelled or ran out of time may be made
     again: it is then the same step. If another call comes instead, the first one is sent again
-    before it, and its answer is kept for ``take_unclaimed``. Raises StaleError or
+    before it, and its answer is kept for ``take_abandoned``. Raises StaleError or
     SessionNotFoundError when the session is over: ``reopen`` and ``readmit`` then.
 
     Receipts that no call takes along are submitted by themselves after a tenth of a second: else
@@ -169,9 +169,9 @@ class Session:
             )
         self._steps.add_receipt(receipt)
 
-    def take_unclaimed(self) -> list[UnclaimedAnswer]:
+    def take_abandoned(self) -> list[AbandonedResult]:
         """Answers to abandoned calls, each given once. Their plans must run before later ones."""
-        taken, self._steps.unclaimed = self._steps.unclaimed, []
+        taken, self._steps.abandoned = self._steps.abandoned, []
         return taken
 
     def take_notices(self) -> list[pb.Notice]:
@@ -211,13 +211,13 @@ class Session:
         sequences: Mapping[int, tuple[ops.Tokens, int]],
         *,
         timeout_s: float | None = None,
-    ) -> Readmission:
+    ) -> ReadmitResult:
         """Admit sequences again, ``{sequence_id: (token_ids, max_total_tokens)}``, in one step.
 
         Nothing is computed yet: what is not cached is computed by later appends. Sequences that
         there is no room for now are absent from the answer. Raises NeverFitsError, or the error
         of an operation that was wrong; the other sequences are admitted nevertheless, and the
-        answer is then in ``take_unclaimed``.
+        answer is then in ``take_abandoned``.
         """
         operations = [
             ops.admit(sequence_id, tokens, num_compute_tokens=0, max_total_tokens=max_total)
@@ -229,15 +229,15 @@ class Session:
             if not outcome.failures:
                 cached[sequence_id] = outcome.admit.num_cached_tokens
             elif outcome.failures[0].status != pb.OPERATION_STATUS_LATER:
-                self._steps.unclaimed.append(UnclaimedAnswer(self.last_number, result))
+                self._steps.abandoned.append(AbandonedResult(self.last_number, result))
                 raise error_of(outcome.failures[0])
-        return Readmission(cached, result.plan)
+        return ReadmitResult(cached, result.plan)
 
-    async def resync(self, *, timeout_s: float | None = None) -> Resynced:
+    async def resync(self, *, timeout_s: float | None = None) -> ResyncResult:
         """Submit pending receipts, abort plans that have none, and get a plan of whole tables."""
         request = pb.ResyncRequest(session=self.ref)
         response: pb.ResyncResponse = await self._run(self._stub.Resync, request, timeout_s)
-        return Resynced(sequence_states(response.sequences), response.plan)
+        return ResyncResult(sequence_states(response.sequences), response.plan)
 
     async def abort_plan(
         self, plan_number: int, *, timeout_s: float | None = None
@@ -305,7 +305,7 @@ class Session:
         timeout_s: float | None = None,
     ) -> StepResult:
         """A step of one ``ops.admit``. With ``wait``, PoolFullError says that the admission stands
-        in line: it is granted in the ``news`` of a later step.
+        in the queue: it is granted in the ``news`` of a later step.
         """
         operation = ops.admit(
             sequence_id,

@@ -6,7 +6,7 @@ sent, receipts included; the same call made again sends it again, and any other 
 again to learn its outcome.
 
     call A ──► number 5 ──► no answer            A again ──► number 5, same bytes ──► answer
-                             └─────────────────► B ──► number 5 (A) ──► unclaimed; B ──► number 6
+                             └─────────────────► B ──► number 5 (A) ──► abandoned; B ──► number 6
 
 Some refusals come before the control plane reads the number (a message too large, a caller that is
 not authenticated), and the caller cannot tell them all from others. Numbers refused since the last
@@ -42,7 +42,7 @@ _UNKNOWN_OUTCOME: Final = (PlaneUnavailableError, DeadlineExceededError, Cancell
 
 
 @dataclass(frozen=True, slots=True)
-class UnclaimedAnswer:
+class AbandonedResult:
     """The answer to a call that its caller abandoned: a StepResult, an AbortPlanResponse or a
     ResyncResponse.
 
@@ -70,7 +70,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.last_number = 0
-        self.unclaimed: list[UnclaimedAnswer] = []
+        self.abandoned: list[AbandonedResult] = []
         self.receipts: list[pb.SignedPayload] = []
         self.changed = asyncio.Event()
         self._last_used = 0
@@ -125,7 +125,7 @@ class Steps:
                 raise
             return  # it was refused, and its caller no longer waits
         if not isinstance(answer, control_pb2.SubmitReceiptsResponse):
-            self.unclaimed.append(UnclaimedAnswer(pending.request.number, answer))
+            self.abandoned.append(AbandonedResult(pending.request.number, answer))
 
     async def _answer(self, pending: _Pending, deadline: Deadline) -> Any:
         async def attempt() -> Any:

@@ -147,7 +147,7 @@ class Session(Portal[sessions.Session]):
     abort_plan = blocking(sessions.Session.abort_plan)
     resync = blocking(sessions.Session.resync)
     readmit = blocking(sessions.Session.readmit)
-    take_unclaimed = immediate(sessions.Session.take_unclaimed)
+    take_abandoned = immediate(sessions.Session.take_abandoned)
     take_notices = immediate(sessions.Session.take_notices)
     wait_for_news = blocking(sessions.Session.wait_for_news)
     check = blocking(sessions.Session.check)

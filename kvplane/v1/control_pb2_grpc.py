@@ -268,7 +268,7 @@ class ControlPlaneServiceServicer(object):
 
     def CheckOperations(self, request, context):
         """Says what each item of these operations would be answered now if it were all of a step: what other items would take or change is not
-        counted. Nothing is taken or changed, and no place in line is given. Takes no number.
+        counted. Nothing is taken or changed, and no position in the queue is given. Takes no number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

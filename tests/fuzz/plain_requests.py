@@ -163,10 +163,10 @@ def plain_step(world: World, session: Session) -> None:
 
 def run(world: World, session: Session, step: PlainStep) -> None:
     data, pool = world.data, world.pool
-    done = data.ConsumeIntInRange(0, pool.last_plan(session.slot))
+    done = data.ConsumeIntInRange(0, pool.last_plan(session.handle))
     most_tokens = data.PickValueInList([2**16, 2**16, 2**16, 2**16, 2**16, 2**16, 0, -1])
     headroom = world.number(2) if data.ConsumeIntInRange(0, 7) == 7 else 0
-    ran = pool.plain_step(session.slot, step, done, headroom, most_tokens, b"")
+    ran = pool.plain_step(session.handle, step, done, headroom, most_tokens, b"")
     if ran is None:  # nothing has changed
         return
     session.number = step.number

@@ -24,7 +24,7 @@ def admit(world: World, session: Session) -> None:
     call: Callable[..., Any] = world.pool.grant if admitted_by else world.pool.admit
     most = MANY_BLOCKS + 20 if data.ConsumeIntInRange(0, 7) == 7 else 4 * NUM_BLOCKS + 4
     call(
-        session.slot,
+        session.handle,
         *admitted_by,
         world.number(9),
         world.prompt() if data.ConsumeBool() else world.tokens(most),
@@ -39,13 +39,13 @@ def admit(world: World, session: Session) -> None:
 def compute(world: World, session: Session) -> None:
     """A prompt is admitted and its plan has run; then others find it. Perhaps it is freed."""
     pool, sequence_id = world.pool, world.data.ConsumeIntInRange(1, 9)
-    pool.admit(session.slot, sequence_id, world.prompt(), b"", -1, 0, False, 0)
+    pool.admit(session.handle, sequence_id, world.prompt(), b"", -1, 0, False, 0)
     world.finish(session)
     with granted():
-        pool.receipted(session.slot, pool.last_plan(session.slot))
+        pool.receipted(session.handle, pool.last_plan(session.handle))
     world.begin(session)
     if world.data.ConsumeBool():
-        pool.free(session.slot, sequence_id.to_bytes(8, "little"))
+        pool.free(session.handle, sequence_id.to_bytes(8, "little"))
 
 
 def append(world: World, session: Session) -> None:
@@ -56,23 +56,23 @@ def append(world: World, session: Session) -> None:
     ahead = world.column(4, num, 9) if data.ConsumeBool() else b""
     tokens = world.column(4, sum(counts), 2)
     packed = b"".join(count.to_bytes(4, "little") for count in counts)
-    world.pool.growth(session.slot, ids, firsts, slots, ahead)
-    world.pool.append(session.slot, ids, firsts, slots, packed, tokens, ahead)
+    world.pool.growth(session.handle, ids, firsts, slots, ahead)
+    world.pool.append(session.handle, ids, firsts, slots, packed, tokens, ahead)
 
 
 def truncate(world: World, session: Session) -> None:
     num = world.data.ConsumeIntInRange(0, 2)
-    world.pool.truncate(session.slot, world.some_ids(session, num), world.column(8, num, 20))
+    world.pool.truncate(session.handle, world.some_ids(session, num), world.column(8, num, 20))
 
 
 def fork(world: World, session: Session) -> None:
     num = world.data.ConsumeIntInRange(0, 3)
-    world.pool.fork(session.slot, world.some_ids(session, num), world.ids(num))
+    world.pool.fork(session.handle, world.some_ids(session, num), world.ids(num))
 
 
 def free(world: World, session: Session) -> None:
     num = world.data.ConsumeIntInRange(0, 3)
-    world.pool.free(session.slot, world.some_ids(session, num))
+    world.pool.free(session.handle, world.some_ids(session, num))
 
 
 def swap(world: World, session: Session) -> None:
@@ -80,19 +80,19 @@ def swap(world: World, session: Session) -> None:
     ids = world.some_ids(session, world.data.PickValueInList([1, 1, 1, 2, 3]))
     headroom = world.number(3) if world.data.ConsumeIntInRange(0, 7) == 7 else 0
     most = world.data.PickValueInList([MOST, 0, 1, 2])
-    moved = world.pool.swap(session.slot, ids, world.tier(), headroom, most)
+    moved = world.pool.swap(session.handle, ids, world.tier(), headroom, most)
     session.is_swapping = isinstance(moved, int)
 
 
 def cut(world: World, session: Session) -> None:
-    world.pool.cut(session.slot, world.some_id(session))
+    world.pool.cut(session.handle, world.some_id(session))
 
 
 def reserve(world: World, session: Session) -> None:
     """Blocks are given outside of a step."""
     world.finish(session)
     try:
-        world.pool.reserve(session.slot, world.some_id(session), world.number(6))
+        world.pool.reserve(session.handle, world.some_id(session), world.number(6))
     finally:
         world.begin(session)
 
@@ -103,12 +103,12 @@ def next_step(world: World, session: Session) -> None:
 
 
 def prepare(world: World, session: Session) -> None:
-    session.is_due = world.pool.prepare(session.slot, 1 + world.data.ConsumeIntInRange(0, 3))
+    session.is_due = world.pool.prepare(session.handle, 1 + world.data.ConsumeIntInRange(0, 3))
 
 
 def check(world: World, session: Session) -> None:
     """It changes nothing."""
-    pool, slot, number = world.pool, session.slot, session.number + 1
+    pool, handle, number = world.pool, session.handle, session.number + 1
     before = _shown(world, session)
     num = world.data.ConsumeIntInRange(0, 3)
     ids, tokens = world.some_ids(session, num), world.prompt()
@@ -122,12 +122,12 @@ def check(world: World, session: Session) -> None:
         (pool.swap, ids, world.tier(), headroom),
     ):
         with suppress(*REFUSALS):
-            call(slot, *columns, check_as=number)
+            call(handle, *columns, check_as=number)
     assert _shown(world, session) == before
 
 
 def _shown(world: World, session: Session) -> list[Any]:
-    shown = [world.pool.states(session.slot, None), world.pool.num_blocks_held(session.slot)]
+    shown = [world.pool.states(session.handle, None), world.pool.num_blocks_held(session.handle)]
     for core in world.cores:
         shown += [(core.usage(tier), core.generations(tier)) for tier in (1, 2)]
         shown += [core.counters(), core.revision]
@@ -138,18 +138,18 @@ def deferred(world: World, session: Session) -> None:
     ids, counts = world.some_ids(session, 1), world.column(4, 1, 4)
     tokens = world.column(4, 1, 2) * (int.from_bytes(counts[:1], "little") % 8)
     world.pool.deferred_tokens(
-        session.slot, ids, world.column(8, 1, 9), world.column(8, 1, 20), counts, tokens
+        session.handle, ids, world.column(8, 1, 9), world.column(8, 1, 20), counts, tokens
     )
 
 
 def receipted(world: World, session: Session) -> None:
     """All at once, or the first part of it."""
-    if not world.pool.plans_in_flight(session.slot):
+    if not world.pool.plans_in_flight(session.handle):
         return
-    plan = world.data.ConsumeIntInRange(0, world.pool.last_plan(session.slot))
+    plan = world.data.ConsumeIntInRange(0, world.pool.last_plan(session.handle))
     most = world.data.PickValueInList([MOST, MOST, 1, 2])
     with granted():
-        if world.pool.receipted(session.slot, plan, most):
+        if world.pool.receipted(session.handle, plan, most):
             session.receipting = plan
 
 
@@ -158,7 +158,7 @@ def abort(world: World, session: Session) -> None:
     keeps_tables = world.data.PickValueInList([True, False])
     most = world.data.PickValueInList([MOST, MOST, 1, 2])
     with granted():
-        if world.pool.abort(session.slot, session.number + 1, keeps_tables, most):
+        if world.pool.abort(session.handle, session.number + 1, keeps_tables, most):
             session.aborting = keeps_tables
             return
     world.begin(session)
@@ -168,8 +168,8 @@ def end(world: World, session: Session) -> None:
     """Also while parts are left of what was begun."""
     most = world.data.PickValueInList([MOST, 0, 1])
     with granted():
-        is_left = world.pool.end_session(session.slot, most)
-    (world.ending if is_left else world.ended).append(session.slot)
+        is_left = world.pool.end_session(session.handle, most)
+    (world.ending if is_left else world.ended).append(session.handle)
     world.sessions[world.sessions.index(session)] = world.open(world.root())
 
 

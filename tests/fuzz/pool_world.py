@@ -35,7 +35,7 @@ class Session:
     whole tables are being written for the step.
     """
 
-    slot: int
+    handle: int
     number: int = 1
     receipting: int | None = None
     aborting: bool | None = None  # whether it keeps tables
@@ -115,7 +115,7 @@ class World:
         """A session whose first step has begun."""
         with granted():
             session = Session(self.pool.open_session(root, OWNERS[root]))
-            self.pool.begin(session.slot, session.number)
+            self.pool.begin(session.handle, session.number)
         return session
 
     # Values
@@ -144,7 +144,7 @@ class World:
 
     def some_ids(self, session: Session, num: int) -> bytes:
         """Mostly of sequences that there are."""
-        known = ints(self.pool.states(session.slot, None)[0], 8)
+        known = ints(self.pool.states(session.handle, None)[0], 8)
         if not known or self.data.ConsumeIntInRange(0, 7) == 7:
             return self.ids(num)
         chosen = (self.data.PickValueInList(known) for _ in range(num))
@@ -174,7 +174,7 @@ class World:
 
     def positions(self, session: Session, ids: bytes) -> bytes:
         """Where the sequences are, mostly."""
-        states = self.pool.states(session.slot, None)
+        states = self.pool.states(session.handle, None)
         known, scheduled = ints(states[0], 8), ints(states[3], 8)
         where = dict(zip(known, scheduled, strict=True))
         if self.data.ConsumeIntInRange(0, 15) == 15:
@@ -186,7 +186,7 @@ class World:
     def finish(self, session: Session) -> None:
         """End the step; its plan can be read."""
         with granted():
-            payload = self.pool.finish(session.slot, b"")
+            payload = self.pool.finish(session.handle, b"")
         session.is_due = False
         if payload is not None:
             plan = tpb.Plan.FromString(payload)
@@ -195,22 +195,22 @@ class World:
     def begin(self, session: Session) -> None:
         session.number += 1
         with granted():
-            self.pool.begin(session.slot, session.number)
+            self.pool.begin(session.handle, session.number)
 
     def settle(self, session: Session) -> None:
         """What was done in part comes before all else of the session."""
         if session.receipting is not None:
             with granted():
-                self.pool.receipted(session.slot, session.receipting)
+                self.pool.receipted(session.handle, session.receipting)
             session.receipting = None
         if session.aborting is not None:
             with granted():
-                self.pool.abort(session.slot, session.number + 1, session.aborting)
+                self.pool.abort(session.handle, session.number + 1, session.aborting)
             session.aborting = None
             self.begin(session)
         if session.is_swapping:
             with granted():
-                assert not self.pool.swap_some(session.slot, MOST)
+                assert not self.pool.swap_some(session.handle, MOST)
             session.is_swapping = False
         if session.is_due:
             self.finish(session)
@@ -219,8 +219,8 @@ class World:
     def end_all(self) -> None:
         """Release what is left of sessions that have ended."""
         with granted():
-            for slot in self.ending:
-                assert not self.pool.end_some(slot, MOST)
+            for handle in self.ending:
+                assert not self.pool.end_some(handle, MOST)
         self.ended += self.ending
         self.ending.clear()
 
@@ -234,10 +234,14 @@ class World:
                 num_blocks, *parts = core.usage(tier)
                 assert min(parts) >= 0
                 assert sum(parts) == num_blocks, (num_blocks, parts)
-        for slot in (session.slot for session in self.sessions):
+        for handle in (session.handle for session in self.sessions):
             # All of a sequence but its blocks is the same in each group.
             first, *others = (
-                (core.states(slot, None)[:6], core.plans_in_flight(slot), core.last_plan(slot))
+                (
+                    core.states(handle, None)[:6],
+                    core.plans_in_flight(handle),
+                    core.last_plan(handle),
+                )
                 for core in self.cores
             )
             assert all(other == first for other in others), (first, others)

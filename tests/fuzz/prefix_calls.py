@@ -10,16 +10,16 @@ def retain(world: World, session: Session) -> None:
     expires_at_s = world.now_s + data.PickValueInList([1.0, 9.0, 9.0, 1e15, 0.0, -1.0])
     priority = data.ConsumeIntInRange(-1, 102) if data.ConsumeBool() else 1
     most_blocks = world.number(12) if data.ConsumeBool() else 100
-    world.pool.retain(session.slot, _prefix(world), priority, expires_at_s, most_blocks)
+    world.pool.retain(session.handle, _prefix(world), priority, expires_at_s, most_blocks)
 
 
 def release(world: World, session: Session) -> None:
-    world.pool.release_retained(session.slot, _prefix(world))
+    world.pool.release_retained(session.handle, _prefix(world))
 
 
 def forget(world: World, session: Session) -> None:
     tokens, force = _prefix(world), world.data.ConsumeBool()
-    found, in_use = world.pool.forget(session.slot, tokens, force, world.number(4))
+    found, in_use = world.pool.forget(session.handle, tokens, force, world.number(4))
     assert 0 <= in_use <= found or (not force and found == 0)
 
 

@@ -13,7 +13,7 @@ def ask(world: World, session: Session) -> None:
     world.pool.match(b"a", tokens)
     core.explain(world.root(), tokens)
     core.match_hashes(b"a", world.data.ConsumeBytes(40))
-    core.table(session.slot, world.some_id(session))
+    core.table(session.handle, world.some_id(session))
 
 
 def announce(world: World, _: Session) -> None:
@@ -32,7 +32,7 @@ def show(world: World, _: Session) -> None:
         shown()
     num_bounds = len(kvplane_blocks.duration_bounds_s())
     assert len(core.block_times()) > 6 * num_bounds  # three histograms of each tier
-    assert core.num_token_pieces >= 0
+    assert core.num_token_chunks >= 0
     assert core.num_touched >= 0
     assert core.has_publications in (False, True)
     core.num_sequences_in(tier)
@@ -40,20 +40,20 @@ def show(world: World, _: Session) -> None:
 
 
 def count(world: World, session: Session) -> None:
-    """What the line counts."""
-    slot, tier = session.slot, world.tier()
+    """What the queue counts."""
+    handle, tier = session.handle, world.tier()
     for pool in (world.pool, world.core()):
         pool.usage(tier)
         for num in (pool.num_obtainable, pool.num_pending, pool.num_own_retired):
-            num(slot, tier)
-        assert pool.num_blocks_held(slot) >= 0
-        assert pool.num_tokens_in_flight(slot) >= 0
-        assert pool.num_unsent(slot) >= 0
-        assert pool.resync_due(slot) in (False, True)
+            num(handle, tier)
+        assert pool.num_blocks_held(handle) >= 0
+        assert pool.num_tokens_in_flight(handle) >= 0
+        assert pool.num_unsent(handle) >= 0
+        assert pool.resync_due(handle) in (False, True)
     sequence_id = world.some_id(session)
-    assert world.pool.has_sequence(slot, sequence_id) <= world.pool.num_sequences(slot)
-    world.pool.last_progress(slot, sequence_id)
-    world.pool.num_held(slot, sequence_id)
+    assert world.pool.has_sequence(handle, sequence_id) <= world.pool.num_sequences(handle)
+    world.pool.last_progress(handle, sequence_id)
+    world.pool.num_held(handle, sequence_id)
 
 
 QUERY_CALLS: tuple[Call, ...] = (ask, announce, show, count)

@@ -41,16 +41,16 @@ def filled(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) ->
     pool = new_core(data, block_tokens, same)
     for i in range(data.ConsumeIntInRange(0, 4)):
         root = data.PickValueInList([*OWNERS])
-        slot = pool.open_session(root, OWNERS[root])
-        pool.begin(slot, 1)
+        handle = pool.open_session(root, OWNERS[root])
+        pool.begin(handle, 1)
         begun = column(data, 4, 1, 2) * data.ConsumeIntInRange(1, 16)
         ended = column(data, 4, 1, 2) * data.ConsumeIntInRange(0, 16)
         with suppress(*REFUSALS):
-            pool.admit(slot, 1 + i, begun + ended, b"", -1, 0, False, 0)
-        pool.finish(slot, b"")
-        pool.receipted(slot, pool.last_plan(slot))
-        pool.end_session(slot)
-        pool.session_fenced(slot)
+            pool.admit(handle, 1 + i, begun + ended, b"", -1, 0, False, 0)
+        pool.finish(handle, b"")
+        pool.receipted(handle, pool.last_plan(handle))
+        pool.end_session(handle)
+        pool.session_fenced(handle)
     return pool
 
 

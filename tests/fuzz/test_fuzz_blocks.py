@@ -70,8 +70,8 @@ FAULTS = {
     "an abort is of one group": Fault(
         "groups",
         "steps/abort.cpp",
-        "groups[g]->cut_one(groups[g]->sessions_[slot], id, next_plan, keeps);",
-        "groups[0]->cut_one(groups[0]->sessions_[slot], id, next_plan, keeps);",
+        "groups[g]->cut_one(groups[g]->sessions_[handle], id, next_plan, keeps);",
+        "groups[0]->cut_one(groups[0]->sessions_[handle], id, next_plan, keeps);",
         "AssertionError",
     ),
     "a parent is any block": Fault(

@@ -11,18 +11,18 @@ ALL_ENTRIES = 10_000
 
 def watch(world: World, _: Session) -> None:
     """From anywhere; also anew, so that followers have to start again."""
-    lead = world.cores[0]
+    primary = world.cores[0]
     if world.data.ConsumeIntInRange(0, 3) == 3:
-        lead.watch_enable(world.unsigned(6, 64))
-    lead.changes_since(world.number(20), world.root(), world.unsigned(3, 64))
-    lead.snapshot(world.root(), world.number(12), world.unsigned(3, 64))
+        primary.watch_enable(world.unsigned(6, 64))
+    primary.changes_since(world.number(20), world.root(), world.unsigned(3, 64))
+    primary.snapshot(world.root(), world.number(12), world.unsigned(3, 64))
 
 
 def follow(world: World, _: Session) -> None:
     """From now on; what a follower knows in the end is checked by ``check_followers``."""
-    lead, data, root = world.cores[0], world.data, world.root()
-    if lead.changes_since(lead.revision, root, 1) is None:
-        lead.watch_enable(data.PickValueInList([3, 1000]))
+    primary, data, root = world.cores[0], world.data, world.root()
+    if primary.changes_since(primary.revision, root, 1) is None:
+        primary.watch_enable(data.PickValueInList([3, 1000]))
     world.followers[root] = Follower(world, root, 1 + data.ConsumeIntInRange(0, 3))
 
 
@@ -33,14 +33,14 @@ class Follower:
     """Knows the hash and the tier of each block that a root holds."""
 
     def __init__(self, world: World, root: bytes, max_blocks: int) -> None:
-        self.lead, self.root = world.cores[0], root
+        self.primary, self.root = world.cores[0], root
         self.held = held_now(world, root, max_blocks)
-        self.revision = self.lead.revision
+        self.revision = self.primary.revision
 
     def goes_on(self, max_events: int) -> bool:
         """With the changes since; False if it has to start again."""
         while True:
-            changes = self.lead.changes_since(self.revision, self.root, max_events)
+            changes = self.primary.changes_since(self.revision, self.root, max_events)
             if changes is None:
                 return False
             self.revision, kinds, tiers, hashes, *_ = changes
@@ -57,12 +57,12 @@ class Follower:
 
 def held_now(world: World, root: bytes, max_blocks: int) -> set[tuple[bytes, int]]:
     """By a snapshot in pieces, once all that was forgotten is gone."""
-    lead = world.cores[0]
-    assert not lead.forget_some(ALL_ENTRIES)
+    primary = world.cores[0]
+    assert not primary.forget_some(ALL_ENTRIES)
     held: set[tuple[bytes, int]] = set()
     cursor = 0
     while cursor >= 0:
-        cursor, _, tiers, hashes, *_ = lead.snapshot(root, cursor, max_blocks)
+        cursor, _, tiers, hashes, *_ = primary.snapshot(root, cursor, max_blocks)
         held.update(_blocks(hashes, tiers))
     return held
 

@@ -31,7 +31,7 @@ from kvplane.errors import KvplaneError, SessionNotFoundError, StaleError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, StepResult, sequence_states
-from kvplane.runtime.backend import Started
+from kvplane.runtime.backend import PlanStarted
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 from kvplane.wire.protocol import supported
@@ -232,17 +232,17 @@ class Backend:
 
     def start(
         self, plan: types.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
-    ) -> Started:
+    ) -> PlanStarted:
         executor = self.planes.executor
         if pass_index:
             self.batch_sizes.append(executor.begin_pass(self.session_id, pass_index))
-            return Started(num_tokens)
+            return PlanStarted(num_tokens)
         started = executor.start(self.session_id, plan)
         if pass_index is not None:
             self.batch_sizes.append(executor.begin_pass(self.session_id, pass_index))
-            return Started(num_tokens)
+            return PlanStarted(num_tokens)
         self.batch_sizes.append(started.num_tokens)
-        return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
+        return PlanStarted(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
     def layer(
         self,

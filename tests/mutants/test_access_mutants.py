@@ -102,10 +102,10 @@ FAULTS = {
         "self._callers[caller] = 0",
         FLOODS,
     ),
-    "long_layers_run_in_one_piece": Fault(
+    "long_layers_run_in_one_slice": Fault(
         "data_plane/server/execute_stream.py",
-        "PIECE_S: Final = 0.01",
-        "PIECE_S: Final = 1e9",
+        "SLICE_S: Final = 0.01",
+        "SLICE_S: Final = 1e9",
         "tests/attacks/test_shared_lane.py",
     ),
     "callers_with_many_sessions_get_more": Fault(

@@ -1,4 +1,4 @@
-"""Each planted fault of the line is caught, by the checker or by a test of one behaviour."""
+"""Each planted fault of the queue is caught, by the checker or by a test of one behaviour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 FAULTS = load("mutants/admission/faults.py")
 BEHAVIOURS = [
     function
-    for part in ("line", "turns", "yielding")
+    for part in ("queue", "turns", "victims")
     for name, function in vars(load(f"unit/admission/test_admission_{part}.py")).items()
     if name.startswith("test_") and not inspect.signature(function).parameters
 ]

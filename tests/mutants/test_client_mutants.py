@@ -59,7 +59,7 @@ FAULTS = {
     ),
     "a_data_plane_makes_its_pools_where_it_serves": Fault(
         "data_plane/server/server.py",
-        "self.executor = call_in_passing(",
+        "self.executor = call_in_short_thread(",
         "self.executor = (lambda function: function())(",
         "tests/rpc/test_data_registration.py",
         "torchs_helpers",

@@ -22,20 +22,20 @@ SHARERS = "tests/unit/core/test_many_sharers.py"
 FAULTS = {
     "what_was_written_goes_with_who_is_cut": Fault(
         SHARING,
-        "            session.native.cut(session.slot, sequence_id)\n",
-        "            session.native.cut(session.slot, sequence_id)\n"
+        "            session.native.cut(session.handle, sequence_id)\n",
+        "            session.native.cut(session.handle, sequence_id)\n"
         "            session.native.forget_roots([session.root], True)\n",
         YIELDING,
     ),
     "every_stream_is_looked_at": Fault(
         "control_plane/server/registration_server.py",
-        "        for key in self._core.take_told():\n",
-        "        self._core.take_told()\n        for key in [*self._streams]:\n",
+        "        for key in self._core.take_notified():\n",
+        "        self._core.take_notified()\n        for key in [*self._streams]:\n",
         TOLD,
     ),
     "who_has_to_yield_is_not_told": Fault(
         SHARING,
-        "member.tell_pressure(group, decision.num_blocks, decision.deadline_s - now_s)",
+        "member.notify_pressure(group, decision.num_blocks, decision.deadline_s - now_s)",
         "pass",
         YIELDING,
     ),
@@ -53,21 +53,21 @@ FAULTS = {
         "revoked",
     ),
     "growth_cuts_nobody": Fault(
-        "control_plane/admission/yielding.py",
+        "control_plane/admission/victims.py",
         "        (num_for_growth, _juniors(turns, blocked)),\n",
         "",
         YIELDING,
         "growth",
     ),
     "turns_do_not_end": Fault(
-        "control_plane/admission/yielding.py",
+        "control_plane/admission/victims.py",
         "is_past = ends_s < now_s",
         "is_past = False",
         YIELDING,
         "turn",
     ),
     "who_frees_enough_is_cut_all_the_same": Fault(
-        "control_plane/admission/yielding.py",
+        "control_plane/admission/victims.py",
         "            if num_found >= num_lacking:\n                break\n",
         "",
         YIELDING,
@@ -77,7 +77,7 @@ FAULTS = {
         "control_plane/steps/prefixes.py",
         "    if len(done) == 5:\n",
         "    if len(done) == 5:\n        session.native.retain(\n"
-        "            session.slot,\n"
+        "            session.handle,\n"
         "            message.token_ids[: 8 * pool.block_size],\n"
         "            message.priority,\n"
         "            pool.now_s + time_to_live_s,\n"
@@ -89,7 +89,7 @@ FAULTS = {
         "control_plane/steps/prefixes.py",
         "    if not 1 <= message.priority <= MAX_PRIORITY:\n",
         "    session.native.retain(\n"
-        "        session.slot, message.token_ids, 7, session.pool.now_s + time_to_live_s, 10**6\n"
+        "        session.handle, message.token_ids, 7, session.pool.now_s + time_to_live_s, 10**6\n"
         "    )\n    if not 1 <= message.priority <= MAX_PRIORITY:\n",
         RETENTIONS,
         "repeats",
@@ -120,7 +120,7 @@ FAULTS = {
         "        if found is None:\n",
         "        while found is None:\n"
         "            self._revision += 1\n"
-        "            found = pool.lead.changes_since(\n"
+        "            found = pool.primary.changes_since(\n"
         "                pool.native_revision_of(self._revision), self._root, _MAX_ELEMENTS\n"
         "            )\n        if found is None:\n",
         WATCH,
@@ -160,7 +160,7 @@ FAULTS = {
         "thousand_sessions",
     ),
     "forks_go_up_to_the_first": Fault(
-        "control_plane/sharing/groups.py",
+        "control_plane/sharing/families.py",
         "        group = self._by_id[sequence_id] = self._by_id[parent_id]\n",
         "        self.of(parent_id) if parent_id < 2 else self.fork(parent_id - 1, parent_id)\n"
         "        group = self._by_id[sequence_id] = self._by_id[parent_id]\n",

@@ -38,7 +38,7 @@ MUTANTS = {
         "items->clear();",
     ),
     "states_without_bound": (ATTENTION, "num_bytes > p.max_state_bytes && first > begin", "false"),
-    "pieces_left_out": (ATTENTION, "begin < items.size(); begin = end", "begin == 0; begin = end"),
+    "slices_left_out": (ATTENTION, "begin < items.size(); begin = end", "begin == 0; begin = end"),
     "last_items_left_out": (
         ATTENTION,
         "run_item(worker, num_before + static_cast<size_t>(i));",

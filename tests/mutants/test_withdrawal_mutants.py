@@ -80,7 +80,7 @@ def files_are_forgotten_beside(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_last_blocks_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    """Publications are sent again up to the last whole piece."""
+    """Publications are sent again up to the last whole slice."""
 
     def missed(self: Pool, group: int, first_block: int) -> Missed:
         messages, next_block = original(self, group, first_block)

@@ -9,40 +9,40 @@ import pytest
 
 from control_plane.core import ControlPlane
 from control_plane.server.server import ControlPlaneServer
-from control_plane.steps.pieces import Pieces
+from control_plane.steps.slices import Slices
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 
-# Pieces for which a request waits for what it waits for, and the most that it waits.
-MOST_PIECES = 200_000
+# Slices for which a request waits for what it waits for, and the most that it waits.
+MOST_SLICES = 200_000
 PATIENCE_S = 60.0
 
 
 class Lingering:
-    """The first request that takes long goes on, piece by piece, until ``is_enough``."""
+    """The first request that takes long goes on, slice by slice, until ``is_enough``."""
 
     def __init__(self, patch: pytest.MonkeyPatch, core: ControlPlane) -> None:
         self.is_enough = False
-        self.num_pieces = 0
+        self.num_slices = 0
         self.began = asyncio.Event()
         self._is_first = True
-        self._in_pieces = core.in_pieces
+        self._in_slices = core.in_slices
         patch.setattr("control_plane.steps.requests._MANY_TOKENS", 100)
         patch.setattr("control_plane.steps.requests.LARGE_BYTES", 300)
-        patch.setattr(core, "in_pieces", self.in_pieces)
+        patch.setattr(core, "in_slices", self.in_slices)
 
-    def in_pieces(self, request: Any, tenant: str) -> Pieces[Any]:
+    def in_slices(self, request: Any, tenant: str) -> Slices[Any]:
         is_first, self._is_first = self._is_first, False
-        return self._lingering(request, tenant) if is_first else self._in_pieces(request, tenant)
+        return self._lingering(request, tenant) if is_first else self._in_slices(request, tenant)
 
-    def _lingering(self, request: Any, tenant: str) -> Pieces[Any]:
+    def _lingering(self, request: Any, tenant: str) -> Slices[Any]:
         self.began.set()
-        while not self.is_enough and self.num_pieces < MOST_PIECES:
-            self.num_pieces += 1
+        while not self.is_enough and self.num_slices < MOST_SLICES:
+            self.num_slices += 1
             yield
         assert self.is_enough, "nobody was served meanwhile"
-        return (yield from self._in_pieces(request, tenant))
+        return (yield from self._in_slices(request, tenant))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def test_others_are_served_while_a_request_takes_long(
     for i in range(1, 4):
         await other.admit(i, [i] * 3)
     assert not answer.done()
-    assert lingering.num_pieces > 3, "they were served between pieces"
+    assert lingering.num_slices > 3, "they were served between slices"
     lingering.is_enough = True
     result = (await asyncio.wait_for(answer, PATIENCE_S)).result
     assert len(result.results) == 5
@@ -127,10 +127,10 @@ async def test_long_requests_take_turns(
     first = asyncio.create_task(call(session.stub.RunStep(long(session))))
     await lingering.began.wait()
     second = asyncio.create_task(call(other.stub.RunStep(long(other))))
-    before = lingering.num_pieces
+    before = lingering.num_slices
     third = await RawSession.open(session.stub, session.shard)
     await third.admit(1, [1] * 3)
-    assert lingering.num_pieces > before
+    assert lingering.num_slices > before
     assert not second.done()
     lingering.is_enough = True
     for task in (first, second):

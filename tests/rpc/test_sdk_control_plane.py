@@ -254,9 +254,9 @@ async def test_a_step_that_ran_but_was_cancelled_leaves_its_plan_to_be_claimed(
     await cancel_after_it_ran(control_server, proxy, session)
     result = await session.step([ops.admit(2, [2] * 20)])
     plan = tpb.Plan.FromString(result.plan.payload)
-    (unclaimed,) = session.take_unclaimed()
-    assert (plan.number, plan.previous) == (2, unclaimed.number)
-    assert tpb.Plan.FromString(unclaimed.answer.plan.payload).number == 1
+    (abandoned,) = session.take_abandoned()
+    assert (plan.number, plan.previous) == (2, abandoned.number)
+    assert tpb.Plan.FromString(abandoned.answer.plan.payload).number == 1
 
 
 async def cancel_after_it_ran(

@@ -164,7 +164,7 @@ async def test_a_step_made_while_it_is_submitted_comes_after_it(plane, session) 
     may_answer.set()
     assert [(await step).plan for step in steps] == [plan_of(2), plan_of(3)]
     assert plane.numbers == [1, 2, 3]
-    assert session.take_unclaimed() == []
+    assert session.take_abandoned() == []
 
 
 async def test_it_never_stands_between_an_abandoned_step_and_its_repetition(plane, session) -> None:
@@ -182,7 +182,7 @@ async def test_it_never_stands_between_an_abandoned_step_and_its_repetition(plan
     assert plane.numbers == [1]
     assert (await session.step([ops.free([1])])).plan == plan_of(1)
     assert plane.requests[0] == plane.requests[1]
-    assert session.take_unclaimed() == []
+    assert session.take_abandoned() == []
     await until(lambda: submissions(plane) == [[b"r1"]])
 
 

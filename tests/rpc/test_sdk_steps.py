@@ -195,7 +195,7 @@ async def test_a_cancelled_step_made_again_is_the_same_step(plane, session) -> N
     session.add_receipt(payload(b"r2"))
     assert (await session.step([ops.free([1])])).plan == plan_of(1)
     assert plane.requests[0] == plane.requests[1]
-    assert session.take_unclaimed() == []
+    assert session.take_abandoned() == []
 
 
 async def test_another_step_after_a_cancelled_one_first_learns_what_came_of_it(
@@ -206,9 +206,9 @@ async def test_another_step_after_a_cancelled_one_first_learns_what_came_of_it(
     assert (await session.step([ops.free([2])])).plan == plan_of(2)
     assert plane.requests[0] == plane.requests[1]
     assert plane.numbers == [1, 1, 2]
-    (unclaimed,) = session.take_unclaimed()
-    assert (unclaimed.number, unclaimed.answer.plan) == (1, plan_of(1))
-    assert session.take_unclaimed() == []
+    (abandoned,) = session.take_abandoned()
+    assert (abandoned.number, abandoned.answer.plan) == (1, plan_of(1))
+    assert session.take_abandoned() == []
 
 
 async def test_a_step_whose_plane_was_lost_may_have_run_and_is_learnt_of_too(
@@ -219,7 +219,7 @@ async def test_a_step_whose_plane_was_lost_may_have_run_and_is_learnt_of_too(
         await session.step([ops.free([1])], timeout_s=0.3)
     plane.script = answer_step
     assert (await session.step([ops.free([2])])).plan == plan_of(2)
-    assert [unclaimed.number for unclaimed in session.take_unclaimed()] == [1]
+    assert [abandoned.number for abandoned in session.take_abandoned()] == [1]
 
 
 async def test_a_cancelled_step_that_was_refused_has_used_its_number(plane, session) -> None:
@@ -227,7 +227,7 @@ async def test_a_cancelled_step_that_was_refused_has_used_its_number(plane, sess
     await give_up(session, plane, ops.free([1]))
     plane.script = Numbering(refuse_first(SequenceNotFoundError("no such sequence")))
     assert (await session.step([ops.free([2])])).plan == plan_of(2)
-    assert session.take_unclaimed() == []
+    assert session.take_abandoned() == []
 
 
 async def test_a_cancelled_step_is_learnt_of_before_a_resync(plane, session) -> None:
@@ -369,7 +369,7 @@ async def test_receipts_added_after_a_cancelled_submission_are_submitted_too(
     await session.submit_receipts()
     sent = [[receipt.payload for receipt in request.receipts] for request in plane.requests]
     assert (sent, plane.numbers) == ([[b"r1"], [b"r1"], [b"r2"]], [1, 1, 2])
-    assert session.take_unclaimed() == []
+    assert session.take_abandoned() == []
 
 
 async def test_receipts_go_with_a_resync_and_with_an_abort(plane, session) -> None:
@@ -432,8 +432,8 @@ async def test_a_wrong_sequence_is_raised_and_the_plan_of_the_others_is_kept(
     plane.script = answer
     with pytest.raises(InvalidRequestError, match="is empty"):
         await session.readmit({1: ([], 0)})
-    (unclaimed,) = session.take_unclaimed()
-    assert unclaimed.answer.plan == plan_of(1)
+    (abandoned,) = session.take_abandoned()
+    assert abandoned.answer.plan == plan_of(1)
 
 
 async def test_a_session_of_an_earlier_control_plane_has_ended_already(

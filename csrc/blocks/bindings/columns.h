@@ -58,9 +58,9 @@ auto in_groups(GroupedPool& pool, F f) {
 }
 
 template <typename P>
-Slot checked(const P& pool, Slot slot) {
-  if (!first_of(pool).has_slot(slot)) throw py::index_error("no session is in this slot");
-  return slot;
+SessionHandle checked(const P& pool, SessionHandle handle) {
+  if (!first_of(pool).has_session(handle)) throw py::index_error("no session has this handle");
+  return handle;
 }
 
 inline Tier tier_of(int tier) {
@@ -69,8 +69,8 @@ inline Tier tier_of(int tier) {
 }
 
 template <typename P>
-const Sequence& sequence_of(const P& pool, Slot slot, int64_t id) {
-  const Sequence* sequence = first_of(pool).find(checked(pool, slot), id);
+const Sequence& sequence_of(const P& pool, SessionHandle handle, int64_t id) {
+  const Sequence* sequence = first_of(pool).find(checked(pool, handle), id);
   if (!sequence) throw py::key_error(std::to_string(id));
   return *sequence;
 }
@@ -104,14 +104,14 @@ inline py::bytes make_bytes(size_t num_bytes) {
 
 // The plan of the step that was begun; None when there is nothing to carry out.
 template <typename P>
-py::object finish_plan(P& pool, Slot slot, const py::bytes& prefix) {
+py::object finish_plan(P& pool, SessionHandle handle, const py::bytes& prefix) {
   py::object plan = py::none();
   const auto make = [&](size_t num_bytes) {
     plan = make_bytes(num_bytes);
     return PyBytes_AS_STRING(plan.ptr());
   };
   in_groups(pool, [&](Groups groups) {
-    return Pool::finish(groups, slot, std::string_view(prefix), make);
+    return Pool::finish(groups, handle, std::string_view(prefix), make);
   });
   return plan;
 }

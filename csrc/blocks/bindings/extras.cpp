@@ -20,13 +20,13 @@ template <typename P>
 void bind_prefixes(py::class_<P>& pool) {
   pool.def(
       "retain",
-      [](P& self, Slot slot, const py::bytes& token_ids, int priority, double expires_at_s,
-         int64_t most_blocks) -> py::tuple {
+      [](P& self, SessionHandle handle, const py::bytes& token_ids, int priority,
+         double expires_at_s, int64_t most_blocks) -> py::tuple {
         if (priority < 1 || priority > 100) throw py::value_error("priority must be from 1 to 100");
         const auto tokens = read<int32_t>(token_ids, "token_ids");
-        checked(self, slot);
+        checked(self, handle);
         const auto result = in_groups(self, [&](Groups groups) {
-          return Pool::retain(groups, slot, tokens, static_cast<uint8_t>(priority), expires_at_s,
+          return Pool::retain(groups, handle, tokens, static_cast<uint8_t>(priority), expires_at_s,
                               most_blocks);
         });
         if (const auto* failure = std::get_if<Failure>(&result))
@@ -35,24 +35,25 @@ void bind_prefixes(py::class_<P>& pool) {
         const auto& retained = std::get<Retained>(result);
         return py::make_tuple(retained.num_blocks, retained.num_new);
       },
-      py::arg("slot"), py::arg("token_ids"), py::arg("priority"), py::arg("expires_at_s"),
+      py::arg("handle"), py::arg("token_ids"), py::arg("priority"), py::arg("expires_at_s"),
       py::arg("most_blocks"));
   pool.def(
       "release_retained",
-      [](P& self, Slot slot, const py::bytes& token_ids) {
-        return self.release_retained(checked(self, slot), read<int32_t>(token_ids, "token_ids"));
+      [](P& self, SessionHandle handle, const py::bytes& token_ids) {
+        return self.release_retained(checked(self, handle), read<int32_t>(token_ids, "token_ids"));
       },
-      py::arg("slot"), py::arg("token_ids"));
+      py::arg("handle"), py::arg("token_ids"));
   pool.def(
       "forget",
-      [](P& self, Slot slot, const py::bytes& token_ids, bool force, int64_t most_counted) {
+      [](P& self, SessionHandle handle, const py::bytes& token_ids, bool force,
+         int64_t most_counted) {
         const auto tokens = read<int32_t>(token_ids, "token_ids");
-        checked(self, slot);
+        checked(self, handle);
         return in_groups(self, [&](Groups groups) {
-          return as_pair(Pool::forget(groups, slot, tokens, force, most_counted));
+          return as_pair(Pool::forget(groups, handle, tokens, force, most_counted));
         });
       },
-      py::arg("slot"), py::arg("token_ids"), py::arg("force"), py::arg("most_counted"));
+      py::arg("handle"), py::arg("token_ids"), py::arg("force"), py::arg("most_counted"));
   pool.def(
       "forget_roots",
       [](P& self, const py::list& roots, bool force) {
@@ -131,7 +132,7 @@ void bind_watching(PoolClass& pool) {
   pool.def(
       "snapshot",
       [](const Pool& self, const py::bytes& root, int64_t cursor, size_t max_blocks) {
-        if (cursor < 0 || cursor > kNoEntry) throw py::value_error("cursor is not one of a piece");
+        if (cursor < 0 || cursor > kNoEntry) throw py::value_error("cursor is not one of a part");
         ChangeColumns blocks;
         const EntryId next = snapshot(self.index(), std::string_view(root),
                                       static_cast<EntryId>(cursor), max_blocks, blocks);
@@ -140,7 +141,7 @@ void bind_watching(PoolClass& pool) {
                               py::bytes(blocks.parent_hashes), pack(blocks.token_ids));
       },
       py::arg("root"), py::arg("cursor"), py::arg("max_blocks"));
-  pool.def_property_readonly("num_token_pieces", &Pool::num_token_pieces);
+  pool.def_property_readonly("num_token_chunks", &Pool::num_token_chunks);
   pool.def("memory", [](const Pool& self) {
     const PrefixIndex& index = self.index();
     return py::make_tuple(self.store(kDevice).num_bytes() + self.store(kHost).num_bytes() +

@@ -53,15 +53,15 @@ struct Ran {
 };
 
 template <typename P>
-Ran run_operation(P& pool, Slot slot, const PlainStep& step, int64_t headroom) {
+Ran run_operation(P& pool, SessionHandle handle, const PlainStep& step, int64_t headroom) {
   Ran ran;
   in_groups(pool, [&](Groups groups) {
     if (step.kind == PlainKind::kAppend) {
-      const ItemResults results = Pool::append(groups, slot, step.columns());
+      const ItemResults results = Pool::append(groups, handle, step.columns());
       ran.done = pack(results.values);
       ran.failures = as_list(results.failures);
     } else if (step.kind == PlainKind::kAdmit) {
-      const auto result = Pool::admit(groups, slot, step.admission(headroom));
+      const auto result = Pool::admit(groups, handle, step.admission(headroom));
       ran.is_refused = std::holds_alternative<Failure>(result);
       ran.done = as_tuple(result);
     }
@@ -74,21 +74,21 @@ Ran run_operation(P& pool, Slot slot, const PlainStep& step, int64_t headroom) {
 // that may take long or an append is not sure to find room. Of an admission that is refused the
 // failure: the step has begun, and there is no plan yet.
 template <typename P>
-py::object run(P& pool, Slot slot, const PlainRequest& request, int64_t done, int64_t headroom,
-               int64_t most_tokens, const py::bytes& prefix) {
+py::object run(P& pool, SessionHandle handle, const PlainRequest& request, int64_t done,
+               int64_t headroom, int64_t most_tokens, const py::bytes& prefix) {
   const PlainStep& step = request.step;
-  if (first_of(pool).session(checked(pool, slot)).resync_due) return py::none();
-  if (pool.num_tokens_in_flight(slot) > most_tokens) return py::none();
+  if (first_of(pool).session(checked(pool, handle)).resync_due) return py::none();
+  if (pool.num_tokens_in_flight(handle) > most_tokens) return py::none();
   const int64_t growth = step.most_growth(first_of(pool).index().block_size());
-  if (growth > pool.num_obtainable(slot, kDevice)) return py::none();
+  if (growth > pool.num_obtainable(handle, kDevice)) return py::none();
   if (headroom < 0) throw py::value_error("headroom must not be negative");
-  pool.receipted(slot, done);
-  pool.begin(slot, step.number);
+  pool.receipted(handle, done);
+  pool.begin(handle, step.number);
   const auto began = std::chrono::steady_clock::now();
-  const Ran ran = run_operation(pool, slot, step, headroom);
+  const Ran ran = run_operation(pool, handle, step, headroom);
   const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
   if (ran.is_refused) return py::make_tuple(ran.done, spent.count());
-  return py::make_tuple(ran.done, ran.failures, finish_plan(pool, slot, prefix), spent.count());
+  return py::make_tuple(ran.done, ran.failures, finish_plan(pool, handle, prefix), spent.count());
 }
 
 // Writes a nested message, whose fields `write` writes.
@@ -168,7 +168,7 @@ py::bytes encode_answer(P& pool, int64_t number, const py::object& done, const p
 
 template <typename P>
 void bind_runs(py::class_<P>& pool) {
-  pool.def("plain_step", &run<P>, py::arg("slot"), py::arg("request"), py::arg("done"),
+  pool.def("plain_step", &run<P>, py::arg("handle"), py::arg("request"), py::arg("done"),
            py::arg("headroom"), py::arg("most_tokens"), py::arg("prefix"));
   pool.def("plain_answer", &encode_answer<P>, py::arg("number"), py::arg("done"),
            py::arg("payload"), py::arg("signature"), py::arg("revision"));

@@ -44,14 +44,14 @@ std::unique_ptr<GroupedPool> make_grouped_pool(const py::list& groups) {
   return std::make_unique<GroupedPool>(std::move(pools));
 }
 
-py::tuple states(const Pool& pool, Slot slot, const py::object& sequence_ids) {
+py::tuple states(const Pool& pool, SessionHandle handle, const py::object& sequence_ids) {
   std::vector<const Sequence*> found;
   if (sequence_ids.is_none()) {
-    found = pool.sequences_of(checked(pool, slot));
+    found = pool.sequences_of(checked(pool, handle));
   } else {
     const py::bytes column = sequence_ids;
     const auto ids = read<int64_t>(column, "sequence_ids");
-    for (int64_t i = 0; i < ids.size; ++i) found.push_back(&sequence_of(pool, slot, ids[i]));
+    for (int64_t i = 0; i < ids.size; ++i) found.push_back(&sequence_of(pool, handle, ids[i]));
   }
   std::vector<int64_t> ids, admitted_by, num_tokens, scheduled, written, cached;
   std::vector<int32_t> num_blocks;
@@ -74,8 +74,8 @@ py::tuple states(const Pool& pool, Slot slot, const py::object& sequence_ids) {
                         pack(written), pack(cached), pack(num_blocks), pack(tiers));
 }
 
-py::tuple table(const Pool& pool, Slot slot, int64_t sequence_id) {
-  const Sequence& sequence = sequence_of(pool, slot, sequence_id);
+py::tuple table(const Pool& pool, SessionHandle handle, int64_t sequence_id) {
+  const Sequence& sequence = sequence_of(pool, handle, sequence_id);
   const std::vector<Block> blocks = pool.table_of(sequence);
   std::vector<int64_t> generations;
   for (const Block b : blocks)
@@ -219,119 +219,126 @@ void bind_sessions(py::class_<P>& pool) {
       py::arg("root"), py::arg("owner"));
   pool.def(
       "end_session",
-      [](P& self, Slot slot, int64_t max_blocks) {
-        self.end_session(checked(self, slot));
-        return self.end_some(slot, max_blocks);
+      [](P& self, SessionHandle handle, int64_t max_blocks) {
+        self.end_session(checked(self, handle));
+        return self.end_some(handle, max_blocks);
       },
-      py::arg("slot"), py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
+      py::arg("handle"), py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
   pool.def(
       "end_some",
-      [](P& self, Slot slot, int64_t max_blocks) {
-        if (!first_of(self).is_unfenced(slot))
-          throw py::index_error("no ended session is in this slot");
-        return self.end_some(slot, max_blocks);
+      [](P& self, SessionHandle handle, int64_t max_blocks) {
+        if (!first_of(self).is_unfenced(handle))
+          throw py::index_error("no ended session has this handle");
+        return self.end_some(handle, max_blocks);
       },
-      py::arg("slot"), py::arg("max_blocks"));
+      py::arg("handle"), py::arg("max_blocks"));
   pool.def(
       "session_fenced",
-      [](P& self, Slot slot) {
-        if (!first_of(self).is_unfenced(slot) || self.is_ending(slot))
-          throw py::index_error("no session that has ended is in this slot");
-        self.session_fenced(slot);
+      [](P& self, SessionHandle handle) {
+        if (!first_of(self).is_unfenced(handle) || self.is_ending(handle))
+          throw py::index_error("no session that has ended has this handle");
+        self.session_fenced(handle);
       },
-      py::arg("slot"));
+      py::arg("handle"));
   pool.def(
-      "begin", [](P& self, Slot slot, int64_t number) { self.begin(checked(self, slot), number); },
-      py::arg("slot"), py::arg("number"));
+      "begin",
+      [](P& self, SessionHandle handle, int64_t number) {
+        self.begin(checked(self, handle), number);
+      },
+      py::arg("handle"), py::arg("number"));
   pool.def(
       "receipted",
-      [](P& self, Slot slot, int64_t plan, int64_t max_blocks) {
-        return self.receipted(checked(self, slot), plan, max_blocks);
+      [](P& self, SessionHandle handle, int64_t plan, int64_t max_blocks) {
+        return self.receipted(checked(self, handle), plan, max_blocks);
       },
-      py::arg("slot"), py::arg("plan"),
+      py::arg("handle"), py::arg("plan"),
       py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
   pool.def(
       "num_tokens_in_flight",
-      [](const P& self, Slot slot) { return self.num_tokens_in_flight(checked(self, slot)); },
-      py::arg("slot"));
+      [](const P& self, SessionHandle handle) {
+        return self.num_tokens_in_flight(checked(self, handle));
+      },
+      py::arg("handle"));
   pool.def(
       "abort",
-      [](P& self, Slot slot, int64_t next_plan, bool keeps_tables, int64_t max_blocks) {
-        checked(self, slot);
+      [](P& self, SessionHandle handle, int64_t next_plan, bool keeps_tables, int64_t max_blocks) {
+        checked(self, handle);
         return in_groups(self, [&](Groups groups) {
-          return Pool::abort(groups, slot, next_plan, keeps_tables, max_blocks);
+          return Pool::abort(groups, handle, next_plan, keeps_tables, max_blocks);
         });
       },
-      py::arg("slot"), py::arg("next_plan"), py::arg("keeps_tables") = true,
+      py::arg("handle"), py::arg("next_plan"), py::arg("keeps_tables") = true,
       py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
   pool.def(
       "num_unsent",
-      [](P& self, Slot slot) {
-        checked(self, slot);
+      [](P& self, SessionHandle handle) {
+        checked(self, handle);
         return in_groups(self, [&](Groups groups) {
           int64_t num = 0;
           for (int64_t g = 0; g < groups.size; ++g)
-            for (const Sequence* sequence : groups[g]->sequences_of(slot))
-              num += sequence->table.size - num_sent(groups[g]->session(slot), *sequence);
+            for (const Sequence* sequence : groups[g]->sequences_of(handle))
+              num += sequence->table.size - num_sent(groups[g]->session(handle), *sequence);
           return num;
         });
       },
-      py::arg("slot"));
+      py::arg("handle"));
   pool.def(
       "resync_due",
-      [](const P& self, Slot slot) {
-        return first_of(self).session(checked(self, slot)).resync_due;
+      [](const P& self, SessionHandle handle) {
+        return first_of(self).session(checked(self, handle)).resync_due;
       },
-      py::arg("slot"));
+      py::arg("handle"));
   pool.def(
       "plans_in_flight",
-      [](const P& self, Slot slot) {
-        const Session& session = first_of(self).session(checked(self, slot));
+      [](const P& self, SessionHandle handle) {
+        const Session& session = first_of(self).session(checked(self, handle));
         return session.aborting.begun ? 0 : session.plans.size();
       },
-      py::arg("slot"));
+      py::arg("handle"));
   pool.def(
       "last_plan",
-      [](const P& self, Slot slot) {
-        return first_of(self).session(checked(self, slot)).last_plan;
+      [](const P& self, SessionHandle handle) {
+        return first_of(self).session(checked(self, handle)).last_plan;
       },
-      py::arg("slot"));
+      py::arg("handle"));
   pool.def(
       "num_sequences",
-      [](const P& self, Slot slot) {
-        return first_of(self).session(checked(self, slot)).sequences.size();
+      [](const P& self, SessionHandle handle) {
+        return first_of(self).session(checked(self, handle)).sequences.size();
       },
-      py::arg("slot"));
+      py::arg("handle"));
   pool.def(
       "has_sequence",
-      [](const P& self, Slot slot, int64_t id) {
-        return first_of(self).find(checked(self, slot), id) != nullptr;
+      [](const P& self, SessionHandle handle, int64_t id) {
+        return first_of(self).find(checked(self, handle), id) != nullptr;
       },
-      py::arg("slot"), py::arg("sequence_id"));
+      py::arg("handle"), py::arg("sequence_id"));
   pool.def(
       "num_held",
-      [](const P& self, Slot slot, int64_t id) {
-        sequence_of(self, slot, id);
-        return self.num_held(slot, id);
+      [](const P& self, SessionHandle handle, int64_t id) {
+        sequence_of(self, handle, id);
+        return self.num_held(handle, id);
       },
-      py::arg("slot"), py::arg("sequence_id"));
+      py::arg("handle"), py::arg("sequence_id"));
   pool.def(
       "last_progress",
-      [](const P& self, Slot slot, int64_t id) {
-        const Sequence& sequence = sequence_of(self, slot, id);
+      [](const P& self, SessionHandle handle, int64_t id) {
+        const Sequence& sequence = sequence_of(self, handle, id);
         return std::make_pair(sequence.progress_s, !sequence.pending.empty());
       },
-      py::arg("slot"), py::arg("sequence_id"));
+      py::arg("handle"), py::arg("sequence_id"));
   pool.def(
       "num_blocks_held",
-      [](const P& self, Slot slot) { return self.num_blocks_held(checked(self, slot)); },
-      py::arg("slot"));
+      [](const P& self, SessionHandle handle) {
+        return self.num_blocks_held(checked(self, handle));
+      },
+      py::arg("handle"));
   pool.def(
       "states",
-      [](const P& self, Slot slot, const py::object& sequence_ids) {
-        return states(first_of(self), slot, sequence_ids);
+      [](const P& self, SessionHandle handle, const py::object& sequence_ids) {
+        return states(first_of(self), handle, sequence_ids);
       },
-      py::arg("slot"), py::arg("sequence_ids"));
+      py::arg("handle"), py::arg("sequence_ids"));
   pool.def(
       "match",
       [](const P& self, const py::bytes& root, const py::bytes& token_ids) {
@@ -341,22 +348,22 @@ void bind_sessions(py::class_<P>& pool) {
       py::arg("root"), py::arg("token_ids"));
   pool.def(
       "num_obtainable",
-      [](const P& self, Slot slot, int tier) {
-        return self.num_obtainable(checked(self, slot), tier_of(tier));
+      [](const P& self, SessionHandle handle, int tier) {
+        return self.num_obtainable(checked(self, handle), tier_of(tier));
       },
-      py::arg("slot"), py::arg("tier"));
+      py::arg("handle"), py::arg("tier"));
   pool.def(
       "num_pending",
-      [](const P& self, Slot slot, int tier) {
-        return self.num_coming(checked(self, slot), tier_of(tier));
+      [](const P& self, SessionHandle handle, int tier) {
+        return self.num_coming(checked(self, handle), tier_of(tier));
       },
-      py::arg("slot"), py::arg("tier"));
+      py::arg("handle"), py::arg("tier"));
   pool.def(
       "num_own_retired",
-      [](const P& self, Slot slot, int tier) {
-        return self.num_own_retired(checked(self, slot), tier_of(tier));
+      [](const P& self, SessionHandle handle, int tier) {
+        return self.num_own_retired(checked(self, handle), tier_of(tier));
       },
-      py::arg("slot"), py::arg("tier"));
+      py::arg("handle"), py::arg("tier"));
   pool.def(
       "usage",
       [](const P& self, int tier_number) {
@@ -388,7 +395,7 @@ py::tuple block_map(const Pool& pool, int tier, uint32_t max_cells) {
 
 void bind_queries(PoolClass& pool) {
   pool.def("block_map", &block_map, py::arg("tier"), py::arg("max_cells"));
-  pool.def("table", &table, py::arg("slot"), py::arg("sequence_id"));
+  pool.def("table", &table, py::arg("handle"), py::arg("sequence_id"));
   pool.def(
       "match_hashes",
       [](const Pool& self, const py::bytes& root, const py::bytes& hashes) {

@@ -60,11 +60,11 @@ AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_
 
 // What `call(groups, only_check)` answers; in a check, of a session in that step.
 template <typename P, typename Call>
-auto in_step(P& pool, Slot slot, int64_t check_as, const Call& call) {
-  checked(pool, slot);
+auto in_step(P& pool, SessionHandle handle, int64_t check_as, const Call& call) {
+  checked(pool, handle);
   return in_groups(pool, [&](Groups groups) {
-    const int64_t number = check_as ? check_as : groups[0]->session(slot).number;
-    const InStep step(groups, slot, number);
+    const int64_t number = check_as ? check_as : groups[0]->session(handle).number;
+    const InStep step(groups, handle, number);
     return call(groups, check_as != 0);
   });
 }
@@ -73,148 +73,149 @@ template <typename P>
 void bind_steps_of(py::class_<P>& pool) {
   pool.def(
       "admit",
-      [](P& self, Slot slot, int64_t sequence_id, const py::bytes& token_ids,
+      [](P& self, SessionHandle handle, int64_t sequence_id, const py::bytes& token_ids,
          const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
          int64_t headroom, int64_t check_as) {
         const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
                                                    max_total_tokens, skip_lookup, headroom);
-        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::admit(groups, slot, admission, only_check));
+        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::admit(groups, handle, admission, only_check));
         });
       },
-      py::arg("slot"), py::arg("sequence_id"), py::arg("token_ids"), py::arg("fork_ids"),
+      py::arg("handle"), py::arg("sequence_id"), py::arg("token_ids"), py::arg("fork_ids"),
       py::arg("num_compute"), py::arg("max_total_tokens"), py::arg("skip_lookup"),
       py::arg("headroom"), py::arg("check_as") = 0);
   pool.def(
       "grant",
-      [](P& self, Slot slot, int64_t admitted_by, int64_t sequence_id, const py::bytes& token_ids,
-         const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
-         int64_t headroom) {
+      [](P& self, SessionHandle handle, int64_t admitted_by, int64_t sequence_id,
+         const py::bytes& token_ids, const py::bytes& fork_ids, int64_t num_compute,
+         int64_t max_total_tokens, bool skip_lookup, int64_t headroom) {
         const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
                                                    max_total_tokens, skip_lookup, headroom);
-        checked(self, slot);
+        checked(self, handle);
         return in_groups(self, [&](Groups groups) {
-          return as_tuple(Pool::grant(groups, slot, admitted_by, admission));
+          return as_tuple(Pool::grant(groups, handle, admitted_by, admission));
         });
       },
-      py::arg("slot"), py::arg("admitted_by"), py::arg("sequence_id"), py::arg("token_ids"),
+      py::arg("handle"), py::arg("admitted_by"), py::arg("sequence_id"), py::arg("token_ids"),
       py::arg("fork_ids"), py::arg("num_compute"), py::arg("max_total_tokens"),
       py::arg("skip_lookup"), py::arg("headroom"));
   pool.def(
       "append",
-      [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
-         const py::bytes& num_slots, const py::bytes& num_tokens, const py::bytes& token_ids,
-         const py::bytes& num_lookahead, int64_t check_as) {
+      [](P& self, SessionHandle handle, const py::bytes& sequence_ids,
+         const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
+         const py::bytes& token_ids, const py::bytes& num_lookahead, int64_t check_as) {
         AppendColumns columns =
             read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
         columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
         columns.token_ids = read<int32_t>(token_ids, "token_ids");
         check_tokens(columns.num_tokens, columns.token_ids, 0);
-        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::append(groups, slot, columns, only_check));
+        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::append(groups, handle, columns, only_check));
         });
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
+      py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
       py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"),
       py::arg("check_as") = 0);
   pool.def(
       "growth",
-      [](const P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
-         const py::bytes& num_slots, const py::bytes& num_lookahead) {
-        return pack(self.growth(checked(self, slot), read_growth(sequence_ids, first_positions,
-                                                                 num_slots, num_lookahead)));
+      [](const P& self, SessionHandle handle, const py::bytes& sequence_ids,
+         const py::bytes& first_positions, const py::bytes& num_slots,
+         const py::bytes& num_lookahead) {
+        return pack(self.growth(checked(self, handle), read_growth(sequence_ids, first_positions,
+                                                                   num_slots, num_lookahead)));
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
+      py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
       py::arg("num_lookahead"));
   pool.def(
       "truncate",
-      [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens,
+      [](P& self, SessionHandle handle, const py::bytes& sequence_ids, const py::bytes& num_tokens,
          int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const auto kept = read<int64_t>(num_tokens, "num_tokens", ids.size);
-        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::truncate(groups, slot, ids, kept, only_check));
+        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::truncate(groups, handle, ids, kept, only_check));
         });
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("check_as") = 0);
+      py::arg("handle"), py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("check_as") = 0);
   pool.def(
       "fork",
-      [](P& self, Slot slot, const py::bytes& parent_ids, const py::bytes& sequence_ids,
+      [](P& self, SessionHandle handle, const py::bytes& parent_ids, const py::bytes& sequence_ids,
          int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const auto parents = read<int64_t>(parent_ids, "parent_sequence_ids", ids.size);
-        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::fork(groups, slot, parents, ids, only_check));
+        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::fork(groups, handle, parents, ids, only_check));
         });
       },
-      py::arg("slot"), py::arg("parent_ids"), py::arg("sequence_ids"), py::arg("check_as") = 0);
+      py::arg("handle"), py::arg("parent_ids"), py::arg("sequence_ids"), py::arg("check_as") = 0);
   pool.def(
       "free",
-      [](P& self, Slot slot, const py::bytes& sequence_ids, int64_t check_as) {
+      [](P& self, SessionHandle handle, const py::bytes& sequence_ids, int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        return in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::free(groups, slot, ids, only_check));
+        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
+          return as_tuple(Pool::free(groups, handle, ids, only_check));
         });
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("check_as") = 0);
+      py::arg("handle"), py::arg("sequence_ids"), py::arg("check_as") = 0);
   pool.def(
       "swap",
-      [](P& self, Slot slot, const py::bytes& sequence_ids, int destination, int64_t headroom,
-         int64_t max_blocks, int64_t check_as) -> py::object {
+      [](P& self, SessionHandle handle, const py::bytes& sequence_ids, int destination,
+         int64_t headroom, int64_t max_blocks, int64_t check_as) -> py::object {
         if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const Tier tier = tier_of(destination);
-        const auto result = in_step(self, slot, check_as, [&](Groups groups, bool only_check) {
-          return Pool::swap(groups, slot, ids, tier, headroom, max_blocks, only_check);
+        const auto result = in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
+          return Pool::swap(groups, handle, ids, tier, headroom, max_blocks, only_check);
         });
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"),
+      py::arg("handle"), py::arg("sequence_ids"), py::arg("destination_tier"),
       py::arg("headroom") = 0, py::arg("max_blocks") = std::numeric_limits<int64_t>::max(),
       py::arg("check_as") = 0);
   pool.def(
       "swap_some",
-      [](P& self, Slot slot, int64_t max_blocks) {
-        checked(self, slot);
-        return in_groups(self,
-                         [&](Groups groups) { return Pool::swap_some(groups, slot, max_blocks); });
+      [](P& self, SessionHandle handle, int64_t max_blocks) {
+        checked(self, handle);
+        return in_groups(
+            self, [&](Groups groups) { return Pool::swap_some(groups, handle, max_blocks); });
       },
-      py::arg("slot"), py::arg("max_blocks"));
+      py::arg("handle"), py::arg("max_blocks"));
   pool.def(
       "cut",
-      [](P& self, Slot slot, int64_t sequence_id) {
-        sequence_of(self, slot, sequence_id);
-        return self.cut(slot, sequence_id);
+      [](P& self, SessionHandle handle, int64_t sequence_id) {
+        sequence_of(self, handle, sequence_id);
+        return self.cut(handle, sequence_id);
       },
-      py::arg("slot"), py::arg("sequence_id"));
+      py::arg("handle"), py::arg("sequence_id"));
   pool.def(
       "reserve",
-      [](P& self, Slot slot, int64_t sequence_id, int64_t num_blocks) {
-        sequence_of(self, slot, sequence_id);
+      [](P& self, SessionHandle handle, int64_t sequence_id, int64_t num_blocks) {
+        sequence_of(self, handle, sequence_id);
         if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
         return in_groups(self, [&](Groups groups) {
-          return Pool::reserve(groups, slot, sequence_id, num_blocks);
+          return Pool::reserve(groups, handle, sequence_id, num_blocks);
         });
       },
-      py::arg("slot"), py::arg("sequence_id"), py::arg("num_blocks"));
+      py::arg("handle"), py::arg("sequence_id"), py::arg("num_blocks"));
   pool.def(
       "prepare",
-      [](P& self, Slot slot, int64_t max_blocks) {
-        checked(self, slot);
+      [](P& self, SessionHandle handle, int64_t max_blocks) {
+        checked(self, handle);
         return in_groups(self,
-                         [&](Groups groups) { return Pool::prepare(groups, slot, max_blocks); });
+                         [&](Groups groups) { return Pool::prepare(groups, handle, max_blocks); });
       },
-      py::arg("slot"), py::arg("max_blocks"));
+      py::arg("handle"), py::arg("max_blocks"));
   pool.def(
       "finish",
-      [](P& self, Slot slot, const py::bytes& prefix) {
-        return finish_plan(self, checked(self, slot), prefix);
+      [](P& self, SessionHandle handle, const py::bytes& prefix) {
+        return finish_plan(self, checked(self, handle), prefix);
       },
-      py::arg("slot"), py::arg("prefix"));
+      py::arg("handle"), py::arg("prefix"));
   pool.def(
       "deferred_tokens",
-      [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& admitted_by,
+      [](P& self, SessionHandle handle, const py::bytes& sequence_ids, const py::bytes& admitted_by,
          const py::bytes& first_positions, const py::bytes& num_tokens,
          const py::bytes& token_ids) -> py::object {
         DeferredColumns columns;
@@ -227,12 +228,12 @@ void bind_steps_of(py::class_<P>& pool) {
         check_tokens(columns.num_tokens, columns.token_ids, 1);
         for (int64_t i = 0; i < columns.token_ids.size; ++i)
           if (columns.token_ids[i] < 0) throw ColumnError("token_ids", i, "must not be negative");
-        const auto failures = self.deferred_tokens(checked(self, slot), columns);
+        const auto failures = self.deferred_tokens(checked(self, handle), columns);
         if (failures.empty()) return py::none();
         return as_tuple(failures[0]);
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("admitted_by"), py::arg("first_positions"),
-      py::arg("num_tokens"), py::arg("token_ids"));
+      py::arg("handle"), py::arg("sequence_ids"), py::arg("admitted_by"),
+      py::arg("first_positions"), py::arg("num_tokens"), py::arg("token_ids"));
 }
 
 }  // namespace

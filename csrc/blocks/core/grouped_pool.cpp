@@ -32,69 +32,70 @@ int64_t Proportion::of_group(const Pool& group, int64_t num) const {
   return smallest_ ? div_ceil(std::min(num, kMany) * size, smallest_) : size;
 }
 
-Slot GroupedPool::open_session(std::string_view root, uint32_t owner) {
-  Slot slot = kNoSlot;
-  for (Pool* pool : pools_) slot = pool->open_session(root, owner);  // the same in each
-  return slot;
+SessionHandle GroupedPool::open_session(std::string_view root, uint32_t owner) {
+  SessionHandle handle = kNoSession;
+  for (Pool* pool : pools_) handle = pool->open_session(root, owner);  // the same in each
+  return handle;
 }
 
-void GroupedPool::end_session(Slot slot) {
-  for (Pool* pool : pools_) pool->end_session(slot);
+void GroupedPool::end_session(SessionHandle handle) {
+  for (Pool* pool : pools_) pool->end_session(handle);
 }
 
-bool GroupedPool::end_some(Slot slot, int64_t max_blocks) {
+bool GroupedPool::end_some(SessionHandle handle, int64_t max_blocks) {
   bool some_left = false;
-  for (Pool* pool : pools_) some_left = pool->end_some(slot, max_blocks) || some_left;
+  for (Pool* pool : pools_) some_left = pool->end_some(handle, max_blocks) || some_left;
   return some_left;
 }
 
-bool GroupedPool::is_ending(Slot slot) const {
+bool GroupedPool::is_ending(SessionHandle handle) const {
   return std::any_of(pools_.begin(), pools_.end(),
-                     [&](const Pool* pool) { return pool->is_ending(slot); });
+                     [&](const Pool* pool) { return pool->is_ending(handle); });
 }
 
-void GroupedPool::session_fenced(Slot slot) {
-  for (Pool* pool : pools_) pool->session_fenced(slot);
+void GroupedPool::session_fenced(SessionHandle handle) {
+  for (Pool* pool : pools_) pool->session_fenced(handle);
 }
 
-void GroupedPool::begin(Slot slot, int64_t number) {
-  for (Pool* pool : pools_) pool->begin(slot, number);
+void GroupedPool::begin(SessionHandle handle, int64_t number) {
+  for (Pool* pool : pools_) pool->begin(handle, number);
 }
 
-std::vector<int32_t> GroupedPool::growth(Slot slot, const AppendColumns& columns) const {
+std::vector<int32_t> GroupedPool::growth(SessionHandle handle, const AppendColumns& columns) const {
   const Proportion proportion(groups(), kDevice);
   std::vector<int32_t> needed(static_cast<size_t>(columns.sequence_ids.size));
   for (const Pool* pool : pools_) {
-    const std::vector<int32_t> here = pool->growth(slot, columns);
+    const std::vector<int32_t> here = pool->growth(handle, columns);
     for (size_t i = 0; i < needed.size(); ++i)
       needed[i] = std::max(needed[i], static_cast<int32_t>(proportion.up(*pool, here[i])));
   }
   return needed;
 }
 
-int64_t GroupedPool::cut(Slot slot, int64_t sequence_id) {
+int64_t GroupedPool::cut(SessionHandle handle, int64_t sequence_id) {
   int64_t num = 0;
-  for (Pool* pool : pools_) num += pool->cut(slot, sequence_id);
+  for (Pool* pool : pools_) num += pool->cut(handle, sequence_id);
   return num;
 }
 
-std::vector<Failure> GroupedPool::deferred_tokens(Slot slot, const DeferredColumns& columns) {
+std::vector<Failure> GroupedPool::deferred_tokens(SessionHandle handle,
+                                                  const DeferredColumns& columns) {
   for (Pool* pool : pools_) {
-    const std::vector<Failure> failures = pool->deferred_tokens(slot, columns);
+    const std::vector<Failure> failures = pool->deferred_tokens(handle, columns);
     if (!failures.empty()) return failures;  // by the first group, or by none
   }
   return {};
 }
 
-bool GroupedPool::receipted(Slot slot, int64_t plan, int64_t max_blocks) {
+bool GroupedPool::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks) {
   bool is_left = false;
-  for (Pool* pool : pools_) is_left = pool->receipted(slot, plan, max_blocks) || is_left;
+  for (Pool* pool : pools_) is_left = pool->receipted(handle, plan, max_blocks) || is_left;
   return is_left;
 }
 
-int64_t GroupedPool::release_retained(Slot slot, Span<int32_t> tokens) {
+int64_t GroupedPool::release_retained(SessionHandle handle, Span<int32_t> tokens) {
   int64_t num = 0;
-  for (Pool* pool : pools_) num = std::max(num, pool->release_retained(slot, tokens));
+  for (Pool* pool : pools_) num = std::max(num, pool->release_retained(handle, tokens));
   return num;
 }
 
@@ -111,30 +112,30 @@ std::vector<EntryId> GroupedPool::match(std::string_view root, Span<int32_t> tok
   return first().match(root, tokens, most);
 }
 
-int64_t GroupedPool::num_obtainable(Slot slot, Tier tier) const {
+int64_t GroupedPool::num_obtainable(SessionHandle handle, Tier tier) const {
   const Proportion proportion(groups(), tier);
   int64_t num = proportion.smallest();
   for (const Pool* pool : pools_)
-    num = std::min(num, proportion.down(*pool, pool->store(tier).num_obtainable(slot)));
+    num = std::min(num, proportion.down(*pool, pool->store(tier).num_obtainable(handle)));
   return num;
 }
 
-int64_t GroupedPool::num_coming(Slot slot, Tier tier) const {
+int64_t GroupedPool::num_coming(SessionHandle handle, Tier tier) const {
   const Proportion proportion(groups(), tier);
   int64_t num = proportion.smallest();
   for (const Pool* pool : pools_) {
     const BlockStore& blocks = pool->store(tier);
-    num = std::min(num,
-                   proportion.down(*pool, blocks.num_obtainable(slot) + blocks.num_coming(slot)));
+    num = std::min(
+        num, proportion.down(*pool, blocks.num_obtainable(handle) + blocks.num_coming(handle)));
   }
-  return num - num_obtainable(slot, tier);
+  return num - num_obtainable(handle, tier);
 }
 
-int64_t GroupedPool::num_own_retired(Slot slot, Tier tier) const {
+int64_t GroupedPool::num_own_retired(SessionHandle handle, Tier tier) const {
   const Proportion proportion(groups(), tier);
   int64_t num = 0;
   for (const Pool* pool : pools_)
-    num = std::max(num, proportion.up(*pool, pool->store(tier).num_own_retired(slot)));
+    num = std::max(num, proportion.up(*pool, pool->store(tier).num_own_retired(handle)));
   return num;
 }
 
@@ -150,19 +151,19 @@ int64_t GroupedPool::num_in(Tier tier, State state) const {
   return num;
 }
 
-int64_t GroupedPool::num_held(Slot slot, int64_t sequence_id) const {
+int64_t GroupedPool::num_held(SessionHandle handle, int64_t sequence_id) const {
   const Proportion proportion(groups(), kDevice);
   int64_t num = 0;
   for (const Pool* pool : pools_)
-    num = std::max(num, proportion.up(*pool, pool->held_by(*pool->find(slot, sequence_id))));
+    num = std::max(num, proportion.up(*pool, pool->held_by(*pool->find(handle, sequence_id))));
   return num;
 }
 
-int64_t GroupedPool::num_blocks_held(Slot slot) const {
+int64_t GroupedPool::num_blocks_held(SessionHandle handle) const {
   const Proportion proportion(groups(), kDevice);
   int64_t num = 0;
   for (const Pool* pool : pools_)
-    num = std::max(num, proportion.up(*pool, pool->num_blocks_held(slot)));
+    num = std::max(num, proportion.up(*pool, pool->num_blocks_held(handle)));
   return num;
 }
 

@@ -34,8 +34,8 @@ class Proportion {
 // While it lives, a session is in the step of this number.
 class InStep {
  public:
-  InStep(Groups groups, Slot slot, int64_t number)
-      : groups_(groups), slot_(slot), before_(groups[0]->session(slot).number) {
+  InStep(Groups groups, SessionHandle handle, int64_t number)
+      : groups_(groups), handle_(handle), before_(groups[0]->session(handle).number) {
     set(number);
   }
   InStep(const InStep&) = delete;
@@ -43,11 +43,11 @@ class InStep {
 
  private:
   void set(int64_t number) {
-    for (int64_t g = 0; g < groups_.size; ++g) groups_[g]->session(slot_).number = number;
+    for (int64_t g = 0; g < groups_.size; ++g) groups_[g]->session(handle_).number = number;
   }
 
   Groups groups_;
-  Slot slot_;
+  SessionHandle handle_;
   int64_t before_;
 };
 
@@ -59,27 +59,30 @@ class GroupedPool {
   Groups groups() const { return {pools_.data(), static_cast<int64_t>(pools_.size())}; }
   const Pool& first() const { return *pools_[0]; }
 
-  Slot open_session(std::string_view root, uint32_t owner);
-  void end_session(Slot slot);
-  bool end_some(Slot slot, int64_t max_blocks);
-  bool is_ending(Slot slot) const;
-  void session_fenced(Slot slot);
-  void begin(Slot slot, int64_t number);
-  std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
-  int64_t cut(Slot slot, int64_t sequence_id);
-  std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
-  bool receipted(Slot slot, int64_t plan, int64_t max_blocks = std::numeric_limits<int64_t>::max());
-  int64_t num_tokens_in_flight(Slot slot) const { return first().num_tokens_in_flight(slot); }
-  int64_t release_retained(Slot slot, Span<int32_t> tokens);
+  SessionHandle open_session(std::string_view root, uint32_t owner);
+  void end_session(SessionHandle handle);
+  bool end_some(SessionHandle handle, int64_t max_blocks);
+  bool is_ending(SessionHandle handle) const;
+  void session_fenced(SessionHandle handle);
+  void begin(SessionHandle handle, int64_t number);
+  std::vector<int32_t> growth(SessionHandle handle, const AppendColumns& columns) const;
+  int64_t cut(SessionHandle handle, int64_t sequence_id);
+  std::vector<Failure> deferred_tokens(SessionHandle handle, const DeferredColumns& columns);
+  bool receipted(SessionHandle handle, int64_t plan,
+                 int64_t max_blocks = std::numeric_limits<int64_t>::max());
+  int64_t num_tokens_in_flight(SessionHandle handle) const {
+    return first().num_tokens_in_flight(handle);
+  }
+  int64_t release_retained(SessionHandle handle, Span<int32_t> tokens);
   // Leading full blocks that an admission would find: their entries in the first group.
   std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;
   int64_t num_blocks(Tier tier) const { return Proportion(groups(), tier).smallest(); }
-  int64_t num_obtainable(Slot slot, Tier tier) const;
-  int64_t num_coming(Slot slot, Tier tier) const;
-  int64_t num_own_retired(Slot slot, Tier tier) const;
+  int64_t num_obtainable(SessionHandle handle, Tier tier) const;
+  int64_t num_coming(SessionHandle handle, Tier tier) const;
+  int64_t num_own_retired(SessionHandle handle, Tier tier) const;
   int64_t num_in(Tier tier, State state) const;
-  int64_t num_held(Slot slot, int64_t sequence_id) const;
-  int64_t num_blocks_held(Slot slot) const;
+  int64_t num_held(SessionHandle handle, int64_t sequence_id) const;
+  int64_t num_blocks_held(SessionHandle handle) const;
 
  private:
   std::vector<Pool*> pools_;

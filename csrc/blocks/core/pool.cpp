@@ -12,7 +12,7 @@ Pool::Pool(PoolConfig config)
       block_size_(config_.block_size_tokens),
       block_shift_(__builtin_ctz(config_.block_size_tokens)),
       index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1], config_.seed),
-      piece_hints_(2 * uint64_t{config_.num_blocks[0]} * config_.block_size_tokens /
+      chunk_hints_(2 * uint64_t{config_.num_blocks[0]} * config_.block_size_tokens /
                    Tokens::kItems),
       retention_(index_, stores_) {
   for (const Tier tier : {kDevice, kHost})
@@ -64,29 +64,29 @@ void Pool::evicted(Tier tier, Span<Block> blocks, Eviction why) {
 
 // Sessions
 
-Slot Pool::open_session(std::string_view root, uint32_t owner) {
-  Slot slot;
-  if (free_slots_.empty()) {
-    slot = static_cast<Slot>(sessions_.size());
+SessionHandle Pool::open_session(std::string_view root, uint32_t owner) {
+  SessionHandle handle;
+  if (free_handles_.empty()) {
+    handle = static_cast<SessionHandle>(sessions_.size());
     sessions_.emplace_back();
   } else {
-    slot = free_slots_.back();
-    free_slots_.pop_back();
+    handle = free_handles_.back();
+    free_handles_.pop_back();
   }
-  Session& session = sessions_[slot];
+  Session& session = sessions_[handle];
   session = Session{};
-  session.slot = slot;
+  session.handle = handle;
   session.open = true;
   session.sequences = IdMap(config_.seed);
   session.owner = owner;
   if (held_.size() <= owner) held_.resize(owner + 1);
   session.root = index_.open_root(root);
-  for (auto& blocks : stores_) blocks->open(slot);
-  return slot;
+  for (auto& blocks : stores_) blocks->open(handle);
+  return handle;
 }
 
-void Pool::end_session(Slot slot) {
-  Session& session = sessions_[slot];
+void Pool::end_session(SessionHandle handle) {
+  Session& session = sessions_[handle];
   // A receipt that was taken in part: what is left of it ends as plans in flight do.
   auto& receipted = session.receipting.plans;
   session.plans.insert(session.plans.begin(), std::make_move_iterator(receipted.begin()),
@@ -107,8 +107,8 @@ void Pool::end_session(Slot slot) {
 // To release a sequence takes as long as so many blocks.
 constexpr int64_t kSequenceBlocks = 16;
 
-bool Pool::end_some(Slot slot, int64_t max_blocks) {
-  Session& session = sessions_[slot];
+bool Pool::end_some(SessionHandle handle, int64_t max_blocks) {
+  Session& session = sessions_[handle];
   int64_t left = max_blocks;
   // Freed sequences that receipts were to publish are forgotten too.
   if (end_plans(session, kEnded, left)) return true;
@@ -117,7 +117,7 @@ bool Pool::end_some(Slot slot, int64_t max_blocks) {
     const auto [id, index] = session.ending.back();
     session.ending.pop_back();
     Sequence& sequence = sequences_[index];
-    clear_leaders(sequence, index, 0);
+    clear_producers(sequence, index, 0);
     cut_table(session, sequence, 0, kEnded);
     session.sequences.erase(id);
     session.num_tokens -= sequence.tokens.size;
@@ -128,13 +128,13 @@ bool Pool::end_some(Slot slot, int64_t max_blocks) {
   return !session.ending.empty();
 }
 
-void Pool::session_fenced(Slot slot) {
-  Session& session = sessions_[slot];
+void Pool::session_fenced(SessionHandle handle) {
+  Session& session = sessions_[handle];
   for (const Release& release : session.releases) end_release(release);
   session.releases.clear();
   session.ended = false;
-  for (auto& blocks : stores_) blocks->close(slot);
-  free_slots_.push_back(slot);
+  for (auto& blocks : stores_) blocks->close(handle);
+  free_handles_.push_back(handle);
 }
 
 // Queries
@@ -143,16 +143,16 @@ uint64_t Pool::num_touched() const {
   return stores_[0]->num_touched() + stores_[1]->num_touched() + index_.num_touched();
 }
 
-const Sequence* Pool::find(Slot slot, int64_t sequence_id) const {
-  const uint32_t* index = sessions_[slot].sequences.find(sequence_id);
+const Sequence* Pool::find(SessionHandle handle, int64_t sequence_id) const {
+  const uint32_t* index = sessions_[handle].sequences.find(sequence_id);
   return index ? &sequences_[*index] : nullptr;
 }
 
-std::vector<uint32_t> Pool::indices_of(Slot slot) const {
+std::vector<uint32_t> Pool::indices_of(SessionHandle handle) const {
   // Sorted before a sequence is looked at: those of many are not in the cache.
   std::vector<std::pair<int64_t, uint32_t>> ids;
-  ids.reserve(sessions_[slot].sequences.size());
-  sessions_[slot].sequences.for_each(
+  ids.reserve(sessions_[handle].sequences.size());
+  sessions_[handle].sequences.for_each(
       [&](int64_t id, uint32_t index) { ids.emplace_back(id, index); });
   std::sort(ids.begin(), ids.end());
   std::vector<uint32_t> found;
@@ -161,9 +161,9 @@ std::vector<uint32_t> Pool::indices_of(Slot slot) const {
   return found;
 }
 
-std::vector<const Sequence*> Pool::sequences_of(Slot slot) const {
+std::vector<const Sequence*> Pool::sequences_of(SessionHandle handle) const {
   std::vector<const Sequence*> found;
-  for (const uint32_t index : indices_of(slot)) found.push_back(&sequences_[index]);
+  for (const uint32_t index : indices_of(handle)) found.push_back(&sequences_[index]);
   return found;
 }
 
@@ -275,7 +275,7 @@ void Pool::check() const {
     }
     if (!session.open && session.ending.empty() && session.plans.empty()) continue;
     check_session(session, table_owners, token_owners, refs);
-    for (const Sequence* sequence : sequences_of(session.slot))
+    for (const Sequence* sequence : sequences_of(session.handle))
       for (const Block b : sequence->tier == kDevice ? table_of(*sequence) : std::vector<Block>{})
         if (b != kNoBlock && !std::exchange(is_counted[b], 1)) ++held[session.owner];
     auto check_record = [&](const PlanRecord& record) {
@@ -286,7 +286,7 @@ void Pool::check() const {
         const Sequence& sequence = sequences_[index];
         if (sequence.uid != uid || sequence.live) continue;
         ++num_ghosts;
-        for (const uint32_t piece : sequence.tokens.pieces) token_owners[piece] += 0;
+        for (const uint32_t chunk : sequence.tokens.chunks) token_owners[chunk] += 0;
       }
     };
     for (const PlanRecord& record : session.receipting.plans) check_record(record);
@@ -308,9 +308,9 @@ void Pool::check() const {
       require(stores_[t]->num_pending(b) == pending[t][b], name + ": pending releases differ");
     }
   require(held == held_, "blocks that owners hold are miscounted");
-  for (const auto& [piece, num] : table_owners)
-    require(table_store_[piece].num_owners == num, "owners of a piece of a table differ");
-  require(table_store_.num_used() == table_owners.size(), "pieces of tables are lost");
+  for (const auto& [chunk, num] : table_owners)
+    require(table_store_[chunk].num_owners == num, "owners of a chunk of a table differ");
+  require(table_store_.num_used() == table_owners.size(), "chunks of tables are lost");
 }
 
 void Pool::check_session(const Session& session,
@@ -318,12 +318,12 @@ void Pool::check_session(const Session& session,
                          std::unordered_map<uint32_t, uint32_t>& token_owners,
                          std::vector<uint32_t>* refs) const {
   int64_t num_held = 0, num_entries = 0, num_tokens = 0;
-  for (const Sequence* sequence : sequences_of(session.slot)) {
+  for (const Sequence* sequence : sequences_of(session.handle)) {
     const std::string name = "sequence " + std::to_string(sequence->id);
     auto require = [&](bool ok, const char* what) {
       if (!ok) throw std::logic_error(name + ": " + what);
     };
-    require(sequence->live && sequence->slot == session.slot, "is not live");
+    require(sequence->live && sequence->handle == session.handle, "is not live");
     const int64_t num_slots = sequence->table.size * block_size_;
     require(0 <= sequence->num_cached && sequence->num_cached <= sequence->num_scheduled &&
                 0 <= sequence->num_written && sequence->num_written <= sequence->num_scheduled &&
@@ -334,10 +334,10 @@ void Pool::check_session(const Session& session,
             "more is published than is written");
     num_entries += sequence->table.size;
     num_tokens += sequence->tokens.size;
-    for (const uint32_t piece : sequence->tokens.pieces) ++token_owners[piece];
+    for (const uint32_t chunk : sequence->tokens.chunks) ++token_owners[chunk];
     std::vector<Block> table = table_of(*sequence);
-    for (size_t p = 0; p < sequence->table.pieces.size(); ++p) {
-      if (table_owners[sequence->table.pieces[p]]++) continue;
+    for (size_t p = 0; p < sequence->table.chunks.size(); ++p) {
+      if (table_owners[sequence->table.chunks[p]]++) continue;
       for (size_t i = p * Table::kItems; i < std::min(table.size(), (p + 1) * Table::kItems); ++i) {
         if (table[i] == kNoBlock) continue;
         ++refs[sequence->tier - 1][table[i]];

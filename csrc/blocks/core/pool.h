@@ -16,7 +16,7 @@
 #include <variant>
 #include <vector>
 
-#include "containers/piece_hints.h"
+#include "containers/chunk_hints.h"
 #include "core/operations.h"
 #include "core/session.h"
 #include "core/types.h"
@@ -64,64 +64,66 @@ class Pool final : private Listener {
   void set_time(double now_s);
 
   // Sessions
-  Slot open_session(std::string_view root, uint32_t owner);
+  SessionHandle open_session(std::string_view root, uint32_t owner);
   // Ends it; what it has is released by `end_some`, which says whether some is left. Once nothing
   // is and the data planes have fenced it, `session_fenced` is called.
-  void end_session(Slot slot);
-  bool end_some(Slot slot, int64_t max_blocks);
-  void session_fenced(Slot slot);
+  void end_session(SessionHandle handle);
+  bool end_some(SessionHandle handle, int64_t max_blocks);
+  void session_fenced(SessionHandle handle);
 
   // A step. `only_check`: nothing is done, and an item's answer is that as the step's only one.
-  void begin(Slot slot, int64_t number) { sessions_[slot].number = number; }
-  static std::variant<Admitted, Failure> admit(Groups groups, Slot slot, const Admission& admission,
-                                               bool only_check = false);
-  static std::variant<Admitted, Failure> grant(Groups groups, Slot slot, int64_t admitted_by,
-                                               const Admission& admission);
-  static ItemResults append(Groups groups, Slot slot, const AppendColumns& columns,
+  void begin(SessionHandle handle, int64_t number) { sessions_[handle].number = number; }
+  static std::variant<Admitted, Failure> admit(Groups groups, SessionHandle handle,
+                                               const Admission& admission, bool only_check = false);
+  static std::variant<Admitted, Failure> grant(Groups groups, SessionHandle handle,
+                                               int64_t admitted_by, const Admission& admission);
+  static ItemResults append(Groups groups, SessionHandle handle, const AppendColumns& columns,
                             bool only_check = false);
-  static ItemResults truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens,
-                              bool only_check);
-  static ItemResults fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids,
-                          bool only_check);
-  static ItemResults free(Groups groups, Slot slot, Span<int64_t> ids, bool only_check);
+  static ItemResults truncate(Groups groups, SessionHandle handle, Span<int64_t> ids,
+                              Span<int64_t> num_tokens, bool only_check);
+  static ItemResults fork(Groups groups, SessionHandle handle, Span<int64_t> parents,
+                          Span<int64_t> ids, bool only_check);
+  static ItemResults free(Groups groups, SessionHandle handle, Span<int64_t> ids, bool only_check);
   // Blocks that each item would take now; 0 for one that would be refused for another reason.
-  std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
+  std::vector<int32_t> growth(SessionHandle handle, const AppendColumns& columns) const;
   // Blocks that are moved: about `max_blocks` at once, the others by calls of `swap_some`, which
   // are to follow before anything else of the session until one returns false.
-  static std::variant<int64_t, Failure> swap(Groups groups, Slot slot, Span<int64_t> ids,
+  static std::variant<int64_t, Failure> swap(Groups groups, SessionHandle handle, Span<int64_t> ids,
                                              Tier destination, int64_t headroom, int64_t max_blocks,
                                              bool only_check);
-  static bool swap_some(Groups groups, Slot slot, int64_t max_blocks);
-  int64_t cut(Slot slot, int64_t sequence_id);
-  static bool reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks);
+  static bool swap_some(Groups groups, SessionHandle handle, int64_t max_blocks);
+  int64_t cut(SessionHandle handle, int64_t sequence_id);
+  static bool reserve(Groups groups, SessionHandle handle, int64_t sequence_id, int64_t num_blocks);
   // Writes whole tables to the plan, where they are due; whether some are left for the next call.
-  static bool prepare(Groups groups, Slot slot, int64_t max_blocks);
+  static bool prepare(Groups groups, SessionHandle handle, int64_t max_blocks);
   // Writes the plan to where `make(num_bytes)` says; false when there is nothing to carry out.
-  static bool finish(Groups groups, Slot slot, std::string_view prefix,
+  static bool finish(Groups groups, SessionHandle handle, std::string_view prefix,
                      const std::function<char*(size_t)>& make);
 
   // What follows
-  std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
+  std::vector<Failure> deferred_tokens(SessionHandle handle, const DeferredColumns& columns);
   // Plans up to `plan` have run. Whether some of what follows is left for the next call, which is
   // then to come before anything else of the session.
-  bool receipted(Slot slot, int64_t plan, int64_t max_blocks = std::numeric_limits<int64_t>::max());
-  int64_t num_tokens_in_flight(Slot slot) const;
+  bool receipted(SessionHandle handle, int64_t plan,
+                 int64_t max_blocks = std::numeric_limits<int64_t>::max());
+  int64_t num_tokens_in_flight(SessionHandle handle) const;
   // So too. `keeps`: the next plan need not send what the data plane has of tables.
-  static bool abort(Groups groups, Slot slot, int64_t next_plan, bool keeps, int64_t max_blocks);
+  static bool abort(Groups groups, SessionHandle handle, int64_t next_plan, bool keeps,
+                    int64_t max_blocks);
 
   // Queries
-  Session& session(Slot slot) { return sessions_[slot]; }
-  const Session& session(Slot slot) const { return sessions_[slot]; }
+  Session& session(SessionHandle handle) { return sessions_[handle]; }
+  const Session& session(SessionHandle handle) const { return sessions_[handle]; }
   BlockStore& store(Tier tier) { return *stores_[tier - 1]; }
   const BlockStore& store(Tier tier) const { return *stores_[tier - 1]; }
   const PrefixIndex& index() const { return index_; }
   const Counters& counters() const { return counters_; }
   uint64_t num_touched() const;  // how often a block or an entry of the index was looked at
   int64_t revision() const { return revision_; }
-  size_t num_token_pieces() const { return token_store_.num_used(); }
-  const Sequence* find(Slot slot, int64_t sequence_id) const;
-  std::vector<const Sequence*> sequences_of(Slot slot) const;  // ids ascending
-  std::vector<uint32_t> indices_of(Slot slot) const;           // in the same order
+  size_t num_token_chunks() const { return token_store_.num_used(); }
+  const Sequence* find(SessionHandle handle, int64_t sequence_id) const;
+  std::vector<const Sequence*> sequences_of(SessionHandle handle) const;  // ids ascending
+  std::vector<uint32_t> indices_of(SessionHandle handle) const;           // in the same order
   std::vector<Block> table_of(const Sequence& sequence) const;
   // Leading full blocks that are cached: their entries.
   std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens,
@@ -129,11 +131,15 @@ class Pool final : private Listener {
   std::vector<EntryId> match_hashes(std::string_view root, Span<uint8_t> hashes) const;
   double now_s() const { return now_s_; }
 
-  bool is_unfenced(Slot slot) const { return slot < sessions_.size() && sessions_[slot].ended; }
-  bool is_ending(Slot slot) const {
-    return !sessions_[slot].ending.empty() || !sessions_[slot].plans.empty();
+  bool is_unfenced(SessionHandle handle) const {
+    return handle < sessions_.size() && sessions_[handle].ended;
   }
-  bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
+  bool is_ending(SessionHandle handle) const {
+    return !sessions_[handle].ending.empty() || !sessions_[handle].plans.empty();
+  }
+  bool has_session(SessionHandle handle) const {
+    return handle < sessions_.size() && sessions_[handle].open;
+  }
 
   // Publications of which the data planes are to be told, of as many as asked for at most; the rest
   // waits for the next call. What is no longer there is left out.
@@ -149,10 +155,10 @@ class Pool final : private Listener {
   std::vector<Announcement> findable_in(Block begin, Block& end) const;  // on the device, by root
 
   // Retention: see retention.h and _native.pyi.
-  static std::variant<Retained, Failure> retain(Groups groups, Slot slot, Span<int32_t> tokens,
-                                                uint8_t priority, double expires_at_s,
-                                                int64_t most_blocks);
-  int64_t release_retained(Slot slot, Span<int32_t> tokens);
+  static std::variant<Retained, Failure> retain(Groups groups, SessionHandle handle,
+                                                Span<int32_t> tokens, uint8_t priority,
+                                                double expires_at_s, int64_t most_blocks);
+  int64_t release_retained(SessionHandle handle, Span<int32_t> tokens);
   // Device blocks that tables of the owner's sessions refer to.
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
@@ -166,7 +172,7 @@ class Pool final : private Listener {
   // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
   // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
   // Of more than `most_counted` entries the answer says less than there are.
-  static Forgotten forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force,
+  static Forgotten forget(Groups groups, SessionHandle handle, Span<int32_t> tokens, bool force,
                           int64_t most_counted);
   static Forgotten forget_roots(Groups groups, const std::vector<std::string_view>& roots,
                                 bool force);
@@ -192,11 +198,17 @@ class Pool final : private Listener {
   // As GroupedPool says it of several groups.
   int64_t num_blocks(Tier tier) const { return store(tier).num_blocks; }
   int64_t num_in(Tier tier, State state) const { return store(tier).num_in(state); }
-  int64_t num_obtainable(Slot slot, Tier tier) const { return store(tier).num_obtainable(slot); }
-  int64_t num_coming(Slot slot, Tier tier) const { return store(tier).num_coming(slot); }
-  int64_t num_own_retired(Slot slot, Tier tier) const { return store(tier).num_own_retired(slot); }
-  int64_t num_held(Slot slot, int64_t id) const { return held_by(*find(slot, id)); }
-  int64_t num_blocks_held(Slot slot) const { return sessions_[slot].num_held; }
+  int64_t num_obtainable(SessionHandle handle, Tier tier) const {
+    return store(tier).num_obtainable(handle);
+  }
+  int64_t num_coming(SessionHandle handle, Tier tier) const {
+    return store(tier).num_coming(handle);
+  }
+  int64_t num_own_retired(SessionHandle handle, Tier tier) const {
+    return store(tier).num_own_retired(handle);
+  }
+  int64_t num_held(SessionHandle handle, int64_t id) const { return held_by(*find(handle, id)); }
+  int64_t num_blocks_held(SessionHandle handle) const { return sessions_[handle].num_held; }
 
  private:
   struct Hit;
@@ -214,7 +226,7 @@ class Pool final : private Listener {
   EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
   Forgotten count_below(EntryId top, int64_t most) const;
   int64_t num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens, EntryId top) const;
-  void forget_prefix(Slot slot, Span<int32_t> tokens, const Forgotten& result);
+  void forget_prefix(SessionHandle handle, Span<int32_t> tokens, const Forgotten& result);
   std::vector<uint32_t> keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks);
   void forget_root(EntryId root);
   void take_apart(EntryId e, EntryId root);
@@ -236,16 +248,17 @@ class Pool final : private Listener {
   bool swap_some(Session& session, int64_t& left);
   void end_swap(Session& session);
   bool is_lost(const Sequence& sequence) const;
-  void set_leaders(uint32_t index, const int32_t* tokens, EntryId last, int64_t first, int64_t end);
-  void clear_leaders(Sequence& sequence, uint32_t index, int64_t from);
+  void set_producers(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,
+                     int64_t end);
+  void clear_producers(Sequence& sequence, uint32_t index, int64_t from);
   int64_t fewest_tokens(const Sequence& sequence) const;
   int64_t truncate_one(Session& session, uint32_t index, int64_t num);
   void move(Session& session, uint32_t index, Swapping& plan);
   void send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated);
   int64_t drop(Session& session, uint32_t index, int64_t plan);
 
-  // Tables (tables.cpp): references of pieces are counted here, and changes are noted.
-  void own_piece(Session& session, Sequence& sequence, size_t piece);
+  // Tables (tables.cpp): references of chunks are counted here, and changes are noted.
+  void own_chunk(Session& session, Sequence& sequence, size_t chunk);
   void push_blocks(Session& session, Sequence& sequence, const std::vector<Block>& blocks);
   void put_block(Session& session, Sequence& sequence, int64_t i, Block b);
   int64_t cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
@@ -289,18 +302,18 @@ class Pool final : private Listener {
                   int64_t available, int64_t headroom) const;
 
   // Admission (admit.cpp)
-  static std::variant<Admitted, Failure> admit_with(Groups groups, Slot slot,
+  static std::variant<Admitted, Failure> admit_with(Groups groups, SessionHandle handle,
                                                     const Admission& admission, int64_t admitted_by,
                                                     bool computes, bool only_check);
   Failure check_admission(const Session& session, const Admission& admission) const;
-  static void find_agreed_hits(Groups groups, Slot slot, const Admission& admission, int64_t most,
-                               std::vector<AdmitPlan>& plans);
+  static void find_agreed_hits(Groups groups, SessionHandle handle, const Admission& admission,
+                               int64_t most, std::vector<AdmitPlan>& plans);
   void count_needed(const Session& session, const Admission& admission, bool computes,
                     AdmitPlan& plan) const;
   uint32_t admit_one(Session& session, const Admission& admission, int64_t admitted_by,
                      bool computes, const AdmitPlan& plan);
   void take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits);
-  static void agree(Groups groups, Slot slot, int64_t id);
+  static void agree(Groups groups, SessionHandle handle, int64_t id);
   Failure over_quota(const Session& session, const AdmitPlan& plan) const;
   void find_hits(const Session& session, const Admission& admission, int64_t most,
                  std::vector<Hit>& hits) const;
@@ -322,7 +335,7 @@ class Pool final : private Listener {
   bool has_plan(const Session& session) const;
   void complete_draft(Session& session);
   void end_step(Session& session);
-  static void begin_abort(Groups groups, Slot slot);
+  static void begin_abort(Groups groups, SessionHandle handle);
   static bool note_origins(Session& session, int64_t& left);
   int64_t cut_one(Session& session, int64_t id, int64_t next_plan, bool keeps);
 
@@ -352,9 +365,9 @@ class Pool final : private Listener {
   std::unique_ptr<BlockStore> stores_[2];
   TableStore table_store_;
   TokenStore token_store_;
-  PieceHints piece_hints_;
+  ChunkHints chunk_hints_;
   std::deque<Session> sessions_;
-  std::vector<Slot> free_slots_;
+  std::vector<SessionHandle> free_handles_;
   std::vector<int64_t> held_;  // by owner: device blocks that its tables refer to
   Slab<Sequence> sequences_;
   std::vector<uint32_t> free_sequences_;

@@ -8,16 +8,16 @@
 #include <utility>
 #include <vector>
 
+#include "containers/chunks.h"
 #include "containers/id_map.h"
-#include "containers/pieces.h"
 #include "core/types.h"
 #include "steps/draft.h"
 #include "steps/origins.h"
 
 namespace kvplane::blocks {
 
-using TableStore = PieceStore<Block, 64>;
-using Table = PiecedArray<TableStore>;
+using TableStore = ChunkStore<Block, 64>;
+using Table = ChunkedArray<TableStore>;
 
 // A sequence, live or freed before its last receipts.
 //
@@ -33,7 +33,7 @@ using Table = PiecedArray<TableStore>;
 struct Sequence {
   int64_t id = 0;
   int64_t admitted_by = 0;  // number of the step that admitted or forked it
-  Slot slot = kNoSlot;
+  SessionHandle handle = kNoSession;
   uint32_t uid = 0;  // counts the sequences that were kept here
   bool live = false;
   bool table_sent = false;  // the data plane will have a table for it once the last plan has run
@@ -54,9 +54,9 @@ struct Sequence {
   uint32_t chain_uid = 0;
   // Blocks from this one on are not published: the prefix was forgotten after it was admitted.
   int64_t private_from = std::numeric_limits<int64_t>::max();
-  // Entries that may say that this sequence fills them, for the blocks from `first_led` on.
-  std::vector<EntryId> led;
-  int64_t first_led = 0;
+  // Entries that may say that this sequence fills them, for the blocks from `first_produced` on.
+  std::vector<EntryId> produced;
+  int64_t first_produced = 0;
   int64_t moved_by = 0;     // the plan whose transfers fill the table
   int64_t computed_by = 0;  // the last plan that computes tokens of it
   double progress_s = 0;    // when it was last scheduled, receipted, moved or given blocks
@@ -141,14 +141,14 @@ struct WholeTables {
   bool begun = false;
   std::vector<uint32_t> indices;  // of the sequences
   size_t next = 0;
-  std::unordered_map<uint32_t, const Sequence*> sent;  // first piece -> a table that begins with it
+  std::unordered_map<uint32_t, const Sequence*> sent;  // first chunk -> a table that begins with it
   IdMap in_tables;                                     // blocks that the draft's transfers write
   Origins origins;
   size_t next_transfer = 0;
 };
 
 struct Session {
-  Slot slot = kNoSlot;
+  SessionHandle handle = kNoSession;
   bool open = false;
   bool ended = false;  // and not fenced
   bool resync_due = false;
@@ -158,14 +158,14 @@ struct Session {
   // Of one that ended: the sequences that are still to be released, once its plans have ended.
   std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;
-  Receipting receipting;  // begun only between two pieces of a receipt
+  Receipting receipting;  // begun only between two slices of a receipt
   Aborting aborting;      // the same for an abort
   Swapping swapping;      // and for a swap
   std::deque<Release> releases;
   int64_t done = 0;  // highest plan receipted
   int64_t last_plan = 0;
   int64_t number = 0;       // of the step that runs, or ran last
-  int64_t num_held = 0;     // blocks of pieces of its tables, both tiers
+  int64_t num_held = 0;     // blocks of chunks of its tables, both tiers
   int64_t num_entries = 0;  // of its tables, shared or not
   int64_t num_tokens = 0;   // known ones of its live sequences, shared or not
   Draft draft;

@@ -14,11 +14,11 @@ constexpr Block kNoBlock = 0xFFFFFFFF;
 using EntryId = uint32_t;
 constexpr EntryId kNoEntry = 0xFFFFFFFF;
 
-// A session's place in the pool, reused after its fence.
-using Slot = uint32_t;
-constexpr Slot kNoSlot = 0xFFFFFFFF;
+// Names a session in the pool; used again after its fence.
+using SessionHandle = uint32_t;
+constexpr SessionHandle kNoSession = 0xFFFFFFFF;
 // Where a block concerns several sessions.
-constexpr Slot kManySlots = 0xFFFFFFFE;
+constexpr SessionHandle kManySessions = 0xFFFFFFFE;
 
 // As on the wire.
 enum Tier : uint8_t { kDevice = 1, kHost = 2 };

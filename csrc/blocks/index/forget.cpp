@@ -14,7 +14,7 @@
 
 namespace kvplane::blocks {
 
-Forgotten Pool::forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force,
+Forgotten Pool::forget(Groups groups, SessionHandle handle, Span<int32_t> tokens, bool force,
                        int64_t most_counted) {
   const int64_t num = tokens.size / groups[0]->block_size_;
   if (num == 0) return {};
@@ -22,7 +22,7 @@ Forgotten Pool::forget(Groups groups, Slot slot, Span<int32_t> tokens, bool forc
   std::vector<Forgotten> results;
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
-    const EntryId root = pool.sessions_[slot].root, top = pool.find_path(root, tokens, num);
+    const EntryId root = pool.sessions_[handle].root, top = pool.find_path(root, tokens, num);
     results.emplace_back();
     if (top != kNoEntry) {
       results.back() = pool.count_below(top, most_counted);
@@ -34,15 +34,15 @@ Forgotten Pool::forget(Groups groups, Slot slot, Span<int32_t> tokens, bool forc
   if (all.num_in_use && !force) return {0, all.num_in_use};
   all.num_blocks = std::max(all.num_blocks, all.num_in_use);  // where not all were counted
   for (int64_t g = 0; g < groups.size; ++g)
-    groups[g]->forget_prefix(slot, tokens, results[static_cast<size_t>(g)]);
+    groups[g]->forget_prefix(handle, tokens, results[static_cast<size_t>(g)]);
   return all;
 }
 
-void Pool::forget_prefix(Slot slot, Span<int32_t> tokens, const Forgotten& result) {
-  const EntryId root = sessions_[slot].root;
+void Pool::forget_prefix(SessionHandle handle, Span<int32_t> tokens, const Forgotten& result) {
+  const EntryId root = sessions_[handle].root;
   const int64_t num = tokens.size / block_size_;
   const std::vector<uint32_t> kept = keep_private(root, tokens, num);
-  const EntryId top = find_path(root, tokens, num);  // it is gone if only leaders needed it
+  const EntryId top = find_path(root, tokens, num);  // it is gone if only producers needed it
   if (top == kNoEntry) return;
   const EntryId above = index_[top].parent;
   for (const uint32_t i : kept) {
@@ -140,7 +140,7 @@ int64_t Pool::num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens
   const int64_t first = std::max<int64_t>(0, tokens.size / block_size_ - 1);
   for (uint32_t i = 0; i < sequences_.size(); ++i) {
     const Sequence& sequence = sequences_[i];
-    const EntryId root = sequence.live ? sessions_[sequence.slot].root : kNoEntry;
+    const EntryId root = sequence.live ? sessions_[sequence.handle].root : kNoEntry;
     if (std::find(roots.begin(), roots.end(), root) == roots.end()) continue;
     const int64_t num_same = std::min(sequence.tokens.size, tokens.size);
     if (!sequence.tokens.equals(token_store_, 0, tokens.data, num_same)) continue;
@@ -167,12 +167,12 @@ std::vector<uint32_t> Pool::keep_private(EntryId root, Span<int32_t> tokens, int
   for (uint32_t i = 0; i < sequences_.size(); ++i) {
     Sequence& sequence = sequences_[i];
     if (!sequence.live && sequence.ghosts.empty()) continue;
-    const Session& session = sessions_[sequence.slot];
+    const Session& session = sessions_[sequence.handle];
     if (!session.open || session.root != root) continue;
     const int64_t num = std::min(sequence.tokens.size, num_blocks * block_size_);
     if (tokens.size && !sequence.tokens.equals(token_store_, 0, tokens.data, num)) continue;
     sequence.private_from = std::min(sequence.private_from, num_blocks - 1);
-    clear_leaders(sequence, i, sequence.private_from);
+    clear_producers(sequence, i, sequence.private_from);
     kept.push_back(i);
   }
   return kept;
@@ -207,7 +207,7 @@ void Pool::take_apart(EntryId e, EntryId root) {
   counters_.num_forgotten += index_.num_blocks_of(e);
   entry.num_arriving = 0;  // copies under way are dropped when their plans have run
   // A sequence of a session that has ended, and is still to be released: nobody shares with it.
-  entry.leader = kNoEntry;
+  entry.producer = kNoEntry;
   while (entry.spares != kNoBlock) index_.clear_block(kDevice, entry.spares);
   const Block blocks[2] = {entry.block(kDevice), entry.block(kHost)};
   if (blocks[0] != kNoBlock)

@@ -224,16 +224,16 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
   return kNoBlock;
 }
 
-void PrefixIndex::set_leader(EntryId e, uint32_t leader, uint32_t uid) {
-  entries_[e].leader = leader;
-  entries_[e].leader_uid = uid;
+void PrefixIndex::set_producer(EntryId e, uint32_t producer, uint32_t uid) {
+  entries_[e].producer = producer;
+  entries_[e].producer_uid = uid;
 }
 
 void PrefixIndex::prune(EntryId e) {
   for (;; ++num_touched_) {
     Entry& entry = entries_[e];
     if (entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
-        entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving)
+        entry.block(kHost) != kNoBlock || entry.producer != kNoEntry || entry.num_arriving)
       return;
     const EntryId parent = entry.parent;
     if (parent == kNoEntry) {
@@ -282,8 +282,8 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash* hash
   return e;
 }
 
-void PrefixIndex::add_led(EntryId parent, const int32_t* tokens, int64_t num, uint32_t leader,
-                          uint32_t uid, std::vector<EntryId>& added) {
+void PrefixIndex::add_produced(EntryId parent, const int32_t* tokens, int64_t num,
+                               uint32_t producer, uint32_t uid, std::vector<EntryId>& added) {
   for (int64_t i = 0; i < num; ++i, tokens += block_size_) {
     if (i == 0) {
       parent = add(parent, tokens);
@@ -296,7 +296,7 @@ void PrefixIndex::add_led(EntryId parent, const int32_t* tokens, int64_t num, ui
       entries_[e].root = above.root;
       parent = e;
     }
-    set_leader(parent, leader, uid);
+    set_producer(parent, producer, uid);
     added.push_back(parent);
   }
 }
@@ -465,7 +465,8 @@ void PrefixIndex::check() const {
               "an entry has another root");
       below[entry.root] += num_blocks_of(e);
       require(entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
-                  entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving,
+                  entry.block(kHost) != kNoBlock || entry.producer != kNoEntry ||
+                  entry.num_arriving,
               "an entry that nothing needs");
       for (const Tier tier : {kDevice, kHost}) {
         if (entry.block(tier) == kNoBlock) continue;

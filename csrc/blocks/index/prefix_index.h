@@ -17,7 +17,7 @@
 // hashes are computed when they are first needed, most of them for the data planes, after the
 // session that published the blocks has its answer.
 //
-// Invariant: an entry has a block, a child, a leader or a copy under way, or is removed.
+// Invariant: an entry has a block, a child, a producer or a copy under way, or is removed.
 #pragma once
 
 #include <cstring>
@@ -45,8 +45,8 @@ struct alignas(64) Entry {
   uint32_t uid = 0;                        // counts the prefixes that this entry stood for
   // The live sequence that will fill the block at this place of its table, for others of its
   // session.
-  uint32_t leader = kNoEntry;
-  uint32_t leader_uid = 0;
+  uint32_t producer = kNoEntry;
+  uint32_t producer_uid = 0;
   uint32_t num_uses = 0;  // hits; of a root: blocks below it, spares too
   uint32_t num_arriving
       : 30;                // plans in flight that copy the block to the host tier; see hold_root
@@ -131,10 +131,10 @@ class PrefixIndex {
 
   // Changes
   EntryId find_or_add(EntryId parent, const int32_t* tokens);
-  // Adds entries for `num` blocks of tokens, each below the one before it and with this leader. The
-  // first is below `parent`, which has no such child yet.
-  void add_led(EntryId parent, const int32_t* tokens, int64_t num, uint32_t leader, uint32_t uid,
-               std::vector<EntryId>& added);
+  // Adds entries for `num` blocks of tokens, each below the one before it and with this producer.
+  // The first is below `parent`, which has no such child yet.
+  void add_produced(EntryId parent, const int32_t* tokens, int64_t num, uint32_t producer,
+                    uint32_t uid, std::vector<EntryId>& added);
   // As find_or_add, when the chained hash is known.
   EntryId find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash);
   // Hides an entry, and all below it, from every look-up. Returns the root, without a name, under
@@ -154,11 +154,11 @@ class PrefixIndex {
   // The block no longer holds what it held: it is neither published nor a spare. Returns the spare
   // that took its place, kNoBlock when none did. Entries that nothing needs are removed.
   Block clear_block(Tier tier, Block b);
-  void set_leader(EntryId e, uint32_t leader, uint32_t uid);
-  void clear_leader(EntryId e, uint32_t leader, uint32_t uid) {
+  void set_producer(EntryId e, uint32_t producer, uint32_t uid);
+  void clear_producer(EntryId e, uint32_t producer, uint32_t uid) {
     Entry& entry = entries_[e];
-    if (entry.leader != leader || entry.leader_uid != uid) return;
-    entry.leader = kNoEntry;
+    if (entry.producer != producer || entry.producer_uid != uid) return;
+    entry.producer = kNoEntry;
     if (!entry.has_blocks()) prune(e);
   }
   // Removes the entry, and then its ancestors, as far as nothing needs them.

@@ -21,8 +21,8 @@ std::optional<bool> may_announce(const PrefixIndex& index, EntryId e, Findable& 
 
 }  // namespace
 
-bool Pool::receipted(Slot slot, int64_t plan, int64_t max_blocks) {
-  Session& session = sessions_[slot];
+bool Pool::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks) {
+  Session& session = sessions_[handle];
   auto& [begun, plans, next_plan, next_touched] = session.receipting;
   if (plan > session.done) {
     session.done = plan;
@@ -71,9 +71,9 @@ bool Pool::end_receipted(Session& session, int64_t left) {
   return false;
 }
 
-int64_t Pool::num_tokens_in_flight(Slot slot) const {
+int64_t Pool::num_tokens_in_flight(SessionHandle handle) const {
   int64_t num = 0;
-  for (const PlanRecord& record : sessions_[slot].plans) num += record.num_tokens;
+  for (const PlanRecord& record : sessions_[handle].plans) num += record.num_tokens;
   return num;
 }
 
@@ -122,8 +122,9 @@ void Pool::publish(Session& session, uint32_t index) {
       entered_.push_back(sequence.ghosts[static_cast<size_t>(i - sequence.first_ghost)].first);
   for (size_t k = 0; k < entered_.size(); ++k, ++sequence.num_published) {
     if (k + kAhead < entered_.size()) {
-      const auto led = static_cast<size_t>(sequence.num_published + kAhead - sequence.first_led);
-      if (led < sequence.led.size()) index_.prefetch(sequence.led[led]);
+      const auto produced =
+          static_cast<size_t>(sequence.num_published + kAhead - sequence.first_produced);
+      if (produced < sequence.produced.size()) index_.prefetch(sequence.produced[produced]);
       if (const Block b = entered_[k + kAhead]; b != kNoBlock) store(kDevice).prefetch(b);
     }
     enter(session, sequence, index, entered_[k]);
@@ -158,11 +159,12 @@ bool Pool::set_chain(Session& session, Sequence& sequence) {
 // The entry of the first block that is not published.
 EntryId Pool::entry_for(const Sequence& sequence, uint32_t index) {
   // Beyond all of them if it is before the first one.
-  const auto i = static_cast<size_t>(sequence.num_published - sequence.first_led);
-  if (i < sequence.led.size()) {
-    const EntryId e = sequence.led[i];
+  const auto i = static_cast<size_t>(sequence.num_published - sequence.first_produced);
+  if (i < sequence.produced.size()) {
+    const EntryId e = sequence.produced[i];
     const Entry& entry = index_[e];
-    if (entry.leader == index && entry.leader_uid == sequence.uid && entry.parent == sequence.chain)
+    if (entry.producer == index && entry.producer_uid == sequence.uid &&
+        entry.parent == sequence.chain)
       return e;
   }
   return index_.find_or_add(
@@ -190,7 +192,7 @@ void Pool::enter(Session& session, Sequence& sequence, uint32_t index, Block b) 
   } else {
     publish_fresh();
   }
-  index_.clear_leader(e, index, sequence.uid);
+  index_.clear_producer(e, index, sequence.uid);
 }
 
 // The blocks that were entered last, each after the one before it.
@@ -285,8 +287,8 @@ struct Pool::Given {
   int64_t before;
 };
 
-std::vector<Failure> Pool::deferred_tokens(Slot slot, const DeferredColumns& columns) {
-  Session& session = sessions_[slot];
+std::vector<Failure> Pool::deferred_tokens(SessionHandle handle, const DeferredColumns& columns) {
+  Session& session = sessions_[handle];
   const int64_t num = columns.sequence_ids.size;
   for (int64_t item = 0; item < num; ++item)
     if (const uint32_t* index = session.sequences.find(columns.sequence_ids[item])) {

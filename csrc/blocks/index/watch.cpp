@@ -7,7 +7,7 @@ namespace kvplane::blocks {
 
 namespace {
 
-// Entries, of any root, that a piece of a snapshot looks at.
+// Entries, of any root, that a part of a snapshot looks at.
 constexpr EntryId kMaxScanned = 65536;
 
 }  // namespace

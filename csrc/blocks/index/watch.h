@@ -26,10 +26,10 @@ struct ChangeColumns {
            size_t block_size);
 };
 
-// A piece of what is published below the root: entries from `cursor` on, in the order of their ids,
-// up to about max_blocks blocks. Returns where the next piece begins, kNoEntry if this was the
-// last. An entry that is published all the time keeps its id, so the pieces have it; who applies
-// the changes since the first piece began has the rest too.
+// A part of what is published below the root: entries from `cursor` on, in the order of their ids,
+// up to about max_blocks blocks. Returns where the next part begins, kNoEntry if this was the
+// last. An entry that is published all the time keeps its id, so the parts have it; who applies
+// the changes since the first part began has the rest too.
 EntryId snapshot(const PrefixIndex& index, std::string_view root, EntryId cursor, size_t max_blocks,
                  ChangeColumns& columns);
 

@@ -32,28 +32,28 @@ BlockStore::BlockStore(Tier tier, uint32_t num_blocks, std::vector<int64_t> gene
   num_in_[static_cast<int>(State::kFree)] = num_blocks;
 }
 
-int64_t BlockStore::num_obtainable(Slot slot) const {
-  return int64_t{num_in(State::kFree)} + num_in(State::kCached) + own_[slot].plain.size +
-         own_[slot].kept.size;
+int64_t BlockStore::num_obtainable(SessionHandle handle) const {
+  return int64_t{num_in(State::kFree)} + num_in(State::kCached) + retired_[handle].plain.size +
+         retired_[handle].kept.size;
 }
 
-int64_t BlockStore::num_coming(Slot slot) const {
-  return int64_t{num_in(State::kPinned)} + num_in(State::kRetired) - own_[slot].plain.size -
-         own_[slot].kept.size;
+int64_t BlockStore::num_coming(SessionHandle handle) const {
+  return int64_t{num_in(State::kPinned)} + num_in(State::kRetired) - retired_[handle].plain.size -
+         retired_[handle].kept.size;
 }
 
-void BlockStore::open(Slot slot) {
-  if (own_.size() <= slot) own_.resize(slot + 1);
+void BlockStore::open(SessionHandle handle) {
+  if (retired_.size() <= handle) retired_.resize(handle + 1);
 }
 
-void BlockStore::close(Slot slot) { own_[slot] = Own{}; }
+void BlockStore::close(SessionHandle handle) { retired_[handle] = RetiredBlocks{}; }
 
-void BlockStore::allocate(Slot slot, int64_t num, std::vector<Block>& out) {
+void BlockStore::allocate(SessionHandle handle, int64_t num, std::vector<Block>& out) {
   num_in_[static_cast<int>(State::kHeld)] += static_cast<uint32_t>(num);
   touched(static_cast<size_t>(num));
   out.resize(out.size() + static_cast<size_t>(num));
   for (Block* blocks = out.data() + out.size() - num; num > 0;) {
-    const int64_t num_taken = take(slot, blocks, std::min(num, kAtOnce));
+    const int64_t num_taken = take(handle, blocks, std::min(num, kAtOnce));
     for (const Block* const end = blocks + num_taken; blocks < end; ++blocks) {
       Info& info = infos_[*blocks];
       ++info.generation;
@@ -67,8 +67,8 @@ void BlockStore::allocate(Slot slot, int64_t num, std::vector<Block>& out) {
 
 // Takes up to `most` blocks out of their states, so that they are neither published nor spares; the
 // caller sets their new state. Returns how many, at least one.
-int64_t BlockStore::take(Slot slot, Block* blocks, int64_t most) {
-  Own& own = own_[slot];
+int64_t BlockStore::take(SessionHandle handle, Block* blocks, int64_t most) {
+  RetiredBlocks& own = retired_[handle];
   Block b;
   if (!free_.empty()) {
     b = free_.back();
@@ -193,12 +193,12 @@ void BlockStore::share(const Block* blocks, size_t num) {
   tell_policy();
 }
 
-size_t BlockStore::release(const Block* blocks, size_t num, Slot slot, bool pending) {
+size_t BlockStore::release(const Block* blocks, size_t num, SessionHandle handle, bool pending) {
   size_t num_released = 0;
   touched(num);
   for (size_t i = 0; i < num; ++i) {
     const Block b = blocks[i];
-    if (pending) add_pending(b, slot);
+    if (pending) add_pending(b, handle);
     if (--infos_[b].ref_count) continue;
     settle(b);
     ++num_released;
@@ -207,11 +207,11 @@ size_t BlockStore::release(const Block* blocks, size_t num, Slot slot, bool pend
   return num_released;
 }
 
-void BlockStore::add_pending(Block b, Slot slot) {
+void BlockStore::add_pending(Block b, SessionHandle handle) {
   if (infos_[b].num_pending++ == 0) {
-    infos_[b].owner = slot;
-  } else if (infos_[b].owner != slot) {
-    infos_[b].owner = kManySlots;
+    infos_[b].owner = handle;
+  } else if (infos_[b].owner != handle) {
+    infos_[b].owner = kManySessions;
   }
 }
 
@@ -222,27 +222,27 @@ void BlockStore::finished(const Block* blocks, size_t num) {
     const Block b = blocks[i];
     if (--infos_[b].num_pending) continue;
     settle(b);
-    infos_[b].owner = kNoSlot;
+    infos_[b].owner = kNoSession;
   }
   tell_policy();
 }
 
-void BlockStore::pin(Block b, Slot slot, uint32_t num_tokens) {
+void BlockStore::pin(Block b, SessionHandle handle, uint32_t num_tokens) {
   if (infos_[b].num_pins++ == 0) {
-    infos_[b].pin_owner = slot;
+    infos_[b].pin_owner = handle;
     infos_[b].pinned_tokens = static_cast<uint16_t>(num_tokens);
     if (infos_[b].state == State::kHeld) return touched(1);
     settle(b);
     tell_policy();
     return;
   }
-  if (infos_[b].pin_owner != slot) infos_[b].pin_owner = kManySlots;
+  if (infos_[b].pin_owner != handle) infos_[b].pin_owner = kManySessions;
   infos_[b].pinned_tokens = std::max(infos_[b].pinned_tokens, static_cast<uint16_t>(num_tokens));
 }
 
 void BlockStore::unpin(Block b) {
   if (--infos_[b].num_pins) return;
-  infos_[b].pin_owner = kNoSlot;
+  infos_[b].pin_owner = kNoSession;
   settle(b);
   tell_policy();
 }
@@ -309,10 +309,10 @@ void BlockStore::leave(Block b) {
     case kNowhere:
       break;
     case kPlain:
-      remove(own_[infos_[b].owner].plain, b);
+      remove(retired_[infos_[b].owner].plain, b);
       break;
     case kKept:
-      remove(own_[infos_[b].owner].kept, b);
+      remove(retired_[infos_[b].owner].kept, b);
       break;
     case kPolicy:
       no_longer_idle_.push_back(b);
@@ -332,9 +332,9 @@ void BlockStore::enter(Block b) {
     infos_[b].state = State::kPinned;
   } else if (infos_[b].num_pending) {
     infos_[b].state = State::kRetired;
-    if (infos_[b].owner != kManySlots) {
+    if (infos_[b].owner != kManySessions) {
       const bool kept = infos_[b].keep || infos_[b].published;
-      push_back(kept ? own_[infos_[b].owner].kept : own_[infos_[b].owner].plain, b);
+      push_back(kept ? retired_[infos_[b].owner].kept : retired_[infos_[b].owner].plain, b);
       infos_[b].place = kept ? kKept : kPlain;
     }
   } else if (infos_[b].published) {
@@ -362,7 +362,7 @@ void BlockStore::check() const {
   };
   uint32_t num_in[kNumStates] = {};
   uint32_t num_policy = 0, num_retained = 0;
-  std::vector<uint32_t> num_plain(own_.size()), num_kept(own_.size());
+  std::vector<uint32_t> num_plain(retired_.size()), num_kept(retired_.size());
   for (Block b = 0; b < num_blocks; ++b) {
     const bool published = index_.is_published(tier, b);
     const State want = infos_[b].ref_count     ? State::kHeld
@@ -378,9 +378,10 @@ void BlockStore::check() const {
               "the policy has another parent");
     }
     ++num_in[static_cast<int>(want)];
-    require((infos_[b].num_pending == 0) == (infos_[b].owner == kNoSlot), b, "pending for nobody");
+    require((infos_[b].num_pending == 0) == (infos_[b].owner == kNoSession), b,
+            "pending for nobody");
     const bool kept = infos_[b].keep || published;
-    const Place place = want == State::kRetired && infos_[b].owner != kManySlots
+    const Place place = want == State::kRetired && infos_[b].owner != kManySessions
                             ? (kept ? kKept : kPlain)
                         : want != State::kCached ? kNowhere
                         : infos_[b].priority     ? kRetained
@@ -398,9 +399,10 @@ void BlockStore::check() const {
   require(num_idle_ == num_policy && policy_->num_idle() == num_policy, 0,
           "the policy has other blocks");
   require(num_retained == num_retained_, 0, "retained blocks are miscounted");
-  for (size_t slot = 0; slot < own_.size(); ++slot)
-    require(own_[slot].plain.size == num_plain[slot] && own_[slot].kept.size == num_kept[slot], 0,
-            "what a session could allocate at once differs");
+  for (size_t handle = 0; handle < retired_.size(); ++handle)
+    require(retired_[handle].plain.size == num_plain[handle] &&
+                retired_[handle].kept.size == num_kept[handle],
+            0, "what a session could allocate at once differs");
 }
 
 }  // namespace kvplane::blocks

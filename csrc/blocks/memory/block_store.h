@@ -65,44 +65,46 @@ class BlockStore {
   void touched(size_t num) const { num_touched_ += num; }
   EvictionPolicy& policy() { return *policy_; }
   // Blocks that the session could allocate now; those that it could once receipts and fences come.
-  int64_t num_obtainable(Slot slot) const;
-  int64_t num_coming(Slot slot) const;
+  int64_t num_obtainable(SessionHandle handle) const;
+  int64_t num_coming(SessionHandle handle) const;
   // Retired blocks that this session alone could allocate at once.
-  int64_t num_own_retired(Slot slot) const { return own_[slot].plain.size + own_[slot].kept.size; }
+  int64_t num_own_retired(SessionHandle handle) const {
+    return retired_[handle].plain.size + retired_[handle].kept.size;
+  }
   // Whether `num_obtainable` counts the block.
-  bool is_obtainable(Block b, Slot slot) const {
+  bool is_obtainable(Block b, SessionHandle handle) const {
     return infos_[b].state == State::kFree || infos_[b].state == State::kCached ||
-           (infos_[b].state == State::kRetired && infos_[b].owner == slot);
+           (infos_[b].state == State::kRetired && infos_[b].owner == handle);
   }
   // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
   // it holds no published prefix nor may soon, and transfers read, if anything, what lies before
   // `offset`, for earlier plans of the same session.
-  bool is_writable(Block b, Slot slot, uint32_t offset) const {
+  bool is_writable(Block b, SessionHandle handle, uint32_t offset) const {
     const Info& info = infos_[b];
     return info.ref_count == 1 && !info.keep &&
-           (info.num_pins == 0 || (info.pin_owner == slot && info.pinned_tokens <= offset)) &&
+           (info.num_pins == 0 || (info.pin_owner == handle && info.pinned_tokens <= offset)) &&
            index_.entry_of(tier, b) == kNoEntry;
   }
 
   // Sessions
-  void open(Slot slot);
-  void close(Slot slot);  // nothing of it is pending
+  void open(SessionHandle handle);
+  void close(SessionHandle handle);  // nothing of it is pending
 
   // Changes
   // Appends blocks for one table, each of a new generation.
-  void allocate(Slot slot, int64_t num, std::vector<Block>& out);
+  void allocate(SessionHandle handle, int64_t num, std::vector<Block>& out);
   // Adds a reference to each. Idle blocks become held.
   void share(const Block* blocks, size_t num);
-  // Removes a reference from each. If `pending`, the slot's plan may touch the blocks: `finished`
-  // follows. Returns how many have no reference left. Tails come first.
-  size_t release(const Block* blocks, size_t num, Slot slot, bool pending);
+  // Removes a reference from each. If `pending`, the session's plan may touch the blocks:
+  // `finished` follows. Returns how many have no reference left. Tails come first.
+  size_t release(const Block* blocks, size_t num, SessionHandle handle, bool pending);
   // The plan that a `release` was pending for has finished.
   void finished(const Block* blocks, size_t num);
   // A transfer of the session's plan reads the first num_tokens of the block.
-  void pin(Block b, Slot slot, uint32_t num_tokens);
+  void pin(Block b, SessionHandle handle, uint32_t num_tokens);
   void unpin(Block b);
   // The session may touch the block, which is pinned, until a later plan has finished.
-  void add_pending(Block b, Slot slot);
+  void add_pending(Block b, SessionHandle handle);
   // The block is published now, or no longer.
   void published(Block b);
   // So are these, which are held, the prefix of each a block longer than that of the one before it;
@@ -145,7 +147,7 @@ class BlockStore {
   static constexpr int kNumPriorities = 101;
   // Retired blocks that one session may allocate at once: `plain` ones first; `kept` ones, which
   // hold a published prefix or may soon, after evictable blocks.
-  struct Own {
+  struct RetiredBlocks {
     List plain;
     List kept;
   };
@@ -156,9 +158,9 @@ class BlockStore {
     uint32_t ref_count = 0;
     uint32_t num_pins = 0;
     uint32_t num_pending = 0;
-    Slot owner = kNoSlot;      // whom it is pending for: kNoSlot, one, kManySlots
-    Slot pin_owner = kNoSlot;  // whose transfers read it, the same way
-    uint32_t next = kEnd;      // in the list of its place
+    SessionHandle owner = kNoSession;      // whom it is pending for: kNoSession, one, kManySessions
+    SessionHandle pin_owner = kNoSession;  // whose transfers read it, the same way
+    uint32_t next = kEnd;                  // in the list of its place
     uint32_t prev = kEnd;
     uint16_t pinned_tokens = 0;
     State state = State::kFree;
@@ -178,7 +180,7 @@ class BlockStore {
   void leave(Block b);
   void enter(Block b);
   void tell_policy();
-  int64_t take(Slot slot, Block* blocks, int64_t most);
+  int64_t take(SessionHandle handle, Block* blocks, int64_t most);
   int64_t evict(Block* blocks, int64_t most);
   int64_t pop_cached(Block* blocks, int64_t most);
 
@@ -188,8 +190,8 @@ class BlockStore {
   std::vector<Info> infos_;
   std::vector<int64_t> more_generations_;  // of blocks beyond num_blocks
   std::vector<Block> free_;
-  std::vector<Own> own_;           // by slot
-  List retained_[kNumPriorities];  // cached ones, oldest first
+  std::vector<RetiredBlocks> retired_;  // by handle
+  List retained_[kNumPriorities];       // cached ones, oldest first
   uint32_t num_retained_ = 0;
   uint32_t num_idle_ = 0;  // of the policy
   uint32_t num_in_[kNumStates] = {};

@@ -243,14 +243,14 @@ void Retention::check() const {
 // The pool's operations
 
 // In each group as far as it has the prefix; the owner's blocks are counted in each.
-std::variant<Retained, Failure> Pool::retain(Groups groups, Slot slot, Span<int32_t> tokens,
-                                             uint8_t priority, double expires_at_s,
-                                             int64_t most_blocks) {
+std::variant<Retained, Failure> Pool::retain(Groups groups, SessionHandle handle,
+                                             Span<int32_t> tokens, uint8_t priority,
+                                             double expires_at_s, int64_t most_blocks) {
   std::vector<std::vector<EntryId>> paths;
   Retained result;
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
-    const Session& session = pool.sessions_[slot];
+    const Session& session = pool.sessions_[handle];
     paths.push_back(pool.match(session.root, tokens));
     if (paths.back().empty() || expires_at_s <= pool.now_s_) continue;
     const int64_t now = pool.retention_.num_entries(session.owner);
@@ -264,14 +264,14 @@ std::variant<Retained, Failure> Pool::retain(Groups groups, Slot slot, Span<int3
     Pool& pool = *groups[g];
     const std::vector<EntryId>& path = paths[static_cast<size_t>(g)];
     if (path.empty() || expires_at_s <= pool.now_s_) continue;
-    pool.retention_.retain(pool.sessions_[slot].owner, path, priority, expires_at_s,
+    pool.retention_.retain(pool.sessions_[handle].owner, path, priority, expires_at_s,
                            pool.prefix_key(path.back(), static_cast<int64_t>(path.size()), tokens));
   }
   return result;
 }
 
-int64_t Pool::release_retained(Slot slot, Span<int32_t> tokens) {
-  const Session& session = sessions_[slot];
+int64_t Pool::release_retained(SessionHandle handle, Span<int32_t> tokens) {
+  const Session& session = sessions_[handle];
   std::vector<EntryId> path;
   EntryId last = session.root;
   for (int64_t i = 0; i < tokens.size / block_size_; ++i) {

@@ -10,38 +10,39 @@
 
 namespace kvplane::blocks {
 
-bool Pool::abort(Groups groups, Slot slot, int64_t next_plan, bool keeps, int64_t max_blocks) {
-  Aborting& aborting = groups[0]->sessions_[slot].aborting;
-  if (!aborting.begun) begin_abort(groups, slot);
+bool Pool::abort(Groups groups, SessionHandle handle, int64_t next_plan, bool keeps,
+                 int64_t max_blocks) {
+  Aborting& aborting = groups[0]->sessions_[handle].aborting;
+  if (!aborting.begun) begin_abort(groups, handle);
   int64_t left = max_blocks;
   for (int64_t g = 0; g < groups.size; ++g)
-    if (note_origins(groups[g]->sessions_[slot], left)) return true;
+    if (note_origins(groups[g]->sessions_[handle], left)) return true;
   while (aborting.next_id < aborting.ids.size()) {
     if (left <= 0) return true;
     const int64_t id = aborting.ids[aborting.next_id++];
     for (int64_t g = 0; g < groups.size; ++g)
-      left -= groups[g]->cut_one(groups[g]->sessions_[slot], id, next_plan, keeps);
+      left -= groups[g]->cut_one(groups[g]->sessions_[handle], id, next_plan, keeps);
   }
   for (int64_t g = 0; g < groups.size; ++g)
-    if (groups[g]->end_plans(groups[g]->sessions_[slot], next_plan, left)) return true;
+    if (groups[g]->end_plans(groups[g]->sessions_[handle], next_plan, left)) return true;
   for (int64_t g = 0; g < groups.size; ++g) {
-    Session& session = groups[g]->sessions_[slot];
+    Session& session = groups[g]->sessions_[handle];
     session.resync_due = true;
     session.aborting = Aborting{};
   }
   return false;
 }
 
-void Pool::begin_abort(Groups groups, Slot slot) {
+void Pool::begin_abort(Groups groups, SessionHandle handle) {
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
     if (!pool.config_.window_tokens) continue;  // nothing is ever trimmed
-    for (const Sequence* sequence : pool.sequences_of(slot)) {
+    for (const Sequence* sequence : pool.sequences_of(handle)) {
       if (!pool.is_lost(*sequence)) continue;
       // Nothing is left to go on from in one group: it begins again in all.
       for (int64_t other = 0; other < groups.size; ++other) {
         Pool& there = *groups[other];
-        Session& session = there.sessions_[slot];
+        Session& session = there.sessions_[handle];
         Sequence& same = there.sequences_[*session.sequences.find(sequence->id)];
         same.num_written = same.num_published = 0;
         same.chain = session.root;
@@ -50,7 +51,7 @@ void Pool::begin_abort(Groups groups, Slot slot) {
     }
   }
   for (int64_t g = 0; g < groups.size; ++g) {
-    Session& session = groups[g]->sessions_[slot];
+    Session& session = groups[g]->sessions_[handle];
     groups[g]->end_draft(session);
     session.plans.push_back(std::exchange(session.record, {}));  // drafted since the last plan
     size_t num = 0;
@@ -58,7 +59,7 @@ void Pool::begin_abort(Groups groups, Slot slot) {
     if (num) session.aborting.origins.reserve(num);
     session.aborting.begun = true;
   }
-  Session& session = groups[0]->sessions_[slot];
+  Session& session = groups[0]->sessions_[handle];
   std::vector<std::pair<uint32_t, int64_t>> order;  // as they lie in memory
   session.sequences.for_each([&](int64_t id, uint32_t index) { order.emplace_back(index, id); });
   std::sort(order.begin(), order.end());
@@ -105,7 +106,7 @@ bool Pool::end_plans(Session& session, int64_t next_plan, int64_t& left) {
       if (!transfer.pins) continue;
       const auto& [tier, block, generation] = transfer.source;
       if (remember(session, tier, &transfer.source.block, 1, next_plan))
-        store(tier).add_pending(block, session.slot);
+        store(tier).add_pending(block, session.handle);
       store(tier).unpin(block);
     }
     end_demotions(session, record, false, next_plan);
@@ -119,7 +120,7 @@ bool Pool::end_plans(Session& session, int64_t next_plan, int64_t& left) {
 void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origins,
                           int64_t next_plan) {
   Sequence& sequence = sequences_[index];
-  clear_leaders(sequence, index, sequence.num_written / block_size_);
+  clear_producers(sequence, index, sequence.num_written / block_size_);
   const int64_t num_tokens = sequence.tokens.size;
   sequence.tokens.cut(token_store_, sequence.num_written);
   if (sequence.live) session.num_tokens -= num_tokens - sequence.tokens.size;

@@ -11,10 +11,10 @@ namespace kvplane::blocks {
 // A leading full block of a prompt that need not be computed.
 struct Pool::Hit {
   enum Kind : uint8_t {
-    kShared,  // a published device block
-    kHosted,  // in the host tier: copied to a new device block
-    kLed,     // a block that a sequence of the session fills by plan `plan`; 0: it has
-    kNone,    // no block: it lies behind the attention window
+    kShared,    // a published device block
+    kHosted,    // in the host tier: copied to a new device block
+    kFollowed,  // a block that a sequence of the session fills by plan `plan`; 0: it has
+    kNone,      // no block: it lies behind the attention window
   };
   EntryId entry;
   Kind kind;
@@ -32,20 +32,20 @@ struct Pool::AdmitPlan {
   bool copies_last = false;
 };
 
-std::variant<Admitted, Failure> Pool::admit(Groups groups, Slot slot, const Admission& admission,
-                                            bool only_check) {
-  const int64_t number = groups[0]->sessions_[slot].number;
-  return admit_with(groups, slot, admission, number, true, only_check);
+std::variant<Admitted, Failure> Pool::admit(Groups groups, SessionHandle handle,
+                                            const Admission& admission, bool only_check) {
+  const int64_t number = groups[0]->sessions_[handle].number;
+  return admit_with(groups, handle, admission, number, true, only_check);
 }
 
-std::variant<Admitted, Failure> Pool::grant(Groups groups, Slot slot, int64_t admitted_by,
-                                            const Admission& admission) {
+std::variant<Admitted, Failure> Pool::grant(Groups groups, SessionHandle handle,
+                                            int64_t admitted_by, const Admission& admission) {
   // What it needs is done by the next plan, at the earliest this one.
-  const InStep next(groups, slot, groups[0]->sessions_[slot].number + 1);
-  return admit_with(groups, slot, admission, admitted_by, false, false);
+  const InStep next(groups, handle, groups[0]->sessions_[handle].number + 1);
+  return admit_with(groups, handle, admission, admitted_by, false, false);
 }
 
-std::variant<Admitted, Failure> Pool::admit_with(Groups groups, Slot slot,
+std::variant<Admitted, Failure> Pool::admit_with(Groups groups, SessionHandle handle,
                                                  const Admission& admission, int64_t admitted_by,
                                                  bool computes, bool only_check) {
   const Pool& first = *groups[0];
@@ -54,21 +54,21 @@ std::variant<Admitted, Failure> Pool::admit_with(Groups groups, Slot slot,
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
     has_window = has_window || pool.config_.window_tokens;
-    const Failure failure = pool.check_admission(pool.sessions_[slot], admission);
+    const Failure failure = pool.check_admission(pool.sessions_[handle], admission);
     if (failure.code != Code::kOk) return failure;
   }
   int64_t most_hits = admission.tokens.size / first.block_size_;
   std::vector<AdmitPlan> plans(static_cast<size_t>(groups.size));
   while (true) {
-    find_agreed_hits(groups, slot, admission, most_hits, plans);
+    find_agreed_hits(groups, handle, admission, most_hits, plans);
     Failure failure{0, Code::kOk, 0, std::numeric_limits<int64_t>::max(), kDevice};
     bool copies_last = false;
     for (int64_t g = 0; g < groups.size; ++g) {
       const Pool& pool = *groups[g];
-      const Session& session = pool.sessions_[slot];
+      const Session& session = pool.sessions_[handle];
       AdmitPlan& plan = plans[static_cast<size_t>(g)];
       const int64_t headroom = proportion.of_group(pool, admission.headroom);
-      plan.available = pool.num_obtainable(slot, kDevice) - headroom;
+      plan.available = pool.num_obtainable(handle, kDevice) - headroom;
       pool.count_needed(session, admission, computes, plan);
       if (pool.config_.max_owner_blocks)
         if (const Failure over = pool.over_quota(session, plan); over.code != Code::kOk)
@@ -98,15 +98,15 @@ std::variant<Admitted, Failure> Pool::admit_with(Groups groups, Slot slot,
   Admitted admitted;
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
-    const uint32_t index = pool.admit_one(pool.sessions_[slot], admission, admitted_by, computes,
+    const uint32_t index = pool.admit_one(pool.sessions_[handle], admission, admitted_by, computes,
                                           plans[static_cast<size_t>(g)]);
     const Sequence& sequence = pool.sequences_[index];
     admitted = {plan.cached, sequence.table.size, sequence.num_scheduled - plan.cached};
   }
-  agree(groups, slot, admission.sequence_id);
+  agree(groups, handle, admission.sequence_id);
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
-    Session& session = pool.sessions_[slot];
+    Session& session = pool.sessions_[handle];
     const uint32_t index = *session.sequences.find(admission.sequence_id);
     for (int64_t i = 0; i < admission.fork_ids.size; ++i)
       pool.add_fork(session, index, admission.fork_ids[i], admitted_by);
@@ -147,15 +147,15 @@ Failure Pool::check_admission(const Session& session, const Admission& admission
 }
 
 // The longest prefix of at most `most` blocks of which every group has what it needs.
-void Pool::find_agreed_hits(Groups groups, Slot slot, const Admission& admission, int64_t most,
-                            std::vector<AdmitPlan>& plans) {
+void Pool::find_agreed_hits(Groups groups, SessionHandle handle, const Admission& admission,
+                            int64_t most, std::vector<AdmitPlan>& plans) {
   if (admission.skip_lookup) return;
   for (int64_t num_agreed = 0; num_agreed < groups.size;) {
     num_agreed = 0;
     for (int64_t g = 0; g < groups.size; ++g) {
       std::vector<Hit>& hits = plans[static_cast<size_t>(g)].hits;
       hits.clear();
-      groups[g]->find_hits(groups[g]->sessions_[slot], admission, most, hits);
+      groups[g]->find_hits(groups[g]->sessions_[handle], admission, most, hits);
       const auto num = static_cast<int64_t>(hits.size());
       num_agreed += num == most || groups.size == 1;
       most = num;
@@ -180,7 +180,7 @@ void Pool::count_needed(const Session& session, const Admission& admission, bool
   for (const Hit& hit : plan.hits)
     plan.needed +=
         hit.kind == Hit::kHosted ||
-        (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.slot));
+        (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.handle));
 }
 
 uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t admitted_by,
@@ -202,8 +202,8 @@ uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t a
   for (auto& [plan_number, stop] : sequence.pending) stop = std::min(stop, cached);
   for (const auto& [plan_number, stop] : sequence.pending) touch_plan(session, plan_number, index);
   if (!admission.skip_lookup)  // before anything is evicted: the last hit may be of no block
-    set_leaders(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
-                static_cast<int64_t>(hits.size()), num_tokens / block_size_);
+    set_producers(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
+                  static_cast<int64_t>(hits.size()), num_tokens / block_size_);
   if (computes) {
     grow(session, index, cached, end, end);
     if (end > cached) schedule(session, index, end - cached);
@@ -217,15 +217,15 @@ uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t a
   return index;
 }
 
-// Those of the hits are shared with another sequence that has them, a piece at a time.
+// Those of the hits are shared with another sequence that has them, a chunk at a time.
 void Pool::take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits) {
-  const size_t piece_blocks = static_cast<size_t>(Tokens::kItems / block_size_);
-  for (size_t i = piece_blocks; i <= hits.size(); i += piece_blocks) {
+  const size_t chunk_blocks = static_cast<size_t>(Tokens::kItems / block_size_);
+  for (size_t i = chunk_blocks; i <= hits.size(); i += chunk_blocks) {
     const int32_t* const first = tokens.data + sequence.tokens.size;
     const EntryId last = hits[i - 1].entry;
-    if (sequence.tokens.share_piece(token_store_, piece_hints_.find(last), first)) continue;
+    if (sequence.tokens.share_chunk(token_store_, chunk_hints_.find(last), first)) continue;
     sequence.tokens.append(token_store_, first, Tokens::kItems);
-    piece_hints_.set(last, sequence.tokens.pieces.back());
+    chunk_hints_.set(last, sequence.tokens.chunks.back());
   }
   const int64_t num_taken = sequence.tokens.size;
   sequence.tokens.append(token_store_, tokens.data + num_taken, tokens.size - num_taken);
@@ -233,14 +233,14 @@ void Pool::take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vect
 
 // The groups of a new sequence wait for the same receipts: a position counts as written when it is
 // in all of them, as groups may have found its block in different states.
-void Pool::agree(Groups groups, Slot slot, int64_t id) {
+void Pool::agree(Groups groups, SessionHandle handle, int64_t id) {
   if (groups.size == 1) return;
   std::vector<Sequence*> found;
   std::vector<int64_t> plans;
   int64_t written = std::numeric_limits<int64_t>::max();
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
-    found.push_back(&pool.sequences_[*pool.sessions_[slot].sequences.find(id)]);
+    found.push_back(&pool.sequences_[*pool.sessions_[handle].sequences.find(id)]);
     for (const auto& [plan, end] : found.back()->pending) plans.push_back(plan);
     written = std::min(written, found.back()->num_written);
   }
@@ -260,7 +260,7 @@ void Pool::agree(Groups groups, Slot slot, int64_t id) {
   }
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
-    Session& session = pool.sessions_[slot];
+    Session& session = pool.sessions_[handle];
     found[static_cast<size_t>(g)]->num_written = written;
     found[static_cast<size_t>(g)]->pending = pending;
     for (const auto& [plan, end] : pending)
@@ -311,7 +311,7 @@ void Pool::find_hits(const Session& session, const Admission& admission, int64_t
   // The last token is computed again, into a copy of its block, which must have been written before
   // this step's transfers run.
   if (!hits.empty() && static_cast<int64_t>(hits.size()) * block_size_ == admission.tokens.size &&
-      hits.back().kind == Hit::kLed && hits.back().plan >= session.number)
+      hits.back().kind == Hit::kFollowed && hits.back().plan >= session.number)
     hits.pop_back();
   if (!config_.window_tokens) return;
   std::vector<uint8_t> present;
@@ -327,21 +327,21 @@ void Pool::find_hits(const Session& session, const Admission& admission, int64_t
 // Adds the i-th block of a prompt if a sequence of the session fills it.
 bool Pool::find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const {
   const Entry& entry = index_[e];
-  if (entry.leader == kNoEntry) return false;
-  const Sequence& leader = sequences_[entry.leader];
+  if (entry.producer == kNoEntry) return false;
+  const Sequence& producer = sequences_[entry.producer];
   const int64_t end = (i + 1) * block_size_;
-  if (leader.uid != entry.leader_uid || !leader.live || leader.slot != session.slot ||
-      leader.tier != kDevice || leader.moved_by > session.done || i < leader.num_trimmed ||
-      i >= leader.table.size || end > leader.num_scheduled)
+  if (producer.uid != entry.producer_uid || !producer.live || producer.handle != session.handle ||
+      producer.tier != kDevice || producer.moved_by > session.done || i < producer.num_trimmed ||
+      i >= producer.table.size || end > producer.num_scheduled)
     return false;
   int64_t plan = 0;
-  if (end > leader.num_written)
-    for (const auto& [number, stop] : leader.pending)
+  if (end > producer.num_written)
+    for (const auto& [number, stop] : producer.pending)
       if (stop >= end) {
         plan = number;
         break;
       }
-  hits.push_back({e, Hit::kLed, leader.table.at(table_store_, i), plan});
+  hits.push_back({e, Hit::kFollowed, producer.table.at(table_store_, i), plan});
   return true;
 }
 
@@ -372,7 +372,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   for (const Hit& hit : hits) {
     if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted)
       used[hit.kind == Hit::kHosted].push_back(hit.block);
-    if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) table.push_back(hit.block);
+    if (hit.kind == Hit::kShared || hit.kind == Hit::kFollowed) table.push_back(hit.block);
   }
   device.policy().use(used[0].data(), used[0].size());
   if (host.num_blocks) host.policy().use(used[1].data(), used[1].size());
@@ -380,7 +380,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   share(session, kDevice, table);  // before anything is allocated, which could evict them
   table.clear();
   const auto num_hosted = static_cast<int64_t>(used[1].size());
-  for (const Block b : used[1]) host.pin(b, session.slot, 0);
+  for (const Block b : used[1]) host.pin(b, session.handle, 0);
   scratch_.clear();
   if (num_hosted) allocate(session, kDevice, num_hosted, scratch_);
   std::vector<uint8_t> allocated;  // of the entries that are not trimmed
@@ -394,7 +394,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
     ++entry.num_uses;
     entry.used_s = static_cast<float>(now_s_);
     Block b = hit.block;
-    if (hit.kind == Hit::kLed) sequence.filled_by = std::max(sequence.filled_by, hit.plan);
+    if (hit.kind == Hit::kFollowed) sequence.filled_by = std::max(sequence.filled_by, hit.plan);
     if (hit.kind == Hit::kHosted) {
       b = scratch_[static_cast<size_t>(num_taken++)];
       transfer(session, {kHost, hit.block, host.generation(hit.block)}, kDevice, b,
@@ -431,26 +431,26 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
 
 // Lets later sequences of the session share the prompt's blocks from `first` on before they are
 // published. `last` is the entry before them.
-void Pool::set_leaders(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,
-                       int64_t end) {
+void Pool::set_producers(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,
+                         int64_t end) {
   EntryId e = last;
   Sequence& sequence = sequences_[index];
-  sequence.first_led = first;
-  sequence.led.reserve(static_cast<size_t>(std::max<int64_t>(0, end - first)));
+  sequence.first_produced = first;
+  sequence.produced.reserve(static_cast<size_t>(std::max<int64_t>(0, end - first)));
   for (int64_t i = first; i < end; ++i) {
     e = index_.find(e, tokens + i * block_size_);
     if (e == kNoEntry) break;  // nor is anything below it
-    if (index_[e].leader == kNoEntry) index_.set_leader(e, index, sequence.uid);
-    sequence.led.push_back(e);
+    if (index_[e].producer == kNoEntry) index_.set_producer(e, index, sequence.uid);
+    sequence.produced.push_back(e);
   }
-  const auto num_found = static_cast<int64_t>(sequence.led.size());
-  if (num_found) last = sequence.led.back();
-  index_.add_led(last, tokens + (first + num_found) * block_size_, end - first - num_found, index,
-                 sequence.uid, sequence.led);
-  const int64_t piece_blocks = Tokens::kItems / block_size_;
-  for (int64_t i = div_ceil(first + 1, piece_blocks) * piece_blocks; i <= end; i += piece_blocks)
-    piece_hints_.set(sequence.led[static_cast<size_t>(i - 1 - first)],
-                     sequence.tokens.pieces[static_cast<size_t>(i / piece_blocks - 1)]);
+  const auto num_found = static_cast<int64_t>(sequence.produced.size());
+  if (num_found) last = sequence.produced.back();
+  index_.add_produced(last, tokens + (first + num_found) * block_size_, end - first - num_found,
+                      index, sequence.uid, sequence.produced);
+  const int64_t chunk_blocks = Tokens::kItems / block_size_;
+  for (int64_t i = div_ceil(first + 1, chunk_blocks) * chunk_blocks; i <= end; i += chunk_blocks)
+    chunk_hints_.set(sequence.produced[static_cast<size_t>(i - 1 - first)],
+                     sequence.tokens.chunks[static_cast<size_t>(i / chunk_blocks - 1)]);
 }
 
 }  // namespace kvplane::blocks

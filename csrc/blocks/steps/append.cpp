@@ -17,7 +17,8 @@ struct Pool::AppendPlan {
   int64_t available = 0;
 };
 
-ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns, bool only_check) {
+ItemResults Pool::append(Groups groups, SessionHandle handle, const AppendColumns& columns,
+                         bool only_check) {
   const int64_t num = columns.sequence_ids.size;
   ItemResults results;
   results.values.resize(static_cast<size_t>(num));
@@ -25,7 +26,7 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns,
   const bool is_plain = !only_check && !has_negatives && columns.num_lookahead.size == 0;
   std::vector<AppendPlan> plans;
   for (int64_t g = 0; g < groups.size; ++g)
-    plans.push_back({groups[g], &groups[g]->sessions_[slot], groups[g]->max_tokens()});
+    plans.push_back({groups[g], &groups[g]->sessions_[handle], groups[g]->max_tokens()});
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
@@ -101,10 +102,10 @@ bool Pool::is_in_place(const Session& session, const Sequence& sequence, int64_t
       i >= sequence.table.size || sequence.tier != kDevice ||
       sequence.computed_by == session.number)
     return false;
-  const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
-  const Block b = piece.items[i % Table::kItems];
-  return piece.num_owners == 1 &&
-         store(kDevice).is_writable(b, session.slot,
+  const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
+  const Block b = chunk.items[i % Table::kItems];
+  return chunk.num_owners == 1 &&
+         store(kDevice).is_writable(b, session.handle,
                                     static_cast<uint32_t>(first & (block_size_ - 1)));
 }
 
@@ -139,7 +140,7 @@ Failure Pool::check_append(const Session& session, const AppendColumns& columns,
   const int64_t allowed =
       quota && needed ? num_allowed(session) + num_replaced(sequence, first, end) : needed;
   const int64_t available = plan.available =
-      std::min(num_obtainable(session.slot, kDevice), allowed);
+      std::min(num_obtainable(session.handle, kDevice), allowed);
   // Blocks that it has ahead serve for the copy of a shared one.
   const int64_t num_spare = needed > available ? num_ahead_of(sequence, std::max(end, cover)) : 0;
   if (needed > allowed + num_spare)
@@ -172,19 +173,19 @@ int64_t Pool::append_one(Session& session, const AppendColumns& columns, int64_t
 
 // Gives a sequence blocks ahead, outside of a step; its table goes with the session's next plan.
 // All groups of it grow by as many: a table has an entry for each block of tokens in each of them.
-bool Pool::reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks) {
+bool Pool::reserve(Groups groups, SessionHandle handle, int64_t sequence_id, int64_t num_blocks) {
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
-    if (pool.find(slot, sequence_id)->tier != kDevice ||
-        num_blocks > pool.num_obtainable(slot, kDevice) ||
-        num_blocks > pool.num_allowed(pool.sessions_[slot]))
+    if (pool.find(handle, sequence_id)->tier != kDevice ||
+        num_blocks > pool.num_obtainable(handle, kDevice) ||
+        num_blocks > pool.num_allowed(pool.sessions_[handle]))
       return false;
   }
   // By the next plan, at the earliest.
-  const InStep next(groups, slot, groups[0]->sessions_[slot].number + 1);
+  const InStep next(groups, handle, groups[0]->sessions_[handle].number + 1);
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
-    Session& session = pool.sessions_[slot];
+    Session& session = pool.sessions_[handle];
     const uint32_t index = *session.sequences.find(sequence_id);
     Sequence& sequence = pool.sequences_[index];
     sequence.progress_s = pool.now_s_;
@@ -198,7 +199,7 @@ bool Pool::reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_bl
 int64_t Pool::num_ahead_of(const Sequence& sequence, int64_t cover) const {
   int64_t num = 0;
   for (int64_t i = sequence.table.size; i > div_ceil(cover, block_size_); --i, ++num) {
-    const uint32_t id = sequence.table.pieces[static_cast<size_t>((i - 1) / Table::kItems)];
+    const uint32_t id = sequence.table.chunks[static_cast<size_t>((i - 1) / Table::kItems)];
     const Block b = sequence.table.at(table_store_, i - 1);
     if (table_store_[id].num_owners > 1 || store(kDevice).ref_count(b) > 1 ||
         store(kDevice).num_pins(b))
@@ -207,12 +208,12 @@ int64_t Pool::num_ahead_of(const Sequence& sequence, int64_t cover) const {
   return num;
 }
 
-std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const {
-  const Session& session = sessions_[slot];
+std::vector<int32_t> Pool::growth(SessionHandle handle, const AppendColumns& columns) const {
+  const Session& session = sessions_[handle];
   const int64_t num_fitting = store(kDevice).num_blocks;
   std::vector<int32_t> needed;
   for (int64_t item = 0; item < columns.sequence_ids.size; ++item) {
-    const Sequence* sequence = find(slot, columns.sequence_ids[item]);
+    const Sequence* sequence = find(handle, columns.sequence_ids[item]);
     const int64_t first = columns.first_positions[item], num_slots = columns.num_slots[item];
     const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
     const bool is_next = sequence && sequence->tier == kDevice &&
@@ -247,12 +248,12 @@ int64_t Pool::num_needed(const Session& session, const Sequence& sequence, int64
 // Of the blocks that the sequence would replace by copies, those to which nothing else refers.
 int64_t Pool::num_replaced(const Sequence& sequence, int64_t first, int64_t end) const {
   if (end == first) return 0;
-  const Session& session = sessions_[sequence.slot];
+  const Session& session = sessions_[sequence.handle];
   int64_t num = 0;
   const int64_t stop = std::min(div_ceil(end, block_size_), sequence.table.size);
   for (int64_t i = first / block_size_; i < stop; ++i) {
     if (may_write(session, sequence, i, first)) continue;
-    const uint32_t id = sequence.table.pieces[static_cast<size_t>(i / Table::kItems)];
+    const uint32_t id = sequence.table.chunks[static_cast<size_t>(i / Table::kItems)];
     const Block b = sequence.table.at(table_store_, i);
     num += table_store_[id].num_owners == 1 && store(kDevice).ref_count(b) == 1;
   }
@@ -269,10 +270,10 @@ int64_t Pool::num_allowed(const Session& session) const {
 // Whether the sequence may write its i-th block from position `first` on, without copying it.
 bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i,
                      int64_t first) const {
-  const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
+  const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
   const auto offset = static_cast<uint32_t>(std::max<int64_t>(0, first - i * block_size_));
-  return piece.num_owners == 1 &&
-         store(kDevice).is_writable(piece.items[i % Table::kItems], session.slot, offset);
+  return chunk.num_owners == 1 &&
+         store(kDevice).is_writable(chunk.items[i % Table::kItems], session.handle, offset);
 }
 
 void Pool::grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover) {
@@ -294,7 +295,7 @@ void Pool::grow(Session& session, uint32_t index, int64_t first, int64_t end, in
 // Replaces the i-th block by a new one with what is before position `first`.
 void Pool::copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first) {
   Sequence& sequence = sequences_[index];
-  own_piece(session, sequence, static_cast<size_t>(i / Table::kItems));
+  own_chunk(session, sequence, static_cast<size_t>(i / Table::kItems));
   const Block old = sequence.table.at(table_store_, i);
   scratch_.clear();
   allocate(session, kDevice, 1, scratch_);
@@ -344,7 +345,7 @@ Failure Pool::never_fits(Tier tier, int64_t item, int64_t needed) const {
 
 Failure Pool::no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                       int64_t available, int64_t headroom) const {
-  const bool is_headroom = headroom && needed <= num_obtainable(session.slot, tier);
+  const bool is_headroom = headroom && needed <= num_obtainable(session.handle, tier);
   return {item, is_headroom ? Code::kLaterHeadroom : Code::kLater, needed,
           std::max<int64_t>(0, available), tier};
 }

@@ -11,10 +11,10 @@ namespace {
 // Evicted blocks that a plan copies to the host tier at most.
 constexpr size_t kMaxDemotions = 256;
 
-// Leading entries that two tables share as pieces.
-int64_t num_shared_pieces(const Table& a, const Table& b) {
+// Leading entries that two tables share as chunks.
+int64_t num_shared_chunks(const Table& a, const Table& b) {
   size_t k = 0;
-  while (k < a.pieces.size() && k < b.pieces.size() && a.pieces[k] == b.pieces[k]) ++k;
+  while (k < a.chunks.size() && k < b.chunks.size() && a.chunks[k] == b.chunks[k]) ++k;
   return std::min({static_cast<int64_t>(k) * Table::kItems, a.size, b.size});
 }
 
@@ -23,7 +23,7 @@ int64_t num_shared_pieces(const Table& a, const Table& b) {
 // Copies a block; it is pinned until the plan has run, so that the plan can run again. What counts
 // is its first num_tokens.
 void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens) {
-  store(source.tier).pin(source.block, session.slot, num_tokens);
+  store(source.tier).pin(source.block, session.handle, num_tokens);
   const BlockRef destination{tier, copy, store(tier).generation(copy)};
   session.destinations.insert(key_of(tier, copy), 1);
   note(session, {source, destination});
@@ -46,9 +46,9 @@ void Pool::end_draft(Session& session) {
   session.draft.clear();
 }
 
-bool Pool::prepare(Groups groups, Slot slot, int64_t max_blocks) {
+bool Pool::prepare(Groups groups, SessionHandle handle, int64_t max_blocks) {
   for (int64_t g = 0; g < groups.size; ++g) {
-    Session& session = groups[g]->sessions_[slot];
+    Session& session = groups[g]->sessions_[handle];
     if (!session.resync_due) continue;
     const int64_t num =
         session.destinations.size() ? div_ceil(max_blocks, kOriginBlocks) : max_blocks;
@@ -58,7 +58,7 @@ bool Pool::prepare(Groups groups, Slot slot, int64_t max_blocks) {
   return false;
 }
 
-bool Pool::finish(Groups groups, Slot slot, std::string_view prefix,
+bool Pool::finish(Groups groups, SessionHandle handle, std::string_view prefix,
                   const std::function<char*(size_t)>& make) {
   bool has_any = false;
   for (int64_t g = 0; g < groups.size; ++g) {
@@ -67,13 +67,13 @@ bool Pool::finish(Groups groups, Slot slot, std::string_view prefix,
     pool.counters_.max_held =
         std::max<int64_t>(pool.counters_.max_held,
                           int64_t{device.num_in(State::kHeld)} + device.num_in(State::kPinned));
-    has_any = has_any || pool.has_plan(pool.sessions_[slot]);
+    has_any = has_any || pool.has_plan(pool.sessions_[handle]);
   }
   if (!has_any) return false;
   Draft merged;
-  const Session& first = groups[0]->sessions_[slot];
+  const Session& first = groups[0]->sessions_[handle];
   for (int64_t g = 0; g < groups.size; ++g) {
-    Session& session = groups[g]->sessions_[slot];
+    Session& session = groups[g]->sessions_[handle];
     groups[g]->complete_draft(session);
     if (groups.size > 1) merged.add(session.draft, static_cast<uint8_t>(g));
   }
@@ -82,7 +82,7 @@ bool Pool::finish(Groups groups, Slot slot, std::string_view prefix,
   const bool keeps = std::count(kinds.begin(), kinds.end(), uint8_t(ChangeKind::kKeep)) > 0;
   draft.encode(prefix, first.number, first.last_plan, first.resync_due, keeps ? first.done : 0,
                make);
-  for (int64_t g = 0; g < groups.size; ++g) groups[g]->end_step(groups[g]->sessions_[slot]);
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->end_step(groups[g]->sessions_[handle]);
   return true;
 }
 
@@ -107,14 +107,14 @@ void Pool::end_step(Session& session) {
 }
 
 // All tables as they are now. What the data plane has of a table is kept, and one that shares its
-// first pieces with one before it is sent as a fork of that one. Whether some are left, with this
+// first chunks with one before it is sent as a fork of that one. Whether some are left, with this
 // many blocks written.
 bool Pool::write_whole_tables(Session& session, int64_t max_blocks) {
   WholeTables& tables = session.tables;
   TableChanges& changes = session.draft.changes;
   if (!std::exchange(tables.begun, true)) {
     changes.clear();
-    tables.indices = indices_of(session.slot);
+    tables.indices = indices_of(session.handle);
     int64_t num = 0;
     for (const uint32_t index : tables.indices)
       num += sequences_[index].table.size - num_sent(session, sequences_[index]);
@@ -141,8 +141,8 @@ void Pool::write_whole_table(Session& session, Sequence& sequence) {
   const int64_t size = sequence.table.size, num_kept = num_sent(session, sequence);
   int64_t first = sequence.num_trimmed;
   ChangeKind kind = ChangeKind::kReplace;
-  const auto [it, is_first] = session.tables.sent.try_emplace(sequence.table.pieces[0], &sequence);
-  const int64_t num_shared = is_first ? 0 : num_shared_pieces(sequence.table, it->second->table);
+  const auto [it, is_first] = session.tables.sent.try_emplace(sequence.table.chunks[0], &sequence);
+  const int64_t num_shared = is_first ? 0 : num_shared_chunks(sequence.table, it->second->table);
   if (const int64_t num = std::max(num_kept, num_shared); num > 0 && num >= first) {
     if (num_kept >= num_shared)
       changes.cut(ChangeKind::kKeep, sequence.id, num);
@@ -196,11 +196,11 @@ void Pool::save(Session& session, Block b) {
   const EntryId e = index_.entry_of(kDevice, b);
   Entry& entry = index_[e];
   if (session.resync_due || entry.block(kHost) != kNoBlock || entry.spares != kNoBlock ||
-      entry.num_arriving || !host.num_obtainable(session.slot) ||
+      entry.num_arriving || !host.num_obtainable(session.handle) ||
       session.record.demotions.size() == kMaxDemotions)
     return;
   std::vector<Block> copy;
-  host.allocate(session.slot, 1, copy);
+  host.allocate(session.handle, 1, copy);
   const BlockRef source{kDevice, b, store(kDevice).generation(b)};
   const BlockRef destination{kHost, copy[0], host.generation(copy[0])};
   session.destinations.insert(key_of(kHost, copy[0]), 1);

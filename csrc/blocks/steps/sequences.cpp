@@ -19,7 +19,7 @@ uint32_t Pool::new_sequence(Session& session, int64_t id, int64_t admitted_by) {
   sequence = Sequence{};
   sequence.uid = uid;
   sequence.id = id;
-  sequence.slot = session.slot;
+  sequence.handle = session.handle;
   sequence.admitted_by = admitted_by;
   sequence.progress_s = now_s_;
   sequence.live = true;
@@ -48,14 +48,14 @@ Failure Pool::check_new_id(const Session& session, int64_t id, int64_t num_more,
 
 // Fork
 
-ItemResults Pool::fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids,
-                       bool only_check) {
+ItemResults Pool::fork(Groups groups, SessionHandle handle, Span<int64_t> parents,
+                       Span<int64_t> ids, bool only_check) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
     Failure failure{item, Code::kOk};
     for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-      failure = groups[g]->check_fork(groups[g]->sessions_[slot], parents[item], ids[item], item);
+      failure = groups[g]->check_fork(groups[g]->sessions_[handle], parents[item], ids[item], item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
@@ -63,7 +63,7 @@ ItemResults Pool::fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int
     if (only_check) continue;
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
-      Session& session = pool.sessions_[slot];
+      Session& session = pool.sessions_[handle];
       const uint32_t parent = *session.sequences.find(parents[item]);
       results.values[static_cast<size_t>(item)] =
           static_cast<int32_t>(pool.sequences_[parent].table.size);
@@ -94,7 +94,7 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
   Sequence& child = sequences_[index];
   child.tier = parent.tier;
   child.table = parent.table;
-  for (const uint32_t piece : child.table.pieces) ++table_store_[piece].num_owners;
+  for (const uint32_t chunk : child.table.chunks) ++table_store_[chunk].num_owners;
   session.num_entries += child.table.size;
   note_change(session, child, 0);
   child.num_trimmed = parent.num_trimmed;
@@ -122,13 +122,13 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
 
 // Free and cut
 
-ItemResults Pool::free(Groups groups, Slot slot, Span<int64_t> ids, bool only_check) {
+ItemResults Pool::free(Groups groups, SessionHandle handle, Span<int64_t> ids, bool only_check) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
     Failure failure{item, Code::kOk};
     for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-      failure = groups[g]->check_free(groups[g]->sessions_[slot], ids[item], item);
+      failure = groups[g]->check_free(groups[g]->sessions_[handle], ids[item], item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
@@ -136,7 +136,7 @@ ItemResults Pool::free(Groups groups, Slot slot, Span<int64_t> ids, bool only_ch
     if (only_check) continue;
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
-      Session& session = pool.sessions_[slot];
+      Session& session = pool.sessions_[handle];
       results.values[static_cast<size_t>(item)] += static_cast<int32_t>(
           pool.drop(session, *session.sequences.find(ids[item]), session.number));
     }
@@ -151,8 +151,8 @@ Failure Pool::check_free(const Session& session, int64_t id, int64_t item) const
   return {item, Code::kOk};
 }
 
-int64_t Pool::cut(Slot slot, int64_t sequence_id) {
-  Session& session = sessions_[slot];
+int64_t Pool::cut(SessionHandle handle, int64_t sequence_id) {
+  Session& session = sessions_[handle];
   const uint32_t* index = session.sequences.find(sequence_id);
   // Plans in flight may still touch its blocks; one that is made later drops its table first. What
   // a draft allocates, and what the data plane does after an abort, is known when the next plan has
@@ -171,7 +171,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   // After an abort all that is pending is of the draft, whose plan has nothing of it any more.
   const bool expects = !session.resync_due && plan > session.done && sequence.tier == kDevice &&
                        !sequence.pending.empty() && complete > sequence.num_published;
-  clear_leaders(sequence, index, sequence.num_published);
+  clear_producers(sequence, index, sequence.num_published);
   BlockStore& blocks = store(sequence.tier);
   if (expects) {
     sequence.first_ghost = sequence.num_published;
@@ -192,11 +192,12 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
 }
 
 // No other sequence shares the blocks from the from-th on before they are published.
-void Pool::clear_leaders(Sequence& sequence, uint32_t index, int64_t from) {
-  auto& led = sequence.led;
-  while (!led.empty() && sequence.first_led + static_cast<int64_t>(led.size()) > from) {
-    index_.clear_leader(led.back(), index, sequence.uid);  // tails first: each prunes itself
-    led.pop_back();
+void Pool::clear_producers(Sequence& sequence, uint32_t index, int64_t from) {
+  auto& produced = sequence.produced;
+  while (!produced.empty() &&
+         sequence.first_produced + static_cast<int64_t>(produced.size()) > from) {
+    index_.clear_producer(produced.back(), index, sequence.uid);  // tails first: each prunes itself
+    produced.pop_back();
   }
 }
 
@@ -207,15 +208,15 @@ int64_t Pool::fewest_tokens(const Sequence& sequence) const {
   return sequence.num_trimmed * block_size_ + config_.window_tokens - 1;
 }
 
-ItemResults Pool::truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens,
-                           bool only_check) {
+ItemResults Pool::truncate(Groups groups, SessionHandle handle, Span<int64_t> ids,
+                           Span<int64_t> num_tokens, bool only_check) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
     const int64_t id = ids[item], num = num_tokens[item];
     Failure failure{item, Code::kOk};
     for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
-      failure = groups[g]->check_truncate(groups[g]->sessions_[slot], id, num, item);
+      failure = groups[g]->check_truncate(groups[g]->sessions_[handle], id, num, item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
@@ -223,7 +224,7 @@ ItemResults Pool::truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int
     if (only_check) continue;
     for (int64_t g = 0; g < groups.size; ++g) {
       Pool& pool = *groups[g];
-      Session& session = pool.sessions_[slot];
+      Session& session = pool.sessions_[handle];
       results.values[static_cast<size_t>(item)] +=
           static_cast<int32_t>(pool.truncate_one(session, *session.sequences.find(id), num));
     }
@@ -248,7 +249,7 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
   Sequence& sequence = sequences_[index];
   const int64_t num_full = num / block_size_;
   publish(session, index);  // what is kept and complete
-  clear_leaders(sequence, index, num_full);
+  clear_producers(sequence, index, num_full);
   const int64_t num_tokens = sequence.tokens.size;
   sequence.tokens.cut(token_store_, num);
   session.num_tokens -= num_tokens - sequence.tokens.size;
@@ -276,7 +277,7 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
 
 // Swap
 
-std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t> ids,
+std::variant<int64_t, Failure> Pool::swap(Groups groups, SessionHandle handle, Span<int64_t> ids,
                                           Tier destination, int64_t headroom, int64_t max_blocks,
                                           bool only_check) {
   const Proportion proportion(groups, destination);
@@ -287,15 +288,15 @@ std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t
     Swapping& plan = plans[static_cast<size_t>(g)];
     plan.destination = destination;
     const Failure failure =
-        pool.plan_swap(pool.sessions_[slot], ids, proportion.of_group(pool, headroom), plan);
+        pool.plan_swap(pool.sessions_[handle], ids, proportion.of_group(pool, headroom), plan);
     if (is_later(failure.code)) return in_proportion(groups, pool, failure);
     if (failure.code != Code::kOk) return failure;
     num += static_cast<int64_t>(plan.blocks.size());
   }
   if (only_check) return num;
   for (int64_t g = 0; g < groups.size; ++g)
-    groups[g]->begin_swap(groups[g]->sessions_[slot], plans[static_cast<size_t>(g)]);
-  swap_some(groups, slot, max_blocks);
+    groups[g]->begin_swap(groups[g]->sessions_[handle], plans[static_cast<size_t>(g)]);
+  swap_some(groups, handle, max_blocks);
   return num;
 }
 
@@ -332,17 +333,17 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, int64_t headr
     if (const int64_t allowed = num_allowed(session); needed > allowed)
       return Failure{0, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), destination};
   }
-  const int64_t available = num_obtainable(session.slot, destination) - headroom;
+  const int64_t available = num_obtainable(session.handle, destination) - headroom;
   if (needed > available) return no_room(session, destination, 0, needed, available, headroom);
   return Failure{0, Code::kOk};
 }
 
 // Notes entry `i` of a table that is swapped.
 void Pool::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const {
-  const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
-  const Block b = piece.items[i % Table::kItems];
+  const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
+  const Block b = chunk.items[i % Table::kItems];
   const bool is_ahead = i * block_size_ >= sequence.num_scheduled;
-  const bool is_shared = piece.num_owners > 1 || store(sequence.tier).ref_count(b) > 1;
+  const bool is_shared = chunk.num_owners > 1 || store(sequence.tier).ref_count(b) > 1;
   const auto place = static_cast<uint32_t>(plan.blocks.size());
   if (is_shared && !shared.insert(key_of(sequence.tier, b), place)) {
     plan.places.push_back(*shared.find(key_of(sequence.tier, b)));
@@ -369,9 +370,9 @@ void Pool::begin_swap(Session& session, Swapping& plan) {
   session.swapping = std::move(plan);
 }
 
-bool Pool::swap_some(Groups groups, Slot slot, int64_t max_blocks) {
+bool Pool::swap_some(Groups groups, SessionHandle handle, int64_t max_blocks) {
   for (int64_t g = 0; g < groups.size; ++g)
-    if (groups[g]->swap_some(groups[g]->sessions_[slot], max_blocks)) return true;
+    if (groups[g]->swap_some(groups[g]->sessions_[handle], max_blocks)) return true;
   return false;
 }
 
@@ -403,7 +404,7 @@ bool Pool::swap_some(Session& session, int64_t& left) {
 // Lets the sequence's table refer to the copies of its blocks.
 void Pool::move(Session& session, uint32_t index, Swapping& plan) {
   Sequence& sequence = sequences_[index];
-  clear_leaders(sequence, index, 0);
+  clear_producers(sequence, index, 0);
   const int64_t size = sequence.table.size, num_trimmed = sequence.num_trimmed;
   cut_table(session, sequence, 0, session.number);
   sequence.tier = plan.destination;

@@ -1,4 +1,4 @@
-// Tables: each block reference of a piece is counted once, however many sequences share the piece.
+// Tables: each block reference of a chunk is counted once, however many sequences share the chunk.
 #include <algorithm>
 #include <cstring>
 
@@ -13,10 +13,10 @@ constexpr int64_t kAhead = 16;
 
 }  // namespace
 
-void Pool::own_piece(Session& session, Sequence& sequence, size_t piece) {
-  uint32_t& id = sequence.table.pieces[piece];
+void Pool::own_chunk(Session& session, Sequence& sequence, size_t chunk) {
+  uint32_t& id = sequence.table.chunks[chunk];
   if (table_store_[id].num_owners == 1) return;
-  const int64_t begin = static_cast<int64_t>(piece) * Table::kItems;
+  const int64_t begin = static_cast<int64_t>(chunk) * Table::kItems;
   const int64_t num = std::min<int64_t>(Table::kItems, sequence.table.size - begin);
   const uint32_t copy = table_store_.add();
   const Block* items = table_store_[id].items;
@@ -33,13 +33,13 @@ void Pool::push_blocks(Session& session, Sequence& sequence, const std::vector<B
   Table& table = sequence.table;
   note_change(session, sequence, table.size);
   if (table.size % Table::kItems && !blocks.empty())
-    own_piece(session, sequence, table.pieces.size() - 1);
+    own_chunk(session, sequence, table.chunks.size() - 1);
   const Block* next = blocks.data();
   for (auto num = static_cast<int64_t>(blocks.size()); num > 0;) {
     const int64_t first = table.size % Table::kItems;
-    if (first == 0) table.pieces.push_back(table_store_.add());
+    if (first == 0) table.chunks.push_back(table_store_.add());
     const int64_t now = std::min<int64_t>(Table::kItems - first, num);
-    std::copy(next, next + now, table_store_[table.pieces.back()].items + first);
+    std::copy(next, next + now, table_store_[table.chunks.back()].items + first);
     next += now;
     num -= now;
     table.size += now;
@@ -49,11 +49,11 @@ void Pool::push_blocks(Session& session, Sequence& sequence, const std::vector<B
       static_cast<int64_t>(blocks.size()) - std::count(blocks.begin(), blocks.end(), kNoBlock);
 }
 
-// Replaces an entry of a piece that the sequence owns alone; the caller sees to the references.
+// Replaces an entry of a chunk that the sequence owns alone; the caller sees to the references.
 void Pool::put_block(Session& session, Sequence& sequence, int64_t i, Block b) {
   note_change(session, sequence, i);
-  own_piece(session, sequence, static_cast<size_t>(i / Table::kItems));
-  table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]]
+  own_chunk(session, sequence, static_cast<size_t>(i / Table::kItems));
+  table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]]
       .items[i % Table::kItems] = b;
 }
 
@@ -63,12 +63,12 @@ int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64
   Table& table = sequence.table;
   int64_t num_released = 0;
   while (table.size > num) {
-    const size_t last = table.pieces.size() - 1;
+    const size_t last = table.chunks.size() - 1;
     const int64_t begin = static_cast<int64_t>(last) * Table::kItems;
     const int64_t keep = std::max(num, begin);
     session.num_entries -= table.size - keep;
-    if (keep > begin) own_piece(session, sequence, last);
-    const uint32_t id = table.pieces[last];
+    if (keep > begin) own_chunk(session, sequence, last);
+    const uint32_t id = table.chunks[last];
     if (table_store_[id].num_owners == 1) {
       const Block* items = table_store_[id].items;
       cut_.clear();
@@ -80,7 +80,7 @@ int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64
     table.size = keep;
     if (keep == begin) {
       table_store_.drop(id);
-      table.pieces.pop_back();
+      table.chunks.pop_back();
     }
   }
   sequence.num_trimmed = std::min(sequence.num_trimmed, table.size);
@@ -90,7 +90,7 @@ int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64
 // Releases the entries before `num`: they lie behind the window.
 void Pool::trim_table(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
   for (int64_t i = sequence.num_trimmed; i < num; ++i) {
-    own_piece(session, sequence, static_cast<size_t>(i / Table::kItems));
+    own_chunk(session, sequence, static_cast<size_t>(i / Table::kItems));
     const Block b = sequence.table.at(table_store_, i);
     put_block(session, sequence, i, kNoBlock);
     release(session, sequence.tier, &b, 1, plan);
@@ -117,12 +117,12 @@ int64_t Pool::release(Session& session, Tier tier, const Block* blocks, size_t n
     if (there.ref_count(b) > 1 || !session.destinations.contains(key_of(tier, b))) continue;
     // A later operation of this step must not allocate it: two transfers of one plan would write
     // two generations of one block.
-    there.pin(b, session.slot, 0);
+    there.pin(b, session.handle, 0);
     session.kept.emplace_back(tier, b);
   }
   const bool is_pending = remember(session, tier, blocks, num, plan);
   const auto num_released =
-      static_cast<int64_t>(there.release(blocks, num, session.slot, is_pending));
+      static_cast<int64_t>(there.release(blocks, num, session.handle, is_pending));
   if (tier == kDevice) held_[session.owner] -= num_released;
   return num_released;
 }
@@ -160,7 +160,7 @@ void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>
 // Allocates blocks that the caller notes as such, where a Resync is due.
 void Pool::obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
   allocating_ = &session;
-  store(tier).allocate(session.slot, num, out);
+  store(tier).allocate(session.handle, num, out);
   if (tier == kDevice) held_[session.owner] += num;
   if (session.resync_due) session.allocated.reserve(static_cast<size_t>(num));
   announce_promoted();

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_plane.execution.counters import ExecutorCounters
-from data_plane.execution.shards.row_pieces import PieceSizes
+from data_plane.execution.shards.row_slices import SliceSizes
 from data_plane.kernels.arguments import (
     AttentionArguments,
     HostLengths,
@@ -35,10 +35,10 @@ from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.kernels.step_memory import StepMemory
 from data_plane.kernels.step_rows import StepRows
 from data_plane.memory.pool import TORCH_DTYPES, Pools
-from data_plane.places import Place, group_of, place_of, tier_of
 from data_plane.plans.batches.attention_batch import AttentionBatch
 from data_plane.plans.batches.transfers import Batch
-from data_plane.plans.contents.last_tenants import BlocksByPlace
+from data_plane.plans.contents.last_tenants import BlocksByTier
+from data_plane.tier_keys import TierKey, group_of, tier_key_of, tier_of
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.layout import LATENT, Layout
@@ -88,7 +88,7 @@ class ShardKernels:
         self._scales = layer_scales(layout, shard, device)
         self._times = kernel_times(device, counters)
         self._bound = kernels.bound_layers()
-        self._piece_sizes = PieceSizes()
+        self._slice_sizes = SliceSizes()
 
     def group_of_layer(self, layer: int) -> int:
         """The layer group that it is in."""
@@ -238,18 +238,18 @@ class ShardKernels:
         counters.num_written_tokens += num_tokens
         counters.num_attention_tokens += num_tokens
 
-    def clear(self, blocks: BlocksByPlace) -> None:
+    def clear(self, blocks: BlocksByTier) -> None:
         """Zero whole blocks, after all work queued before."""
-        for place, of_place in blocks.items():
-            ids = torch.from_numpy(of_place)
-            if tier_of(place) == pb.TIER_HOST:
+        for tier_key, of_tier in blocks.items():
+            ids = torch.from_numpy(of_tier)
+            if tier_of(tier_key) == pb.TIER_HOST:
                 # On the device, only swaps touch this tier.
                 self._streams.finish_swaps()
-                self._host_kernels.clear_blocks(self._pools.tier(place), ids)
+                self._host_kernels.clear_blocks(self._pools.tier(tier_key), ids)
             else:
                 with self._streams.computing():
-                    self._kernels.clear_blocks(self._pools.tier(place), ids)
-            self._counters.num_cleared_blocks += len(of_place)
+                    self._kernels.clear_blocks(self._pools.tier(tier_key), ids)
+            self._counters.num_cleared_blocks += len(of_tier)
 
     def transfer(self, batch: Batch) -> None:
         """Start copies or swaps, to run after all work queued before."""
@@ -307,14 +307,14 @@ class ShardKernels:
             self._kernels.reshape_and_cache(arguments)
         self._counters.num_written_tokens += len(arguments.slots)
 
-    def pieces(self, lengths: HostLengths | None, piece_s: float | None) -> list[range]:
-        """The rows of an attention call that take ``piece_s`` at a time; none where it is not to be
+    def slices(self, lengths: HostLengths | None, slice_s: float | None) -> list[range]:
+        """The rows of an attention call that take ``slice_s`` at a time; none where it is not to be
         cut.
         """
-        if piece_s is None or lengths is None or self._device.type != "cpu":
+        if slice_s is None or lengths is None or self._device.type != "cpu":
             return []
-        pieces = [*self._piece_sizes.pieces(lengths, piece_s)]
-        return pieces if len(pieces) > 1 else []
+        slices = [*self._slice_sizes.slices(lengths, slice_s)]
+        return slices if len(slices) > 1 else []
 
     def attend(
         self,
@@ -328,14 +328,14 @@ class ShardKernels:
         there = {} if out is None else {"out": out}
         num_bytes = num_context_tokens * bytes_of_token(arguments.keys, arguments.values)
         timing = self._times.timing("attention", num_bytes)
-        with self._streams.computing(), timing, self._piece_sizes.timing(arguments):
+        with self._streams.computing(), timing, self._slice_sizes.timing(arguments):
             output = self._kernels.paged_attention(arguments, **there)
         self._counters.num_attention_tokens += len(arguments.query)
         return output
 
     def read(
         self,
-        place: Place,
+        tier_key: TierKey,
         blocks: NDArray[np.int32],
         layers: range,
         num_slots: NDArray[np.int64],
@@ -344,18 +344,21 @@ class ShardKernels:
         ``num_slots``: [num_blocks], those copied of each block; the others are 0. Returns
         [num_layers, num_blocks, ...], the pool's shape of a page at the end.
         """
-        pages = self._gather(place, blocks, layers)
-        shape, cut = self._pools.page_shapes[group_of(place)], num_slots < self._block_size_tokens
+        pages = self._gather(tier_key, blocks, layers)
+        shape, cut = (
+            self._pools.page_shapes[group_of(tier_key)],
+            num_slots < self._block_size_tokens,
+        )
         with self._streams.computing():
             for i in np.flatnonzero(cut).tolist():
                 for part in shape.stored(pages):
                     part[:, i, :, num_slots[i] :] = 0
         return pages
 
-    def _gather(self, place: Place, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
+    def _gather(self, tier_key: TierKey, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
         ids = torch.from_numpy(blocks.astype(np.int64))
-        of_layers = self._pools.tier(place)[:, layers.start : layers.stop]
-        if tier_of(place) == pb.TIER_HOST:
+        of_layers = self._pools.tier(tier_key)[:, layers.start : layers.stop]
+        if tier_of(tier_key) == pb.TIER_HOST:
             self._streams.finish_swaps()
             return self._host_kernels.gather_blocks(of_layers, ids)
         with self._streams.computing():
@@ -387,7 +390,7 @@ class ShardKernels:
 
         Raises InvalidRequestError for a tensor of another shape, and when they hold none.
         """
-        pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+        pool = self._pools.tier(tier_key_of(batch.group, pb.TIER_DEVICE))
         block_size = self._block_size_tokens
         num_blocks = blocks.shape[1] if blocks.dim() == pool.dim() else 0
         check_blocks(blocks, (len(layers), num_blocks, *pool.shape[2:]), pool)
@@ -423,7 +426,7 @@ class ShardKernels:
             entry = position // block_size - int(batch.first_positions[span]) // block_size
             ids = batch.written_blocks[batch.written_by == span][entry : entry + num_whole]
             given = position // block_size - first_block
-            pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+            pool = self._pools.tier(tier_key_of(batch.group, pb.TIER_DEVICE))
             with self._streams.computing():
                 self._kernels.scatter_blocks(
                     pool[:, layers.start : layers.stop],
@@ -449,7 +452,7 @@ class ShardKernels:
         start = int(batch.starts[span])
         first = int(batch.first_positions[span]) + tokens.start - first_block * block_size
         bits = _BITS[blocks.element_size()]
-        pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+        pool = self._pools.tier(tier_key_of(batch.group, pb.TIER_DEVICE))
         with self._streams.computing():
             slots = batch.slots[start + tokens.start : start + tokens.stop]
             block_ids, offsets = slots // block_size, slots % block_size

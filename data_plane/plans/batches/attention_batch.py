@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from data_plane.kernels.arguments import HostLengths, SharedPlans
 from data_plane.kernels.step_rows import StepRows
 from data_plane.memory.upload import upload
-from data_plane.places import place_of
 from data_plane.plans.plan_columns import ints, refuse
 from data_plane.plans.tables.block_tables import BlockTables, Table, no_table, taken_away
+from data_plane.tier_keys import tier_key_of
 from kvplane.errors import (
     BlockNotWritableError,
     InvalidRequestError,
@@ -159,7 +159,7 @@ def prepare_batch(
     blocks = [table.blocks for table in found]
     trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
     size = tables.block_size_tokens
-    most_tokens = tables.num_blocks[place_of(group, pb.TIER_DEVICE)] * size
+    most_tokens = tables.num_blocks[tier_key_of(group, pb.TIER_DEVICE)] * size
     rows = span_rows(first, counts, trimmed, blocks, size, most_tokens, MAX_PADDED_ENTRIES)
     if rows is None:
         lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
@@ -195,7 +195,7 @@ def check_writable(
     """
     check_unpublished(tables, batch)
     blocks = batch.written_blocks
-    num_entries = tables.ref_counts[place_of(batch.group, pb.TIER_DEVICE)][blocks]
+    num_entries = tables.ref_counts[tier_key_of(batch.group, pb.TIER_DEVICE)][blocks]
     shared = num_entries != 1
     if not shared.any():
         return
@@ -237,9 +237,9 @@ def _tables_of(
             lambda i: f"sequence {ids[i]} is in two spans: a plan computes it in one",
             f"{_AT}.sequence_ids",
         )
-    place = place_of(group, pb.TIER_DEVICE)
+    tier_key = tier_key_of(group, pb.TIER_DEVICE)
     for i, table in enumerate(found):
-        if table.place != place:  # type: ignore[union-attr]
+        if table.tier_key != tier_key:  # type: ignore[union-attr]
             raise SequenceSwappedError(
                 f"sequence {ids[i]} is in the host tier: it has to be swapped in first",
                 field=f"{_AT}.sequence_ids[{i}]",

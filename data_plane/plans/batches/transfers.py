@@ -13,31 +13,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_plane.places import TIERS, Place
 from data_plane.plans.plan_columns import (
     Mask,
     ints,
-    limits_of_places,
-    places,
+    limits_of_tiers,
     read_groups,
     refuse,
+    tier_keys,
 )
 from data_plane.plans.tables.allocations import AllocatedBlocks
 from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.tier_keys import TIERS, TierKey
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
 
 _AT = "plan.transfers"
-_MAX_PLACES = 256
+_MAX_TIER_KEYS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Consecutive transfers of one direction."""
 
-    source: Place
-    destination: Place
+    source: TierKey
+    destination: TierKey
     pairs: torch.Tensor
     """[num_blocks, 2] int64, CPU: source index, destination index."""
 
@@ -46,19 +46,19 @@ class Batch:
 class TransferEnds:
     """The blocks that transfers read, or those that they write; one element for each transfer."""
 
-    places: NDArray[np.int64]
+    tier_keys: NDArray[np.int64]
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
 
     @property
     def tiers(self) -> NDArray[np.int64]:
-        """Of each place."""
-        return (self.places - 1) % len(TIERS) + 1
+        """Of each tier."""
+        return (self.tier_keys - 1) % len(TIERS) + 1
 
     @property
     def keys(self) -> NDArray[np.int64]:
         """A number for each block, unique over all places."""
-        return self.blocks * _MAX_PLACES + self.places
+        return self.blocks * _MAX_TIER_KEYS + self.tier_keys
 
 
 _NONE = TransferEnds(*(np.zeros(0, np.int64) for _ in range(3)))
@@ -72,8 +72,8 @@ class Transfers:
     destinations: TransferEnds
 
     @classmethod
-    def read(cls, num_blocks: dict[Place, int], message: pb.Transfers) -> Transfers:
-        """Raises InvalidRequestError. ``num_blocks``: of each place."""
+    def read(cls, num_blocks: dict[TierKey, int], message: pb.Transfers) -> Transfers:
+        """Raises InvalidRequestError. ``num_blocks``: of each tier."""
         if not message.ByteSize():
             return cls(_NONE, _NONE)
         sources = _read_ends(
@@ -152,11 +152,11 @@ class Transfers:
         is_former = np.zeros(len(self), np.bool_)
         if not len(self):
             return is_former
-        for place, new in allocated.items():
-            of_place = np.flatnonzero(self.sources.places == place)
-            generations = self.sources.generations[of_place]
-            before = new.before(self.sources.blocks[of_place])
-            is_former[of_place] = (generations == before) & (generations >= 1)
+        for tier_key, new in allocated.items():
+            of_tier = np.flatnonzero(self.sources.tier_keys == tier_key)
+            generations = self.sources.generations[of_tier]
+            before = new.before(self.sources.blocks[of_tier])
+            is_former[of_tier] = (generations == before) & (generations >= 1)
         return is_former
 
     def _check_turns(self, is_former: Mask) -> None:
@@ -185,12 +185,14 @@ class Transfers:
             return []
         sources, destinations = self.sources, self.destinations
         pairs = np.stack((sources.blocks, destinations.blocks), axis=1)
-        turns = np.flatnonzero((np.diff(sources.places) != 0) | (np.diff(destinations.places) != 0))
+        turns = np.flatnonzero(
+            (np.diff(sources.tier_keys) != 0) | (np.diff(destinations.tier_keys) != 0)
+        )
         bounds = [0, *(turns + 1).tolist(), len(self)]
         return [
             Batch(
-                int(sources.places[begin]),
-                int(destinations.places[begin]),
+                int(sources.tier_keys[begin]),
+                int(destinations.tier_keys[begin]),
                 torch.from_numpy(pairs[begin:end]),
             )
             for begin, end in itertools.pairwise(bounds)
@@ -205,17 +207,17 @@ def _look_up(
     """
     present = np.zeros(len(ends.blocks), np.int64)
     of_plan = np.zeros(len(ends.blocks), np.bool_)
-    for place, generations in tables.generations.items():
-        of_place = np.flatnonzero(ends.places == place)
-        blocks = ends.blocks[of_place]
-        present[of_place] = generations[blocks]
-        if place in allocated:
-            of_plan[of_place] = allocated[place].begins(blocks, ends.generations[of_place])
+    for tier_key, generations in tables.generations.items():
+        of_tier = np.flatnonzero(ends.tier_keys == tier_key)
+        blocks = ends.blocks[of_tier]
+        present[of_tier] = generations[blocks]
+        if tier_key in allocated:
+            of_plan[of_tier] = allocated[tier_key].begins(blocks, ends.generations[of_tier])
     return present, of_plan
 
 
 def _read_ends(
-    num_blocks: dict[Place, int],
+    num_blocks: dict[TierKey, int],
     name: str,
     groups_column: bytes,
     tiers_column: bytes,
@@ -225,21 +227,21 @@ def _read_ends(
 ) -> TransferEnds:
     tiers = ints(columns.UINT8, tiers_column, f"{_AT}.{name}_tiers", length)
     groups = read_groups(groups_column, len(tiers), num_blocks, f"{_AT}.groups")
-    limits, in_places = limits_of_places(num_blocks), places(tiers, groups)
+    limits, in_tiers = limits_of_tiers(num_blocks), tier_keys(tiers, groups)
     refuse(
-        limits[in_places] < 0,
+        limits[in_tiers] < 0,
         InvalidRequestError,
         lambda i: f"{tiers[i]} is not a tier",
         f"{_AT}.{name}_tiers",
     )
     blocks = ints(columns.INT32, indices_column, f"{_AT}.{name}_indices", len(tiers))
     refuse(
-        (blocks < 0) | (blocks >= limits[in_places]),
+        (blocks < 0) | (blocks >= limits[in_tiers]),
         InvalidRequestError,
         lambda i: (
-            f"there is no block {blocks[i]} in this tier, which has {limits[in_places[i]]} blocks"
+            f"there is no block {blocks[i]} in this tier, which has {limits[in_tiers[i]]} blocks"
         ),
         f"{_AT}.{name}_indices",
     )
     generations = ints(columns.INT64, generations_column, f"{_AT}.{name}_generations", len(tiers))
-    return TransferEnds(in_places, blocks, generations)
+    return TransferEnds(in_tiers, blocks, generations)

@@ -8,55 +8,55 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.places import Place
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.tables.allocations import AllocatedBlocks
+from data_plane.tier_keys import TierKey
 
-BlocksByPlace = dict[Place, NDArray[np.int64]]
+BlocksByTier = dict[TierKey, NDArray[np.int64]]
 
 
 class LastTenants:
-    """The last tenant of each block, by place.
+    """The last tenant of each block, by tier key.
 
     A tenant is kept as a digest of 64 bits, so that former tenants cost no memory. The digest is
     keyed, so that nobody can look for two tenants whose digests collide.
     """
 
-    def __init__(self, num_blocks: dict[Place, int]) -> None:
+    def __init__(self, num_blocks: dict[TierKey, int]) -> None:
         self._key = secrets.token_bytes(16)
-        self._last = {place: np.zeros(n, np.uint64) for place, n in num_blocks.items()}
+        self._last = {tier_key: np.zeros(n, np.uint64) for tier_key, n in num_blocks.items()}
 
     def to_clear(
         self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers
-    ) -> tuple[BlocksByPlace, BlocksByPlace]:
+    ) -> tuple[BlocksByTier, BlocksByTier]:
         """Of the blocks that a plan of ``tenant`` allocates, those that may hold another tenant's
         data and that no transfer of the plan overwrites first: to be cleared before the plan's
-        transfers, and after them. A place without any is left out.
+        transfers, and after them. A tier without any is left out.
 
         A block that transfers read as it was before the plan is cleared after them.
         """
-        before: BlocksByPlace = {}
-        after: BlocksByPlace = {}
+        before: BlocksByTier = {}
+        after: BlocksByTier = {}
         if not allocated:
             return before, after
         own = self._digest(tenant)
         is_former = transfers.reads_former(allocated)
-        for place, new in allocated.items():
-            last = self._last[place][new.blocks]
+        for tier_key, new in allocated.items():
+            last = self._last[tier_key][new.blocks]
             blocks = new.blocks[(last != 0) & (last != own)]
             if not len(blocks):
                 continue
             blocks = np.unique(blocks)
             sources, destinations = transfers.sources, transfers.destinations
-            of_place = sources.places == place
-            saved = np.isin(blocks, sources.blocks[of_place & is_former])
+            of_tier = sources.tier_keys == tier_key
+            saved = np.isin(blocks, sources.blocks[of_tier & is_former])
             # A transfer overwrites all of its block. A block that transfers also read may be read
             # before it is overwritten, so it is cleared.
-            read = np.isin(blocks, sources.blocks[of_place & ~is_former])
-            filled = np.isin(blocks, destinations.blocks[destinations.places == place])
+            read = np.isin(blocks, sources.blocks[of_tier & ~is_former])
+            filled = np.isin(blocks, destinations.blocks[destinations.tier_keys == tier_key])
             for found, wanted in ((before, ~saved & (~filled | read)), (after, saved & ~filled)):
                 if wanted.any():
-                    found[place] = blocks[wanted]
+                    found[tier_key] = blocks[wanted]
         return before, after
 
     def take_over(self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers) -> None:
@@ -67,32 +67,32 @@ class LastTenants:
             return
         own = self._digest(tenant)
         if not len(transfers):
-            for place, new in allocated.items():
-                self._last[place][new.blocks] = own
+            for tier_key, new in allocated.items():
+                self._last[tier_key][new.blocks] = own
             return
         sources, destinations = transfers.sources, transfers.destinations
         copied = np.zeros(len(transfers), np.uint64)
         is_new = ~transfers.reads_former(allocated)
-        for place, last in self._last.items():
-            of_place = np.flatnonzero(sources.places == place)
-            copied[of_place] = last[sources.blocks[of_place]]
-            if place in allocated:
-                is_new[of_place] &= allocated[place].before(sources.blocks[of_place]) >= 0
-                last[allocated[place].blocks] = own
+        for tier_key, last in self._last.items():
+            of_tier = np.flatnonzero(sources.tier_keys == tier_key)
+            copied[of_tier] = last[sources.blocks[of_tier]]
+            if tier_key in allocated:
+                is_new[of_tier] &= allocated[tier_key].before(sources.blocks[of_tier]) >= 0
+                last[allocated[tier_key].blocks] = own
             else:
-                is_new[of_place] = False
+                is_new[of_tier] = False
         copied = np.where(copied == 0, own, copied)
         if not is_new.any():
-            for place, last in self._last.items():
-                of_place = np.flatnonzero(destinations.places == place)
-                last[destinations.blocks[of_place]] = copied[of_place]
+            for tier_key, last in self._last.items():
+                of_tier = np.flatnonzero(destinations.tier_keys == tier_key)
+                last[destinations.blocks[of_tier]] = copied[of_tier]
             return
-        for i, (source_place, place) in enumerate(
-            zip(sources.places.tolist(), destinations.places.tolist(), strict=True)
+        for i, (source, tier_key) in enumerate(
+            zip(sources.tier_keys.tolist(), destinations.tier_keys.tolist(), strict=True)
         ):
             if is_new[i]:  # written by an earlier transfer, or cleared
-                copied[i] = self._last[source_place][sources.blocks[i]]
-            self._last[place][destinations.blocks[i]] = copied[i]
+                copied[i] = self._last[source][sources.blocks[i]]
+            self._last[tier_key][destinations.blocks[i]] = copied[i]
 
     def _digest(self, tenant: str) -> int:
         """The tenant's digest, never 0, which stands for no tenant."""

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.places import place_of
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.plan_columns import Mask
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.tables.change_columns import REPLACE, SET
+from data_plane.tier_keys import tier_key_of
 from kvplane.v1 import types_pb2 as pb
 
 MAX_NOTED = 1024
 _MOST_LOOKS = 256
-_DEVICE = place_of(0, pb.TIER_DEVICE)
+_DEVICE = tier_key_of(0, pb.TIER_DEVICE)
 
 
 @dataclass(frozen=True, slots=True)

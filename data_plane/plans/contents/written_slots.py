@@ -17,10 +17,10 @@ import numpy as np
 from kvplane_kernels import note_written
 from numpy.typing import NDArray
 
-from data_plane.places import Place, place_of
 from data_plane.plans.batches.attention_batch import AttentionBatch
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.tables.block_tables import BlockTables, Table
+from data_plane.tier_keys import TierKey, tier_key_of
 from kvplane.v1 import types_pb2 as pb
 
 
@@ -28,7 +28,7 @@ from kvplane.v1 import types_pb2 as pb
 class SlotsToWrite:
     """The blocks that a plan's spans write in one layer group, as the plan allocated them."""
 
-    place: Place
+    tier_key: TierKey
     blocks: NDArray[np.int64]
     num_slots: NDArray[np.int64]
     """Leading slots of each that are written when the plan has run."""
@@ -45,10 +45,10 @@ class WrittenSlots:
         """[num_transfers]: slots written in each source, to be taken before the plan's changes."""
         counts = np.zeros(len(transfers), np.int64)
         sources = transfers.sources
-        for place, num_written in self._tables.num_written.items():
-            of_place = sources.places == place
-            if of_place.any():
-                counts[of_place] = num_written[sources.blocks[of_place]]
+        for tier_key, num_written in self._tables.num_written.items():
+            of_tier = sources.tier_keys == tier_key
+            if of_tier.any():
+                counts[of_tier] = num_written[sources.blocks[of_tier]]
         return counts
 
     def copy(self, transfers: Transfers, of_sources: NDArray[np.int64]) -> None:
@@ -64,10 +64,10 @@ class WrittenSlots:
                 counts[destination] = counts[source]
             of_sources = np.array(moved, np.int64)
         ends = transfers.destinations
-        for place, num_written in self._tables.num_written.items():
-            of_place = ends.places == place
-            if of_place.any():
-                num_written[ends.blocks[of_place]] = of_sources[of_place]
+        for tier_key, num_written in self._tables.num_written.items():
+            of_tier = ends.tier_keys == tier_key
+            if of_tier.any():
+                num_written[ends.blocks[of_tier]] = of_sources[of_tier]
 
     def to_write(self, batches: Sequence[AttentionBatch]) -> tuple[SlotsToWrite, ...]:
         """What the spans of a plan that starts will have written."""
@@ -75,10 +75,10 @@ class WrittenSlots:
             return ()
         return tuple(
             SlotsToWrite(
-                place := place_of(batch.group, pb.TIER_DEVICE),
+                tier_key := tier_key_of(batch.group, pb.TIER_DEVICE),
                 batch.written_blocks,
                 batch.num_written,
-                self._tables.generations[place][batch.written_blocks],
+                self._tables.generations[tier_key][batch.written_blocks],
             )
             for batch in batches
         )
@@ -87,9 +87,9 @@ class WrittenSlots:
         """A plan has run. Blocks that were allocated again since are left as they are."""
         tables = self._tables
         for each in written:
-            place = each.place
+            tier_key = each.tier_key
             note_written(
-                *(tables.num_written[place], tables.generations[place]),
+                *(tables.num_written[tier_key], tables.generations[tier_key]),
                 *(each.blocks, each.num_slots, each.generations),
             )
 
@@ -98,7 +98,7 @@ class WrittenSlots:
         a table's entry ``first_block``. ``num_tokens``: of the sequence that are written, though
         the plan that writes them still runs; 0 for none.
         """
-        counts = self._tables.num_written[part.place][part.blocks].astype(np.int64)
+        counts = self._tables.num_written[part.tier_key][part.blocks].astype(np.int64)
         block_size = self._tables.block_size_tokens
         begins = (first_block + np.arange(len(counts))) * block_size
         return np.maximum(counts, np.clip(num_tokens - begins, 0, block_size))

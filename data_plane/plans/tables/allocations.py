@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.places import Place
 from data_plane.plans.plan_columns import Mask
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.tables.change_columns import (
@@ -20,6 +19,7 @@ from data_plane.plans.tables.change_columns import (
     BlockColumns,
     ChangeColumns,
 )
+from data_plane.tier_keys import TierKey
 from kvplane.errors import StaleGenerationError
 
 _MAX_GENERATION = 2**63 - 2
@@ -27,7 +27,7 @@ _MAX_GENERATION = 2**63 - 2
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """The blocks of one place that a plan allocates, ascending. A block allocated twice is listed
+    """The blocks of one tier that a plan allocates, ascending. A block allocated twice is listed
     twice, in the order of its generations.
     """
 
@@ -66,8 +66,8 @@ class Allocated:
         return found
 
 
-AllocatedBlocks = dict[Place, Allocated]
-"""By place; a place without any is left out."""
+AllocatedBlocks = dict[TierKey, Allocated]
+"""By tier key; a tier without any is left out."""
 
 
 class NewBlocks:
@@ -78,7 +78,7 @@ class NewBlocks:
     def __init__(self, changes: ChangeColumns, others: BlockColumns) -> None:
         self._entries = np.flatnonzero(changes.allocated)
         of_tables = changes.entries
-        self._places = np.concatenate((of_tables.places[self._entries], others.places))
+        self._tier_keys = np.concatenate((of_tables.tier_keys[self._entries], others.tier_keys))
         self._blocks = np.concatenate((of_tables.blocks[self._entries], others.blocks))
         self._generations = np.concatenate(
             (of_tables.generations[self._entries], others.generations)
@@ -87,17 +87,17 @@ class NewBlocks:
     def allocate(self, tables: BlockTables) -> AllocatedBlocks:
         """Raises StaleGenerationError unless each generation is above the one before."""
         allocated: AllocatedBlocks = {}
-        for place in tables.generations:
-            of_place = np.flatnonzero(self._places == place)
-            if len(of_place):
-                allocated[place] = self._allocate_in(tables, place, of_place)
+        for tier_key in tables.generations:
+            of_tier = np.flatnonzero(self._tier_keys == tier_key)
+            if len(of_tier):
+                allocated[tier_key] = self._allocate_in(tables, tier_key, of_tier)
         return allocated
 
     def _allocate_in(
-        self, tables: BlockTables, place: Place, of_place: NDArray[np.int64]
+        self, tables: BlockTables, tier_key: TierKey, of_tier: NDArray[np.int64]
     ) -> Allocated:
-        present = tables.generations[place]
-        order = of_place[np.argsort(self._blocks[of_place], kind="stable")]
+        present = tables.generations[tier_key]
+        order = of_tier[np.argsort(self._blocks[of_tier], kind="stable")]
         blocks, generations = self._blocks[order], self._generations[order]
         former = present[blocks]
         again = np.flatnonzero(blocks[1:] == blocks[:-1]) + 1
@@ -111,12 +111,12 @@ class NewBlocks:
                 f"{self._generations[i]}: a plan that allocates the block has to set a higher one",
                 field=self._field(i),
             )
-        tables.allocate(place, blocks, generations)
+        tables.allocate(tier_key, blocks, generations)
         return Allocated(blocks, generations, former)
 
-    def field_of(self, place: Place, block: int) -> str:
+    def field_of(self, tier_key: TierKey, block: int) -> str:
         """The field that allocates a block, the last one if there are several."""
-        found = np.flatnonzero((self._places == place) & (self._blocks == block))
+        found = np.flatnonzero((self._tier_keys == tier_key) & (self._blocks == block))
         return self._field(int(found[-1]))
 
     def _field(self, i: int) -> str:

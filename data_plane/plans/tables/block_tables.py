@@ -1,12 +1,12 @@
 """The data plane's metadata of its own memory: block tables, generations, reference counts and
 publications.
 
-    session ── group ── sequence ── Table(place, blocks, generations, num_trimmed)
+    session ── group ── sequence ── Table(tier_key, blocks, generations, num_trimmed)
                                                     │
-    place ── block ── generation          ref_count, stale_count: table entries that refer to it
+    tier     ── block ── generation          ref_count, stale_count: table entries that refer to it
                    └─ publication         (device tier only; dropped when the block is allocated)
 
-A place is a tier of a layer group (``data_plane/places.py``).
+A tier key names one tier of one layer group (``data_plane/tier_keys.py``).
 
 Plans change all this inside ``transaction``, which undoes the changes when an exception is raised.
 ``ref_counts`` counts the entries of a block's present generation. An entry is stale when its block
@@ -29,8 +29,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.places import Place, group_of, place_of, tier_of
 from data_plane.plans.plan_columns import Mask, ints, refuse
+from data_plane.tier_keys import TierKey, group_of, tier_key_of, tier_of
 from kvplane.errors import InternalError, InvalidRequestError, SequenceNotFoundError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
@@ -55,7 +55,7 @@ class Table:
     sequences share it.
     """
 
-    place: Place
+    tier_key: TierKey
     blocks: NDArray[np.int32]
     """[num_blocks]."""
     generations: NDArray[np.int64]
@@ -68,11 +68,11 @@ class Table:
     def part(self, begin: int, end: int) -> Table:
         """The entries [begin, end) without the trimmed ones."""
         held = slice(max(begin, self.num_trimmed), end)
-        return Table(self.place, self.blocks[held], self.generations[held])
+        return Table(self.tier_key, self.blocks[held], self.generations[held])
 
     def copy(self) -> Table:
         """The same entries in memory of their own."""
-        return Table(self.place, self.blocks.copy(), self.generations.copy(), self.num_trimmed)
+        return Table(self.tier_key, self.blocks.copy(), self.generations.copy(), self.num_trimmed)
 
     @property
     def held(self) -> Table:
@@ -84,7 +84,7 @@ class Table:
 class _Before:
     """The former values of what a transaction has changed."""
 
-    num_stale: dict[Place, int]
+    num_stale: dict[TierKey, int]
     tables: dict[tuple[int, int, int], Table | None] = field(default_factory=dict)
     elements: list[tuple[Array, Array, Array]] = field(default_factory=list)
     """Array, indices and the values that were there, in the order of the changes."""
@@ -281,26 +281,26 @@ def _too_low(_: int) -> str:
 class BlockTables:
     """All tables of one data plane. Not thread-safe: the executor's lock guards it."""
 
-    def __init__(self, num_blocks: dict[Place, int], block_size_tokens: int) -> None:
-        """``num_blocks``: blocks of each place."""
+    def __init__(self, num_blocks: dict[TierKey, int], block_size_tokens: int) -> None:
+        """``num_blocks``: blocks of each tier."""
         self.num_blocks = dict(num_blocks)
         self.block_size_tokens = block_size_tokens
-        self.generations = {place: np.zeros(n, np.int64) for place, n in num_blocks.items()}
-        """[num_blocks] for each place; 0 before a block was first allocated."""
-        self.ref_counts = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
-        """[num_blocks] for each place: table entries of the block's present generation."""
-        self.stale_counts = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
-        """[num_blocks] for each place: table entries of a former generation."""
-        self.num_written = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
-        """[num_blocks] for each place: leading slots written in the block's present generation; see
+        self.generations = {tier_key: np.zeros(n, np.int64) for tier_key, n in num_blocks.items()}
+        """[num_blocks] for each tier; 0 before a block was first allocated."""
+        self.ref_counts = {tier_key: np.zeros(n, np.int32) for tier_key, n in num_blocks.items()}
+        """[num_blocks] for each tier: table entries of the block's present generation."""
+        self.stale_counts = {tier_key: np.zeros(n, np.int32) for tier_key, n in num_blocks.items()}
+        """[num_blocks] for each tier: table entries of a former generation."""
+        self.num_written = {tier_key: np.zeros(n, np.int32) for tier_key, n in num_blocks.items()}
+        """[num_blocks] for each tier: leading slots written in the block's present generation; see
         ``written_slots``.
         """
         self.num_taken = 0
         """Counts the plans that made entries stale, which make earlier checks outdated."""
         self.publications = tuple(
-            Publications(n, block_size_tokens, group_of(place))
-            for place, n in num_blocks.items()
-            if tier_of(place) == pb.TIER_DEVICE
+            Publications(n, block_size_tokens, group_of(tier_key))
+            for tier_key, n in num_blocks.items()
+            if tier_of(tier_key) == pb.TIER_DEVICE
         )
         """Of each layer group."""
         self._num_stale = dict.fromkeys(num_blocks, 0)
@@ -363,21 +363,21 @@ class BlockTables:
             del self._tables[key]
 
     def first_stale(self, tables: Sequence[Table]) -> int | None:
-        """The first of these tables, all of one place, that has a stale entry; None if none has."""
-        if not tables or not self._num_stale[place := tables[0].place]:
+        """The first of these tables, all of one tier, that has a stale entry; None if none has."""
+        if not tables or not self._num_stale[tier_key := tables[0].tier_key]:
             return None
-        stale = self.stale_counts[place]
+        stale = self.stale_counts[tier_key]
         if not stale[np.concatenate([table.blocks for table in tables])].any():
             return None
-        present = self.generations[place]
+        present = self.generations[tier_key]
         for i, table in enumerate(tables):
             held = table.held
             if (held.generations != present[held.blocks]).any():
                 return i
         return None
 
-    def add_references(self, place: Place, tables: Mapping[Table, int]) -> None:
-        """Count the entries of tables of one place, each as often as it says: below 0 for those
+    def add_references(self, tier_key: TierKey, tables: Mapping[Table, int]) -> None:
+        """Count the entries of tables of one tier, each as often as it says: below 0 for those
         that are counted no more.
         """
         of_weight: dict[int, list[Table]] = {}
@@ -387,37 +387,37 @@ class BlockTables:
         for weight, parts in of_weight.items():
             blocks = np.concatenate([part.blocks for part in parts])
             generations = np.concatenate([part.generations for part in parts])
-            is_stale = generations != self.generations[place][blocks]
+            is_stale = generations != self.generations[tier_key][blocks]
             if is_stale.any():
-                self._add(self.stale_counts[place], blocks[is_stale], weight)
-                self._num_stale[place] += weight * int(np.count_nonzero(is_stale))
+                self._add(self.stale_counts[tier_key], blocks[is_stale], weight)
+                self._num_stale[tier_key] += weight * int(np.count_nonzero(is_stale))
                 blocks = blocks[~is_stale]
-            self._add(self.ref_counts[place], blocks, weight)
+            self._add(self.ref_counts[tier_key], blocks, weight)
 
-    def allocate(self, place: Place, blocks: Array, generations: Array) -> None:
+    def allocate(self, tier_key: TierKey, blocks: Array, generations: Array) -> None:
         """Set new generations of blocks: entries that refer to them are stale from now on, and
         their publications are dropped. ``blocks``: ascending; where one is listed twice, its last
         generation counts.
         """
-        self._set(self.generations[place], blocks, generations)
-        self._set(self.num_written[place], blocks, 0)
-        if tier_of(place) == pb.TIER_DEVICE:
-            self._set(self.publications[group_of(place)].published, blocks, False)
-        num_entries = self.ref_counts[place][blocks]
+        self._set(self.generations[tier_key], blocks, generations)
+        self._set(self.num_written[tier_key], blocks, 0)
+        if tier_of(tier_key) == pb.TIER_DEVICE:
+            self._set(self.publications[group_of(tier_key)].published, blocks, False)
+        num_entries = self.ref_counts[tier_key][blocks]
         if num_entries.any():
-            stale = self.stale_counts[place]
+            stale = self.stale_counts[tier_key]
             self._set(stale, blocks, stale[blocks] + num_entries)
-            self._set(self.ref_counts[place], blocks, 0)
-            self._num_stale[place] += int(num_entries[np.diff(blocks, prepend=-1) > 0].sum())
+            self._set(self.ref_counts[tier_key], blocks, 0)
+            self._num_stale[tier_key] += int(num_entries[np.diff(blocks, prepend=-1) > 0].sum())
             self.num_taken += 1
 
     def drop_session(self, session_id: int) -> None:
         """Remove all tables of a session."""
         for group in range(self.num_groups):
             tables = Counter(self._tables.pop((session_id, group), {}).values())
-            for place in {table.place for table in tables}:
-                of_place = {t: -num for t, num in tables.items() if t.place == place}
-                self.add_references(place, of_place)
+            for tier_key in {table.tier_key for table in tables}:
+                of_tier = {t: -num for t, num in tables.items() if t.tier_key == tier_key}
+                self.add_references(tier_key, of_tier)
 
     def drop_all(self) -> None:
         """Remove all tables of all sessions; generations and publications stay."""
@@ -429,29 +429,30 @@ class BlockTables:
     def check_integrity(self) -> None:
         """Raise InternalError unless counts, generations and tables agree."""
         counted = {
-            place: (np.zeros(n, np.int32), np.zeros(n, np.int32))
-            for place, n in self.num_blocks.items()
+            tier_key: (np.zeros(n, np.int32), np.zeros(n, np.int32))
+            for tier_key, n in self.num_blocks.items()
         }
         for (session_id, group), tables in self._tables.items():
             _require(bool(tables), f"session {session_id}: an empty set of tables")
             for sequence_id, table in tables.items():
                 at = f"session {session_id}, group {group}, sequence {sequence_id}"
-                _require(group_of(table.place) == group, f"{at}: in another group's memory")
+                _require(group_of(table.tier_key) == group, f"{at}: in another group's memory")
                 self._check_table(table, at)
                 held = table.held
-                stale = held.generations != self.generations[table.place][held.blocks]
-                for counts, of_kind in zip(counted[table.place], (~stale, stale), strict=True):
+                stale = held.generations != self.generations[table.tier_key][held.blocks]
+                for counts, of_kind in zip(counted[table.tier_key], (~stale, stale), strict=True):
                     np.add.at(counts, held.blocks[of_kind], np.int32(1))
-        for place, (current, stale) in counted.items():
-            same = np.array_equal(current, self.ref_counts[place])
-            _require(same, f"place {place}: the reference counts are not those of the tables")
-            same = np.array_equal(stale, self.stale_counts[place])
-            same &= int(stale.sum()) == self._num_stale[place]
+        for tier_key, (current, stale) in counted.items():
+            same = np.array_equal(current, self.ref_counts[tier_key])
+            _require(same, f"tier {tier_key}: the reference counts are not those of the tables")
+            same = np.array_equal(stale, self.stale_counts[tier_key])
+            same &= int(stale.sum()) == self._num_stale[tier_key]
             _require(
-                same, f"place {place}: the counts of stale entries are not those of the tables"
+                same,
+                f"tier {tier_key}: the counts of stale entries are not those of the tables",
             )
         for group, publications in enumerate(self.publications):
-            present = self.generations[place_of(group, pb.TIER_DEVICE)]
+            present = self.generations[tier_key_of(group, pb.TIER_DEVICE)]
             is_known = bool((present[publications.published] > 0).all())
             _require(is_known, "a published block was never allocated")
         _require(self._before is None, "a transaction is open")
@@ -459,13 +460,13 @@ class BlockTables:
     def _check_table(self, table: Table, at: str) -> None:
         blocks, generations, num_trimmed = table.blocks, table.generations, table.num_trimmed
         _require(len(blocks) == len(generations), f"{at}: columns of unequal length")
-        known = (blocks >= 0) & (blocks < self.num_blocks[table.place])
+        known = (blocks >= 0) & (blocks < self.num_blocks[table.tier_key])
         _require(bool(known.all()), f"{at}: a block that is not there")
         _require(0 <= num_trimmed <= len(blocks), f"{at}: trimmed by more than it is long")
         hole = (*blocks[:num_trimmed].tolist(), *generations[:num_trimmed].tolist())
         _require(not any(hole), f"{at}: a trimmed entry has a block")
         held = table.held
-        present = self.generations[table.place][held.blocks]
+        present = self.generations[table.tier_key][held.blocks]
         in_range = (held.generations >= 1) & (held.generations <= present)
         _require(bool(in_range.all()), f"{at}: a generation that is to come")
 
@@ -496,19 +497,19 @@ def block_report(tables: BlockTables, blocks_per_part: int) -> Parts:
     one part; the last one has ``last`` set.
     """
     parts = []
-    for place, generations in tables.generations.items():
+    for tier_key, generations in tables.generations.items():
         allocated = np.flatnonzero(generations > 0)
         for begin in range(0, len(allocated), blocks_per_part):
             of_part = allocated[begin : begin + blocks_per_part]
             blocks = pb.Blocks(
-                group=group_of(place),
-                tier=tier_of(place),
+                group=group_of(tier_key),
+                tier=tier_of(tier_key),
                 indices=of_part.astype("<i4").tobytes(),
                 generations=generations[of_part].astype("<i8").tobytes(),
             )
             parts.append(control_pb2.BlockReport(blocks=[blocks]))
     for group, publications in enumerate(tables.publications):
-        present = tables.generations[place_of(group, pb.TIER_DEVICE)]
+        present = tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
         parts += [
             control_pb2.BlockReport(publications=[message])
             for message in publications.report(present, blocks_per_part)

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.places import Place
 from data_plane.plans.plan_columns import (
     Mask,
     ints,
-    limits_of_places,
-    places,
+    limits_of_tiers,
     read_groups,
     refuse,
+    tier_keys,
 )
+from data_plane.tier_keys import TierKey
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
@@ -44,7 +44,7 @@ SET, REPLACE, FORK, DROP, TRUNCATE, TRIM, KEEP = (
 class BlockColumns:
     """Blocks with generations, one element for each."""
 
-    places: NDArray[np.int64]
+    tier_keys: NDArray[np.int64]
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
 
@@ -62,7 +62,7 @@ class ChangeColumns:
     kinds: NDArray[np.int64]
     sequence_ids: NDArray[np.int64]
     groups: NDArray[np.int64]
-    places: NDArray[np.int64]
+    tier_keys: NDArray[np.int64]
     """Of the entries set; 0 for a change that sets none."""
     first_blocks: NDArray[np.int64]
     num_blocks: NDArray[np.int64]
@@ -74,8 +74,8 @@ class ChangeColumns:
     """[E]."""
 
     @classmethod
-    def read(cls, num_blocks: Mapping[Place, int], message: pb.TableChanges) -> ChangeColumns:
-        """Raises InvalidRequestError. ``num_blocks``: of each place."""
+    def read(cls, num_blocks: Mapping[TierKey, int], message: pb.TableChanges) -> ChangeColumns:
+        """Raises InvalidRequestError. ``num_blocks``: of each tier."""
 
         def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
             return ints(kind, getattr(message, name), f"{AT_CHANGES}.{name}", length)
@@ -95,9 +95,9 @@ class ChangeColumns:
         groups = read_groups(message.groups, num, num_blocks, f"{AT_CHANGES}.groups")
         sets = kinds <= REPLACE
         tiers = column(columns.UINT8, "tiers", num)
-        limits, in_places = limits_of_places(num_blocks), places(tiers, groups)
+        limits, in_tiers = limits_of_tiers(num_blocks), tier_keys(tiers, groups)
         require(
-            np.where(sets, limits[in_places] < 0, tiers != 0),
+            np.where(sets, limits[in_tiers] < 0, tiers != 0),
             "tiers",
             lambda i: (
                 f"{tiers[i]} is not a tier"
@@ -135,46 +135,44 @@ class ChangeColumns:
                 field=f"{AT_CHANGES}.first_blocks",
             )
         parents = column(columns.INT64, "parent_sequence_ids", int(np.count_nonzero(kinds == FORK)))
-        entries = _read_blocks(
-            message, np.repeat(in_places[sets], counts[sets]), limits, AT_CHANGES
-        )
+        entries = _read_blocks(message, np.repeat(in_tiers[sets], counts[sets]), limits, AT_CHANGES)
         allocated = column(columns.UINT8, "allocated", len(entries))
         require(allocated > 1, "allocated", lambda i: f"must be 0 or 1, is {allocated[i]}")
-        return cls(kinds, ids, groups, in_places, firsts, counts, parents, entries, allocated == 1)
+        return cls(kinds, ids, groups, in_tiers, firsts, counts, parents, entries, allocated == 1)
 
 
-def read_allocations(num_blocks: Mapping[Place, int], message: pb.Allocations) -> BlockColumns:
+def read_allocations(num_blocks: Mapping[TierKey, int], message: pb.Allocations) -> BlockColumns:
     """The blocks that a plan allocates for no table. Raises InvalidRequestError. ``num_blocks``: of
-    each place.
+    each tier.
     """
     if not message.ByteSize():
         return _NONE
     tiers = ints(columns.UINT8, message.tiers, f"{AT_ALLOCATIONS}.tiers")
     groups = read_groups(message.groups, len(tiers), num_blocks, f"{AT_ALLOCATIONS}.groups")
-    limits, in_places = limits_of_places(num_blocks), places(tiers, groups)
+    limits, in_tiers = limits_of_tiers(num_blocks), tier_keys(tiers, groups)
     refuse(
-        limits[in_places] < 0,
+        limits[in_tiers] < 0,
         InvalidRequestError,
         lambda i: f"{tiers[i]} is not a tier",
         f"{AT_ALLOCATIONS}.tiers",
     )
-    return _read_blocks(message, in_places, limits, AT_ALLOCATIONS)
+    return _read_blocks(message, in_tiers, limits, AT_ALLOCATIONS)
 
 
 def _read_blocks(
     message: pb.TableChanges | pb.Allocations,
-    in_places: NDArray[np.int64],
+    in_tiers: NDArray[np.int64],
     limits_of: NDArray[np.int64],
     at: str,
 ) -> BlockColumns:
-    """``in_places``: of each block. ``limits_of``: as ``limits_of_places`` returns them."""
-    limits = limits_of[in_places]
-    blocks = ints(columns.INT32, message.indices, f"{at}.indices", len(in_places))
+    """``in_tiers``: of each block. ``limits_of``: as ``limits_of_tiers`` returns them."""
+    limits = limits_of[in_tiers]
+    blocks = ints(columns.INT32, message.indices, f"{at}.indices", len(in_tiers))
     refuse(
         (blocks < 0) | (blocks >= limits),
         InvalidRequestError,
         lambda i: f"there is no block {blocks[i]} in this tier, which has {limits[i]} blocks",
         f"{at}.indices",
     )
-    generations = ints(columns.INT64, message.generations, f"{at}.generations", len(in_places))
-    return BlockColumns(in_places, blocks, generations)
+    generations = ints(columns.INT64, message.generations, f"{at}.generations", len(in_tiers))
+    return BlockColumns(in_tiers, blocks, generations)

@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from data_plane.places import Place, group_of
 from data_plane.plans.plan_columns import refuse
 from data_plane.plans.tables.allocations import AllocatedBlocks, NewBlocks
 from data_plane.plans.tables.block_tables import BlockTables, Table, no_table
@@ -30,6 +29,7 @@ from data_plane.plans.tables.change_columns import (
     ChangeColumns,
     read_allocations,
 )
+from data_plane.tier_keys import TierKey, group_of
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
 
@@ -63,14 +63,14 @@ def _check_generations(
         return
     present = np.zeros(len(entries), np.int64)
     bad = np.zeros(len(entries), np.bool_)
-    for place, generations in tables.generations.items():
-        of_place = others[entries.places[others] == place]
-        blocks, has = entries.blocks[of_place], entries.generations[of_place]
-        present[of_place] = generations[blocks]
-        is_bad = has != present[of_place]
-        if place in allocated and is_bad.any():
-            is_bad &= ~allocated[place].ends(blocks, has)
-        bad[of_place] = is_bad | (has < 1)
+    for tier_key, generations in tables.generations.items():
+        of_tier = others[entries.tier_keys[others] == tier_key]
+        blocks, has = entries.blocks[of_tier], entries.generations[of_tier]
+        present[of_tier] = generations[blocks]
+        is_bad = has != present[of_tier]
+        if tier_key in allocated and is_bad.any():
+            is_bad &= ~allocated[tier_key].ends(blocks, has)
+        bad[of_tier] = is_bad | (has < 1)
     refuse(
         bad,
         StaleGenerationError,
@@ -83,18 +83,18 @@ def _check_generations(
 
 
 class _Counts:
-    """How often each table, or part of one, is in use more often than before; by place."""
+    """How often each table, or part of one, is in use more often than before; by tier key."""
 
     def __init__(self) -> None:
-        self._of_place: dict[Place, Counter[Table]] = defaultdict(Counter)
+        self._of_place: dict[TierKey, Counter[Table]] = defaultdict(Counter)
 
     def add(self, table: Table | None, num: int = 1) -> None:
         if table is not None:
-            self._of_place[table.place][table] += num
+            self._of_place[table.tier_key][table] += num
 
     def apply(self, tables: BlockTables) -> None:
-        for place, counts in self._of_place.items():
-            tables.add_references(place, counts)
+        for tier_key, counts in self._of_place.items():
+            tables.add_references(tier_key, counts)
 
 
 class _Changer:
@@ -121,12 +121,12 @@ class _Changer:
                     self._before[group, sequence_id] = table
         changes, entries = self._changes, self._changes.entries
         blocks, end = entries.blocks.astype(np.int32), 0
-        for i, (kind, sequence_id, group, place, first, num) in enumerate(
+        for i, (kind, sequence_id, group, tier_key, first, num) in enumerate(
             zip(
                 changes.kinds.tolist(),
                 changes.sequence_ids.tolist(),
                 changes.groups.tolist(),
-                changes.places.tolist(),
+                changes.tier_keys.tolist(),
                 changes.first_blocks.tolist(),
                 changes.num_blocks.tolist(),
                 strict=True,
@@ -136,9 +136,9 @@ class _Changer:
             made: Table | None
             if kind <= REPLACE:
                 begin, end = end, end + num
-                piece = Table(place, blocks[begin:end], entries.generations[begin:end])
+                part = Table(tier_key, blocks[begin:end], entries.generations[begin:end])
                 make = self._set if kind == SET else self._replace
-                made = make(old, piece, first, i)
+                made = make(old, part, first, i)
             elif kind == FORK:
                 made = self._fork(sequence_id, group, num, i)
                 self._counts.add(made)
@@ -154,12 +154,12 @@ class _Changer:
             self._tables.put(self._session_id, sequence_id, made, group)
         self._counts.apply(self._tables)
 
-    def _set(self, old: Table | None, piece: Table, first: int, i: int) -> Table:
-        """The table with the entries of ``piece`` from ``first`` on. ``i``: the change."""
+    def _set(self, old: Table | None, part: Table, first: int, i: int) -> Table:
+        """The table with the entries of ``part`` from ``first`` on. ``i``: the change."""
         if old is None:
-            old = Table(piece.place, piece.blocks[:0], piece.generations[:0])
+            old = Table(part.tier_key, part.blocks[:0], part.generations[:0])
         length = len(old.blocks)
-        if old.place != piece.place:
+        if old.tier_key != part.tier_key:
             raise InvalidRequestError(
                 "the table is in the other tier: only REPLACE may change it",
                 field=f"{AT_CHANGES}.tiers[{i}]",
@@ -170,34 +170,34 @@ class _Changer:
                 f"the length of the table, is {first}",
                 field=f"{AT_CHANGES}.first_blocks[{i}]",
             )
-        end = first + len(piece.blocks)
-        self._check_length(piece.place, max(end, length), old.num_trimmed, i)
-        self._counts.add(piece)
+        end = first + len(part.blocks)
+        self._check_length(part.tier_key, max(end, length), old.num_trimmed, i)
+        self._counts.add(part)
         if first < length:
             # A copy, so that not every former table is kept until the plan has been read.
             self._counts.add(old.part(first, end).copy(), -1)
         return Table(
-            piece.place,
-            np.concatenate((old.blocks[:first], piece.blocks, old.blocks[end:])),
-            np.concatenate((old.generations[:first], piece.generations, old.generations[end:])),
+            part.tier_key,
+            np.concatenate((old.blocks[:first], part.blocks, old.blocks[end:])),
+            np.concatenate((old.generations[:first], part.generations, old.generations[end:])),
             old.num_trimmed,
         )
 
-    def _replace(self, old: Table | None, piece: Table, first: int, i: int) -> Table:
-        """A table of the entries of ``piece``, after ``first`` trimmed ones."""
-        self._check_length(piece.place, first + len(piece.blocks), first, i)
+    def _replace(self, old: Table | None, part: Table, first: int, i: int) -> Table:
+        """A table of the entries of ``part``, after ``first`` trimmed ones."""
+        self._check_length(part.tier_key, first + len(part.blocks), first, i)
         self._counts.add(old, -1)
-        self._counts.add(piece)
+        self._counts.add(part)
         hole = np.zeros(first, np.int32)
         return Table(
-            piece.place,
-            np.concatenate((hole, piece.blocks)),
-            np.concatenate((hole, piece.generations)),
+            part.tier_key,
+            np.concatenate((hole, part.blocks)),
+            np.concatenate((hole, part.generations)),
             first,
         )
 
-    def _check_length(self, place: Place, length: int, num_trimmed: int, i: int) -> None:
-        most = min(MAX_ENTRIES, num_trimmed + self._tables.num_blocks[place])
+    def _check_length(self, tier_key: TierKey, length: int, num_trimmed: int, i: int) -> None:
+        most = min(MAX_ENTRIES, num_trimmed + self._tables.num_blocks[tier_key])
         if length > most:
             raise InvalidRequestError(
                 f"the table would have {length} entries, {num_trimmed} of them trimmed, and may "
@@ -249,7 +249,7 @@ class _Changer:
         made = self._prefixes.get((table, num_blocks))
         if made is None:
             made = self._prefixes[table, num_blocks] = Table(
-                table.place,
+                table.tier_key,
                 table.blocks[:num_blocks],
                 table.generations[:num_blocks],
                 min(table.num_trimmed, num_blocks),
@@ -273,7 +273,7 @@ class _Changer:
         self._counts.add(old.part(0, num_blocks).copy(), -1)
         blocks, generations = old.blocks.copy(), old.generations.copy()
         blocks[:num_blocks] = generations[:num_blocks] = 0
-        return Table(old.place, blocks, generations, num_blocks)
+        return Table(old.tier_key, blocks, generations, num_blocks)
 
 
 def _check_at_most(length: int, num_blocks: int, i: int) -> None:
@@ -290,23 +290,23 @@ def _check_own_tables(
     """Refuse the plan if a table of its session still refers to a former generation of a block that
     it allocates. Another session's tables may: the control plane has taken the block from it.
     """
-    for place, of_place in allocated.items():
-        left = of_place.blocks[tables.stale_counts[place][of_place.blocks] > 0]
+    for tier_key, of_tier in allocated.items():
+        left = of_tier.blocks[tables.stale_counts[tier_key][of_tier.blocks] > 0]
         if not len(left):
             continue
-        is_left = np.zeros(tables.num_blocks[place], np.bool_)
+        is_left = np.zeros(tables.num_blocks[tier_key], np.bool_)
         is_left[left] = True
-        for sequence_id, table in tables.of_session(session_id, group_of(place)).items():
-            if table.place != place:
+        for sequence_id, table in tables.of_session(session_id, group_of(tier_key)).items():
+            if table.tier_key != tier_key:
                 continue
             held = table.held
             stale = is_left[held.blocks] & (
-                held.generations != tables.generations[place][held.blocks]
+                held.generations != tables.generations[tier_key][held.blocks]
             )
             if stale.any():
                 block = held.blocks[stale.argmax()]
                 raise StaleGenerationError(
                     f"block {block} is allocated while the table of sequence {sequence_id} refers "
                     "to it: the plan has to remove that entry",
-                    field=new.field_of(place, int(block)),
+                    field=new.field_of(tier_key, int(block)),
                 )

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Final
 
 from data_plane.execution.executor import Executor
-from data_plane.pieces import Pieces
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.local.device_regions import DeviceRegion, DeviceRegions
 from data_plane.server.local.known_layers import KnownLayers
 from data_plane.server.local.region import HostRegion
-from data_plane.server.worker_thread import NOTHING, Waited
+from data_plane.server.worker_thread import NOTHING, WaitResult
+from data_plane.slices import Slices
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
 from kvplane.serving.observability.logs import frames_of
 from kvplane.transport.local import packets
@@ -65,7 +65,7 @@ class LocalConnection:
         """Of the socket."""
         return self._peer.fileno()
 
-    def serve(self) -> Pieces[None]:
+    def serve(self) -> Slices[None]:
         """Answer one packet, if one has come. A peer that went away, or does not take its answers,
         ends the connection and harms nobody else.
         """
@@ -81,7 +81,7 @@ class LocalConnection:
         except OSError:
             self.end()
 
-    def wait(self, epoll: int) -> Waited:
+    def wait(self, epoll: int) -> WaitResult:
         """Look for packets for a while, and answer those whose answers are known to be right; until
         something else is ready at ``epoll``.
         """
@@ -92,7 +92,7 @@ class LocalConnection:
             self._packet = self._serve_known(epoll, waits=True)
         except OSError:
             self.end()
-        return Waited(self._known.busy_s - busy_s, self._packet is not None)
+        return WaitResult(self._known.busy_s - busy_s, self._packet is not None)
 
     @property
     def num_packets(self) -> int:
@@ -173,7 +173,7 @@ class LocalConnection:
         session_id = self.session_id
         return session_id == self.stream.session_id and self._executor.is_open(session_id)
 
-    def _answer(self, packet: bytes) -> Pieces[bytes]:
+    def _answer(self, packet: bytes) -> Slices[bytes]:
         try:
             self._admit()
             return (yield from self.stream.answer_packet(packet))

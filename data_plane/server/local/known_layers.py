@@ -18,7 +18,7 @@ from kvplane_kernels import ServedLayers
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.expected_layers import BoundCall, ExpectedLayers, LayerCall
-from data_plane.server.execute_stream import PIECE_S, ExecuteStream, Layer
+from data_plane.server.execute_stream import SLICE_S, ExecuteStream, Layer
 from data_plane.server.local.region import overlap
 from kvplane.errors import KvplaneError
 
@@ -106,7 +106,7 @@ class KnownLayers:
             self._bind(session_id, plan_number)
         if self._bound is None:
             return None
-        return self._expectations.expect(session_id, plan_number, pass_index, self._bound, PIECE_S)
+        return self._expectations.expect(session_id, plan_number, pass_index, self._bound, SLICE_S)
 
     def _bind(self, session_id: int, plan_number: int) -> None:
         self._native.clear()

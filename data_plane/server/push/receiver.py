@@ -28,13 +28,13 @@ from data_plane.execution.executor import Executor
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
-from data_plane.places import check_group, place_of
 from data_plane.server.fair_queue import Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.slots import NUM_RESERVED, PushSlots
 from data_plane.server.push.tickets import Ticket, Tickets
 from data_plane.server.worker_thread import WorkerThread
+from data_plane.tier_keys import check_group, tier_key_of
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -219,7 +219,7 @@ class BlockReceiver:
     def _checked(self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int) -> torch.Tensor:
         """A chunk's blocks [num_layers, num_blocks, ...], here on the host."""
         check_group(chunk.group, self._executor.layout, "chunk.group")
-        pool = self._executor.pools.tier(place_of(chunk.group, tpb.TIER_DEVICE))
+        pool = self._executor.pools.tier(tier_key_of(chunk.group, tpb.TIER_DEVICE))
         shape = (chunk.num_layers, chunk.num_blocks, *pool.shape[2:])
         wanted = pool.element_size() * math.prod(shape)
         blocks = ticket.blocks

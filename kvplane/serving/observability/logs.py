@@ -60,12 +60,12 @@ class _OneLine(logging.Formatter):
 
 class _Json(_OneLine):
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            told["error"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["error"] = self.formatException(record.exc_info)
+        return json.dumps(fields)

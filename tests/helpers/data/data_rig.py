@@ -31,7 +31,7 @@ def stored(executor: Executor, session_id: int, sequence_id: int, num_blocks: in
     """
     table = executor._tables.get(session_id, sequence_id, "sequence_id").part(0, num_blocks)
     layers = range(len(executor.shard.group_layers(executor.layout, 0)))
-    return executor._compute._gather(table.place, table.blocks, layers)
+    return executor._compute._gather(table.tier_key, table.blocks, layers)
 
 
 class Rig:

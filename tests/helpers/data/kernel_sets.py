@@ -94,7 +94,7 @@ class LateRuntime:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that were given and not done."""
+        """Slices of work that were given and not done."""
         return sum(kind == "do" for queue in self._queues for kind, _ in queue)
 
     def _raise_failure(self) -> None:

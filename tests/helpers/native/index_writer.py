@@ -56,7 +56,7 @@ class Writer:
 
     def __init__(self, pool: Pool, root: bytes = b"root", owner: int = 1) -> None:
         self.pool, self.root = pool, root
-        self.slot = pool.open_session(root, owner)
+        self.handle = pool.open_session(root, owner)
         self.late = False
         self._number = self._last_id = 0
 
@@ -64,22 +64,22 @@ class Writer:
     def step(self) -> Iterator[int]:
         """A step, given its number."""
         self._number += 1
-        self.pool.begin(self.slot, self._number)
+        self.pool.begin(self.handle, self._number)
         yield self._number
-        self.pool.finish(self.slot, b"")
+        self.pool.finish(self.handle, b"")
         if not self.late:
             self.catch_up()
 
     def catch_up(self) -> None:
         """All plans so far have run."""
-        self.pool.receipted(self.slot, self.pool.last_plan(self.slot))
+        self.pool.receipted(self.handle, self.pool.last_plan(self.handle))
 
     def write(self, tokens: list[int], *, num_compute: int = -1) -> int:
         """The id of a new sequence of these tokens."""
         self._last_id += 1
         with self.step():
             answer = self.pool.admit(
-                self.slot, self._last_id, i32(tokens), b"", num_compute, 0, False, 0
+                self.handle, self._last_id, i32(tokens), b"", num_compute, 0, False, 0
             )
         assert len(answer) == 3, answer
         return self._last_id
@@ -88,7 +88,7 @@ class Writer:
         """The id of a new sequence forked from another."""
         self._last_id += 1
         with self.step():
-            answer = self.pool.fork(self.slot, i64([parent]), i64([self._last_id]))
+            answer = self.pool.fork(self.handle, i64([parent]), i64([self._last_id]))
         assert answer[1] is None, answer
         return self._last_id
 
@@ -97,14 +97,14 @@ class Writer:
         num = i32([len(tokens)])
         with self.step():
             answer = self.pool.append(
-                self.slot, i64([sequence_id]), i64([first]), num, num, i32(tokens), b""
+                self.handle, i64([sequence_id]), i64([first]), num, num, i32(tokens), b""
             )
         assert answer[1] is None, answer
 
     def free(self, *sequence_ids: int) -> None:
         """In the order given."""
         with self.step():
-            assert self.pool.free(self.slot, i64(sequence_ids))[1] is None
+            assert self.pool.free(self.handle, i64(sequence_ids))[1] is None
 
     def cache(self, tokens: list[int]) -> None:
         """Leaves the tokens' blocks cached and idle."""
@@ -112,8 +112,8 @@ class Writer:
 
     def end(self) -> None:
         """Its blocks may be used by others at once."""
-        self.pool.end_session(self.slot)
-        self.pool.session_fenced(self.slot)
+        self.pool.end_session(self.handle)
+        self.pool.session_fenced(self.handle)
 
     def num_cached(self, tokens: list[int]) -> tuple[int, int]:
         """Leading blocks that are cached on the device, and in the host tier after those."""

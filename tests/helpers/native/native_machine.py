@@ -374,7 +374,7 @@ class Walk:
         engine = self.pick()
         if engine.sequences:
             i = self.rng.choice(sorted(engine.sequences))
-            self.world.pool.cut(engine.caller.slot, i)
+            self.world.pool.cut(engine.caller.handle, i)
             del engine.sequences[i]
             engine.has_draft = True
 

@@ -259,12 +259,12 @@ def new_pool(num_device: int, num_host: int = 0, *, block_size: int = 4, **optio
 class View:
     """What the core, of one layer group, says of a session."""
 
-    def __init__(self, pool: Pool, slot: int) -> None:
-        self.pool, self.slot = pool, slot
+    def __init__(self, pool: Pool, handle: int) -> None:
+        self.pool, self.handle = pool, handle
 
     def states(self) -> list[State]:
         """Of all sequences, by id."""
-        columns = self.pool.states(self.slot, None)
+        columns = self.pool.states(self.handle, None)
         widths = ("q", "q", "q", "q", "q", "q", "i", "B")
         rows = zip(*(ints(c, w) for c, w in zip(columns, widths, strict=True)), strict=True)
         return [State(*row) for row in rows]
@@ -275,7 +275,7 @@ class View:
 
     def table(self, sequence_id: int) -> list[Ref | None]:
         """A sequence's blocks; None where one was trimmed."""
-        tier, blocks, generations, _, num_trimmed = self.pool.table(self.slot, sequence_id)
+        tier, blocks, generations, _, num_trimmed = self.pool.table(self.handle, sequence_id)
         found = [
             None if block == NO_BLOCK else Ref(tier, block, generation)
             for block, generation in zip(ints(blocks, "I"), ints(generations, "q"), strict=True)
@@ -299,7 +299,7 @@ class Caller(View):
     def begin(self) -> None:
         """Begin the next step."""
         self.number += 1
-        self.pool.begin(self.slot, self.number)
+        self.pool.begin(self.handle, self.number)
 
     @contextmanager
     def checks(self) -> Iterator[None]:
@@ -318,9 +318,9 @@ class Caller(View):
 
     def finish(self) -> MadePlan | None:
         """End the step: its plan, or None."""
-        while self.number % 2 and self.pool.prepare(self.slot, FEW_BLOCKS):
+        while self.number % 2 and self.pool.prepare(self.handle, FEW_BLOCKS):
             pass
-        payload = self.pool.finish(self.slot, b"")
+        payload = self.pool.finish(self.handle, b"")
         return None if payload is None else decoded(payload)
 
     def admit(
@@ -340,9 +340,9 @@ class Caller(View):
         """
         rest = (sequence_id, i32(tokens), i64(forks), num_compute, max_total, skip, headroom)
         if admitted_by is None:
-            answer: tuple[int, ...] = self.pool.admit(self.slot, *rest)
+            answer: tuple[int, ...] = self.pool.admit(self.handle, *rest)
         else:
-            answer = self.pool.grant(self.slot, admitted_by, *rest)
+            answer = self.pool.grant(self.handle, admitted_by, *rest)
         return answer
 
     def append(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows:
@@ -350,7 +350,7 @@ class Caller(View):
         ahead = [row[4] for row in rows]
         return _rows(
             self.pool.append(
-                self.slot,
+                self.handle,
                 i64(row[0] for row in rows),
                 i64(row[1] for row in rows),
                 i32(row[2] for row in rows),
@@ -363,23 +363,23 @@ class Caller(View):
     def truncate(self, *rows: tuple[int, int]) -> Rows:
         """Rows: id, tokens that stay."""
         ids, counts = [row[0] for row in rows], [row[1] for row in rows]
-        return _rows(self.pool.truncate(self.slot, i64(ids), i64(counts)))
+        return _rows(self.pool.truncate(self.handle, i64(ids), i64(counts)))
 
     def fork(self, *rows: tuple[int, int]) -> Rows:
         """Rows: parent, child."""
         parents, ids = [row[0] for row in rows], [row[1] for row in rows]
-        return _rows(self.pool.fork(self.slot, i64(parents), i64(ids)))
+        return _rows(self.pool.fork(self.handle, i64(parents), i64(ids)))
 
     def free(self, *ids: int) -> Rows:
-        return _rows(self.pool.free(self.slot, i64(ids)))
+        return _rows(self.pool.free(self.handle, i64(ids)))
 
     def swap(self, ids: Sequence[int], tier: int) -> int | Failure:
         """Blocks moved, every other time some at once; or why not."""
         if self.number % 2:
-            whole: int | Failure = self.pool.swap(self.slot, i64(ids), tier)
+            whole: int | Failure = self.pool.swap(self.handle, i64(ids), tier)
             return whole
-        answer: int | Failure = self.pool.swap(self.slot, i64(ids), tier, 0, FEW_BLOCKS)
-        while isinstance(answer, int) and self.pool.swap_some(self.slot, FEW_BLOCKS):
+        answer: int | Failure = self.pool.swap(self.handle, i64(ids), tier, 0, FEW_BLOCKS)
+        while isinstance(answer, int) and self.pool.swap_some(self.handle, FEW_BLOCKS):
             self.check_some()
         return answer
 
@@ -387,23 +387,23 @@ class Caller(View):
 
     def receipted(self, plan: int | None = None) -> None:
         """The plan, by default the last one, has run."""
-        plan = self.pool.last_plan(self.slot) if plan is None else plan
+        plan = self.pool.last_plan(self.handle) if plan is None else plan
         if plan % 2:
-            self.pool.receipted(self.slot, plan)
-        while self.pool.receipted(self.slot, plan, FEW_BLOCKS):
+            self.pool.receipted(self.handle, plan)
+        while self.pool.receipted(self.handle, plan, FEW_BLOCKS):
             self.check_some()
 
     def abort(self, *, keeps_tables: bool = True) -> None:
         """All plans in flight, and every other time some blocks at once; takes a number."""
         self.number += 1
         most = FEW_BLOCKS if self.number % 2 else 1 << 40
-        while self.pool.abort(self.slot, self.number, keeps_tables, most):
+        while self.pool.abort(self.handle, self.number, keeps_tables, most):
             self.check_some()
 
     def deferred(self, *rows: tuple[int, int, int, Sequence[int]]) -> Failure | None:
         """Rows: id, the step that admitted it, first position, tokens."""
         answer: Failure | None = self.pool.deferred_tokens(
-            self.slot,
+            self.handle,
             i64(row[0] for row in rows),
             i64(row[1] for row in rows),
             i64(row[2] for row in rows),
@@ -422,7 +422,7 @@ class _Checks:
     def __getattr__(self, name: str) -> Any:
         return partial(getattr(self._pool, name), check_as=self._number)
 
-    def swap_some(self, slot: int, max_blocks: int) -> bool:
+    def swap_some(self, handle: int, max_blocks: int) -> bool:
         return False
 
 
@@ -443,11 +443,11 @@ def dump(pool: Pool, callers: Iterable[View]) -> tuple[Any, ...]:
             (
                 caller.states(),
                 [caller.table(state.sequence_id) for state in caller.states()],
-                [pool.num_obtainable(caller.slot, tier) for tier in (DEVICE, HOST)],
-                [pool.num_pending(caller.slot, tier) for tier in (DEVICE, HOST)],
-                pool.plans_in_flight(caller.slot),
-                pool.num_blocks_held(caller.slot),
-                pool.resync_due(caller.slot),
+                [pool.num_obtainable(caller.handle, tier) for tier in (DEVICE, HOST)],
+                [pool.num_pending(caller.handle, tier) for tier in (DEVICE, HOST)],
+                pool.plans_in_flight(caller.handle),
+                pool.num_blocks_held(caller.handle),
+                pool.resync_due(caller.handle),
             )
             for caller in callers
         ],

@@ -74,7 +74,7 @@ class Engine:
     def __init__(self, world: World, root: bytes) -> None:
         self.world = world
         self.caller = Caller(world.pool, root, owner=root[0])  # distinct for the roots in use
-        self.views = [View(core, self.caller.slot) for core in world.cores]
+        self.views = [View(core, self.caller.handle) for core in world.cores]
         self.id = world.num_sessions = world.num_sessions + 1
         self.start = hash(root)
         self.sequences: dict[int, Known] = {}
@@ -183,7 +183,7 @@ class Engine:
         self.has_draft = False
 
     def end(self) -> None:
-        self.caller.pool.end_session(self.caller.slot)
+        self.caller.pool.end_session(self.caller.handle)
         self.has_ended = True
         self.sequences.clear()
 
@@ -271,7 +271,7 @@ class World:
     def fence(self, engine: Engine) -> None:
         for plane in self.planes:
             plane.fence(engine.id)
-        self.pool.session_fenced(engine.caller.slot)
+        self.pool.session_fenced(engine.caller.handle)
         self.ended.remove(engine)
 
     def take_publications(self) -> None:

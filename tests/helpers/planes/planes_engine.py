@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from control_plane import queries
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
@@ -41,7 +41,7 @@ from tests.helpers.planes.planes_known import (
     Span,
     deferred_of,
     extend,
-    untold_cuts,
+    unseen_cuts,
 )  # fmt: skip
 from tests.helpers.planes.planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
 from tests.helpers.planes.planes_world import POOL, ControlProcess, DataProcess, World, wire
@@ -65,7 +65,7 @@ class Engine:
         self.num_restarts = control.num_restarts
         self.number = 0
         self.sequences: dict[int, Known] = {}
-        self.cut: set[int] = set()  # the line took these, and their ids were not used since
+        self.cut: set[int] = set()  # the queue took these, and their ids were not used since
         self.sent: list[Sent] = []
         self.unanswered: Sent | None = None
         self.given_up: list[Sent] = []
@@ -240,7 +240,7 @@ class Engine:
         """The control plane knows what this engine believes."""
         if self.ended or self.unanswered is not None or self.id not in self.control.core._sessions:
             return
-        live = self.sequences.keys() - untold_cuts(self.control.core, self.id)
+        live = self.sequences.keys() - unseen_cuts(self.control.core, self.id)
         for state in self._states(sorted(live)):
             known = self.sequences[state.sequence_id]
             assert state.admitted_by == known.admitted_by
@@ -309,7 +309,7 @@ class Engine:
 
     def _believe_states(self, message: cpb.SequenceStates) -> None:
         states = sequence_states(message)
-        cut = untold_cuts(self.control.core, self.id)
+        cut = unseen_cuts(self.control.core, self.id)
         assert [state.sequence_id for state in states] == sorted(self.sequences.keys() - cut)
         for state in states:
             known = self.sequences[state.sequence_id]
@@ -324,7 +324,7 @@ class Engine:
     def _made(self, signed: tpb.SignedPayload) -> None:
         made = Made(signed, tpb.Plan.FromString(signed.payload), {})
         # The plan of a resync is without these, and its answer tells no news.
-        cut = untold_cuts(self.control.core, self.id) - {span.sequence_id for span in made.spans}
+        cut = unseen_cuts(self.control.core, self.id) - {span.sequence_id for span in made.spans}
         for i, known in self.sequences.items():
             if known.num_scheduled and i not in cut:
                 made.values[i] = values_of(self.owner, known.tokens[: known.num_scheduled])

@@ -64,8 +64,8 @@ def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
     ]
 
 
-def untold_cuts(core: ControlPlane, session_id: int) -> set[int]:
-    """Sequences that the line took from a session, which the next answer to its steps tells."""
+def unseen_cuts(core: ControlPlane, session_id: int) -> set[int]:
+    """Sequences that the queue took from a session, which the next answer to its steps tells."""
     sharing = core._sharing.get(POOL)
     member = sharing.members.get(session_id) if sharing is not None else None
     if member is None or member.news is None:

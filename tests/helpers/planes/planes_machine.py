@@ -34,7 +34,7 @@ from tests.helpers.planes.planes_known import (
     Known,
     deferred_of,
     lacks_a_receipt,
-    untold_cuts,
+    unseen_cuts,
 )
 from tests.helpers.planes.planes_values import BLOCK, NUM_HEADS, NUM_LAYERS
 from tests.helpers.planes.planes_world import LEASE_S, POOL, ControlProcess, World, wire
@@ -141,7 +141,7 @@ class PlanesMachine(LateDuplicates):
             return
         old = self.rng.choice(engine.old_tokens[-5:])
         are_of_others = []
-        cut = engine.cut | untold_cuts(engine.control.core, engine.id)
+        cut = engine.cut | unseen_cuts(engine.control.core, engine.id)
         for i, admitted_by, first, tokens in deferred_of(old):
             if i in cut:
                 continue  # what comes of a sequence that was cut is passed over

@@ -114,7 +114,7 @@ def check_read(
     num_blocks = wanted.shape[1]
     table = executor._tables.get(*of, "").part(0, num_blocks)
     layers = range(len(executor.layers))
-    held = executor._compute._gather(table.place, table.blocks, layers)
+    held = executor._compute._gather(table.tier_key, table.blocks, layers)
     check_blocks(held.numpy(), wanted, tag, where)
     for i in range(num_blocks):
         try:

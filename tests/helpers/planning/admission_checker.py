@@ -1,4 +1,4 @@
-"""Every state that a small pool under the real line can get into, and who is starved in them.
+"""Every state that a small pool under the real queue can get into, and who is starved in them.
 
 A session is starved if things can go on for ever, with ticks, without it ending a sequence: there
 is a cycle of states through a tick in which it ends none. That covers a deadlock, where only ticks

@@ -1,4 +1,4 @@
-"""A small pool and its line, and what a control plane does between them."""
+"""A small pool and its queue, and what a control plane does between them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from control_plane.admission.decisions import (
     EndSession,
     Grant,
     Growth,
-    Place,
+    MustWait,
 )
-from control_plane.admission.line import Line
+from control_plane.admission.queue import AdmissionQueue
 
 
 class Rig:
@@ -31,11 +31,11 @@ class Rig:
         self.retired = [0] * num_sessions
         self.retired_s = [0.0] * num_sessions
         self.now_s = 0.0
-        self.line = Line(self, config)
+        self.queue = AdmissionQueue(self, config)
         for session in range(num_sessions):
-            self.line.open(session)
+            self.queue.open(session)
 
-    # What the line asks
+    # What the queue asks
 
     def num_free(self) -> int:
         return self.num_blocks - sum(self.retired) - sum(sum(h.values()) for h in self.held)
@@ -62,15 +62,15 @@ class Rig:
 
     def ask(
         self, session: int, sequence: int, num_blocks: int, *, wait: bool = True
-    ) -> Place | None:
+    ) -> MustWait | None:
         """None when it was admitted."""
-        place = self.line.admit(session, sequence, num_blocks, self.now_s, wait=wait)
-        if place is None:
+        must_wait = self.queue.admit(session, sequence, num_blocks, self.now_s, wait=wait)
+        if must_wait is None:
             self._admit(session, sequence, num_blocks)
-        return place
+        return must_wait
 
     def grow(self, session: int, sequence: int, num_blocks: int = 1) -> bool:
-        may = self.line.may_grow(session, sequence, num_blocks, self.now_s)
+        may = self.queue.may_grow(session, sequence, num_blocks, self.now_s)
         if may:
             self._give(session, sequence, num_blocks)
         return may
@@ -81,7 +81,7 @@ class Rig:
 
     def end(self, session: int, sequence: int) -> None:
         """Its blocks are retired: call ``receipt`` to get them back."""
-        self.line.ended(session, sequence)
+        self.queue.ended(session, sequence)
         self._retire(session, sequence)
 
     def receipt(self, session: int) -> None:
@@ -91,7 +91,7 @@ class Rig:
 
     def serve(self) -> list[Grant]:
         grants = []
-        while (grant := self.line.next_grant(self.now_s)) is not None:
+        while (grant := self.queue.next_grant(self.now_s)) is not None:
             if isinstance(grant, Growth):
                 self._give(grant.session, grant.sequence, grant.num_blocks)
             else:
@@ -100,23 +100,23 @@ class Rig:
         return grants
 
     def tick(self) -> list[Decision]:
-        decisions = self.line.tick(self.now_s)
+        decisions = self.queue.tick(self.now_s)
         for decision in decisions:
             session = decision.session
             if isinstance(decision, Cut):
                 self._retire(session, decision.sequence)
             elif isinstance(decision, EndSession):
-                self.line.close(session)
+                self.queue.close(session)
                 self.held[session].clear()
                 self.progress_s[session].clear()
                 self.retired[session] = 0
-                self.line.open(session)
+                self.queue.open(session)
         return decisions
 
     def _admit(self, session: int, sequence: int, num_blocks: int) -> None:
         self.held[session][sequence] = 0
         self._give(session, sequence, num_blocks)
-        self.line.started(session, sequence, self.now_s)
+        self.queue.started(session, sequence, self.now_s)
 
     def _retire(self, session: int, sequence: int) -> None:
         if not self.retired[session]:
@@ -127,6 +127,6 @@ class Rig:
     def _give(self, session: int, sequence: int, num_blocks: int) -> None:
         """Free blocks first, then the session's own retired ones."""
         self.retired[session] -= max(0, num_blocks - self.num_free())
-        assert self.retired[session] >= 0, "the line granted blocks that are not there"
+        assert self.retired[session] >= 0, "the queue granted blocks that are not there"
         self.held[session][sequence] += num_blocks
         self.go_on(session, sequence)

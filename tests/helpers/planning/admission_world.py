@@ -1,4 +1,4 @@
-"""A small pool with a few sessions under the real line, as a state that can be stored and restored.
+"""A small pool with a few sessions under the real queue, as a state that is stored and restored.
 
 Time runs in ticks of one grace period. Honest sessions step once between two ticks, in any order:
 receipts come, each sequence grows by a block or ends at its length, and one admission is asked for.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from control_plane.admission.decisions import AdmissionConfig, Pressure
-from control_plane.admission.turns import Sequence
-from control_plane.admission.yielding import Waiting
+from control_plane.admission.turns import Claim
+from control_plane.admission.victims import QueueEntry
 from tests.helpers.planning.admission_rig import Rig
 
 HONEST, YIELDING, HOSTILE = "h", "y", "x"
@@ -42,7 +42,7 @@ class State(NamedTuple):
     """Everything that matters, in a form that is equal whenever what follows is."""
 
     sessions: tuple[Any, ...]
-    line: tuple[tuple[int, int, float, bool], ...]
+    queue: tuple[tuple[int, int, float, bool], ...]
     stepped: int  # a bit for each honest session that has stepped since the last tick
 
 
@@ -73,7 +73,7 @@ class World(Rig):
             moves += ["ask", "poll"]
         elif held:
             moves += ["free+ask"]
-        return moves + (["withdraw"] if session in self.line._waiting else [])
+        return moves + (["withdraw"] if session in self.queue._entries else [])
 
     def hostile_move(self, session: int, move: str) -> None:
         if move == "receipt":
@@ -86,7 +86,7 @@ class World(Rig):
             for sequence in self.held[session]:
                 self.go_on(session, sequence)
         elif move == "withdraw":
-            self.line.withdraw(session, ASKED)
+            self.queue.withdraw(session, ASKED)
         else:
             if move == "free+ask":
                 self.end(session, min(self.held[session]))
@@ -113,7 +113,7 @@ class World(Rig):
 
     def _admit(self, session: int, sequence: int, num_blocks: int) -> None:
         super()._admit(session, sequence, num_blocks)
-        sequences, held = self.line._turns.sessions[session].sequences, self.held[session]
+        sequences, held = self.queue._turns.sessions[session].sequences, self.held[session]
         number = max((i for i in held if i != ASKED), default=-1) + 1
         held[number] = held.pop(ASKED)
         self.progress_s[session][number] = self.progress_s[session].pop(ASKED)
@@ -134,7 +134,7 @@ class World(Rig):
     # States
 
     def state(self) -> State:
-        turns, now_s = self.line._turns, self.now_s
+        turns, now_s = self.queue._turns, self.now_s
         everyone = [turns.sessions[i] for i in range(len(self.case.kinds))]
         ranks = _ranks(s.rank for session in everyone for s in session.sequences.values())
         seniority = _ranks(session.seniority for session in everyone)
@@ -142,7 +142,7 @@ class World(Rig):
             (
                 seniority[session.seniority],
                 session.num_doublings,
-                max(session.passes_until_s - now_s, 0.0),
+                max(session.penalty_until_s - now_s, 0.0),
                 self.retired[session.id],
                 min(now_s - self.retired_s[session.id], 2.0) if self.retired[session.id] else 0.0,
                 tuple(
@@ -157,13 +157,13 @@ class World(Rig):
                 waiting.session.id,
                 waiting.num_needed,
                 min(now_s - waiting.since_s, 1.0),
-                waiting.is_let_in,
+                waiting.is_chosen,
             )
-            for waiting in self.line._waiting.values()
+            for waiting in self.queue._entries.values()
         )
         return State(sessions, line, self.stepped)
 
-    def _sequence_state(self, sequence: Sequence, rank: int) -> tuple[Any, ...]:
+    def _sequence_state(self, sequence: Claim, rank: int) -> tuple[Any, ...]:
         session, now_s = sequence.session, self.now_s
         until_s = sequence.blocked_s if sequence.num_blocked else now_s
         due_s = sequence.deadline_s
@@ -176,7 +176,7 @@ class World(Rig):
             min(now_s - sequence.blocked_s, 1.0) if sequence.num_blocked else 0.0,
             None if due_s is None else max(due_s - now_s, -2.0),
             sequence.reason,
-            sequence.owed_s if sequence.reason else 0.0,
+            sequence.penalty_s if sequence.reason else 0.0,
             min(now_s - self.progress_s[session.id][sequence.id], self.config.idle_s + 1.0),
         )
 
@@ -185,11 +185,11 @@ class World(Rig):
         """A world in that state, at second 0."""
         world = cls(case, config)
         world.stepped = state.stepped
-        turns = world.line._turns
+        turns = world.queue._turns
         blocked = []
         for id_, stored in enumerate(state.sessions):
             session = turns.sessions[id_]
-            session.seniority, session.num_doublings, session.passes_until_s = stored[:3]
+            session.seniority, session.num_doublings, session.penalty_until_s = stored[:3]
             world.retired[id_], retired_s, sequences = stored[3:]
             world.retired_s[id_] = -retired_s
             for number, (
@@ -201,31 +201,31 @@ class World(Rig):
                 blocked_s,
                 due_s,
                 reason,
-                owed_s,
+                penalty_s,
                 idle_s,
             ) in enumerate(sequences):
-                sequence = Sequence(session, number, rank)
-                sequence.ends_s, sequence.owed_s = left_s - blocked_s, owed_s
+                sequence = Claim(session, number, rank)
+                sequence.ends_s, sequence.penalty_s = left_s - blocked_s, penalty_s
                 sequence.num_doublings = doublings
                 sequence.num_blocked, sequence.blocked_s = num, -blocked_s
                 sequence.deadline_s, sequence.reason = due_s, reason
                 if due_s is not None:
                     turns.asked.add(sequence)
                 if num:
-                    sequence.queued = True
+                    sequence.in_heap = True
                     blocked.append((rank, sequence))
                 session.sequences[number] = sequence
                 world.held[id_][number] = held
                 world.progress_s[id_][number] = -idle_s
                 turns.num_live += 1
                 turns.num_blocked += num
-        turns._queue = sorted(blocked)
+        turns._heap = sorted(blocked)
         turns._next_rank = turns.num_live
-        for ticket, (id_, num_needed, since_s, is_let_in) in enumerate(state.line):
-            waiting = Waiting(turns.sessions[id_], ASKED, num_needed, -since_s, ticket)
-            waiting.is_let_in = is_let_in
-            world.line._waiting[id_] = waiting
-        world.line._next_ticket = len(state.line)
+        for ticket, (id_, num_needed, since_s, is_chosen) in enumerate(state.queue):
+            waiting = QueueEntry(turns.sessions[id_], ASKED, num_needed, -since_s, ticket)
+            waiting.is_chosen = is_chosen
+            world.queue._entries[id_] = waiting
+        world.queue._next_ticket = len(state.queue)
         return world
 
 

@@ -213,8 +213,8 @@ class World:
         """The planes' own invariants, and that the groups are in step and hold what they should."""
         self.core.check_integrity()
         self.executor.check_integrity()
-        slot = self.of_session.slot
-        states = [core.states(slot, None) for core in self.pool.groups]
+        handle = self.of_session.handle
+        states = [core.states(handle, None) for core in self.pool.groups]
         assert all(other == states[0] for other in states), "the groups are out of step"
         for state in self.states():
             tokens = self.sequences[state.sequence_id]

@@ -18,10 +18,10 @@ from control_plane.queries import check_pool
 from control_plane.sessions.session import Session
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.abort import abort_plans
-from control_plane.steps.pieces import finished
 from control_plane.steps.planner import Planner, read_operations
 from control_plane.steps.plans import finish_plan
 from control_plane.steps.receipts import take_receipts
+from control_plane.steps.slices import finished
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -96,7 +96,7 @@ class PlanningRig:
         session.numbers.use()
         number = session.numbers.last
         result = cpb.StepResult()
-        session.native.begin(session.slot, number)
+        session.native.begin(session.handle, number)
         planner = Planner(self.sharing.members[session.id], self.sharing)
         for i, operation in enumerate(read_operations(operations, 1000)):
             planner.run(i, operation, result.results.add())
@@ -144,7 +144,7 @@ class PlanningRig:
 
     def state(self, sequence_id: int, *, session: Session | None = None) -> State:
         session = session or self.session
-        tier, indices, *_ = session.native.table(session.slot, sequence_id)
+        tier, indices, *_ = session.native.table(session.handle, sequence_id)
         ids = columns.pack(INT64, [sequence_id])
         message = queries.states(session, ids)
 
@@ -183,7 +183,7 @@ class PlanningRig:
 
     def obtainable(self, session: Session | None = None, tier: tpb.Tier = DEVICE) -> int:
         """Blocks that the session could allocate now."""
-        return self.pool.native.num_obtainable((session or self.session).slot, tier)
+        return self.pool.native.num_obtainable((session or self.session).handle, tier)
 
     def published(self) -> list[tuple[int, int]]:
         """(index, index of its parent) of each block announced to the shard since the last call."""

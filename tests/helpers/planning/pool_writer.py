@@ -17,7 +17,7 @@ class NativeSession:
     def __init__(self, pool: Pool, session_id: int, tenant: str, root: bytes) -> None:
         self.pool = pool
         self.id = session_id
-        self.slot = pool.open(session_id, tenant, root)
+        self.handle = pool.open(session_id, tenant, root)
         self.num_plans = 0
         self.num_sequences = 0
 
@@ -26,23 +26,23 @@ class NativeSession:
         native = self.pool.native
         self.num_sequences += 1
         self.num_plans += 1
-        native.begin(self.slot, self.num_plans)
+        native.begin(self.handle, self.num_plans)
         packed = ops.pack_tokens(list(token_ids))
-        done = native.admit(self.slot, self.num_sequences, packed, b"", -1, 0, True, 0)
+        done = native.admit(self.handle, self.num_sequences, packed, b"", -1, 0, True, 0)
         assert len(done) == 3, done
-        assert native.finish(self.slot, b"") is not None
-        native.receipted(self.slot, self.num_plans)
-        _, indices, *_ = native.table(self.slot, self.num_sequences)
+        assert native.finish(self.handle, b"") is not None
+        native.receipted(self.handle, self.num_plans)
+        _, indices, *_ = native.table(self.handle, self.num_sequences)
         return columns.read(INT32, indices, "indices").tolist()
 
     def free(self) -> None:
         """The last sequence that was written ends."""
         native = self.pool.native
         self.num_plans += 1
-        native.begin(self.slot, self.num_plans)
-        native.free(self.slot, columns.pack(INT64, [self.num_sequences]))
-        native.finish(self.slot, b"")
-        native.receipted(self.slot, self.num_plans)
+        native.begin(self.handle, self.num_plans)
+        native.free(self.handle, columns.pack(INT64, [self.num_sequences]))
+        native.finish(self.handle, b"")
+        native.receipted(self.handle, self.num_plans)
 
 
 def found(pool: Pool, root: bytes, token_ids: Iterable[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Faults of the line: each leaves out one of its rules, or a part of it.
+"""Faults of the queue: each leaves out one of its rules, or a part of it.
 
 Each takes pytest's monkeypatch and plants itself for one test. ``STARVING`` have a case of the
 checker that shows them, by its name; ``OTHERS`` are shown by a test of one behaviour.
@@ -11,48 +11,52 @@ from typing import Any
 
 import pytest
 
-from control_plane.admission import yielding
-from control_plane.admission.decisions import Admission, Growth, Place, Reason
-from control_plane.admission.line import Line
-from control_plane.admission.turns import Sequence, Session, Turns
+from control_plane.admission import victims
+from control_plane.admission.decisions import Admission, Growth, MustWait, Reason
+from control_plane.admission.queue import AdmissionQueue
+from control_plane.admission.turns import Claim, Claimant, Turns
 
 
 def the_head_is_passed(patch: pytest.MonkeyPatch) -> None:
     """1: whoever finds room is admitted, also when others stand in front."""
-    patch.setattr(Line, "_is_first", lambda self, session, now_s: True)
+    patch.setattr(AdmissionQueue, "_is_first", lambda self, session, now_s: True)
 
 
-def polling_keeps_a_place(patch: pytest.MonkeyPatch) -> None:
-    """1: who asks without waiting stands in the line too."""
+def polling_keeps_a_position(patch: pytest.MonkeyPatch) -> None:
+    """1: who asks without waiting stands in the queue too."""
 
-    def admit(self: Line, *args: Any, wait: bool) -> Place | None:
+    def admit(self: AdmissionQueue, *args: Any, wait: bool) -> MustWait | None:
         return original(self, *args, wait=True)
 
-    original = Line.admit
-    patch.setattr(Line, "admit", admit)
+    original = AdmissionQueue.admit
+    patch.setattr(AdmissionQueue, "admit", admit)
 
 
-def asking_again_loses_the_place(patch: pytest.MonkeyPatch) -> None:
+def asking_again_loses_the_position(patch: pytest.MonkeyPatch) -> None:
     """1: a session that asks again goes to the back."""
 
-    def admit(self: Line, session: int, sequence: int, *args: Any, **kwargs: Any) -> Place | None:
+    def admit(
+        self: AdmissionQueue, session: int, sequence: int, *args: Any, **kwargs: Any
+    ) -> MustWait | None:
         self.withdraw(session, sequence)
         return original(self, session, sequence, *args, **kwargs)
 
-    original = Line.admit
-    patch.setattr(Line, "admit", admit)
+    original = AdmissionQueue.admit
+    patch.setattr(AdmissionQueue, "admit", admit)
 
 
 def a_session_has_many_places(patch: pytest.MonkeyPatch) -> None:
     """1: another sequence of a session takes its place over."""
 
-    def admit(self: Line, session: int, sequence: int, *args: Any, **kwargs: Any) -> Place | None:
-        if session in self._waiting:
-            self._waiting[session].sequence = sequence  # type: ignore[misc]
+    def admit(
+        self: AdmissionQueue, session: int, sequence: int, *args: Any, **kwargs: Any
+    ) -> MustWait | None:
+        if session in self._entries:
+            self._entries[session].sequence = sequence  # type: ignore[misc]
         return original(self, session, sequence, *args, **kwargs)
 
-    original = Line.admit
-    patch.setattr(Line, "admit", admit)
+    original = AdmissionQueue.admit
+    patch.setattr(AdmissionQueue, "admit", admit)
 
 
 def admissions_are_not_pushed(patch: pytest.MonkeyPatch) -> None:
@@ -66,59 +70,61 @@ def growth_is_not_pushed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _grant_only(patch: pytest.MonkeyPatch, kind: type) -> None:
-    def next_grant(self: Line, now_s: float) -> Growth | Admission | None:
+    def next_grant(self: AdmissionQueue, now_s: float) -> Growth | Admission | None:
         oldest = self._turns.oldest_blocked()
         if oldest is not None and kind is Admission:
             return None
         grant = original(self, now_s)
         return grant if isinstance(grant, kind) else None
 
-    original = Line.next_grant
-    patch.setattr(Line, "next_grant", next_grant)
+    original = AdmissionQueue.next_grant
+    patch.setattr(AdmissionQueue, "next_grant", next_grant)
 
 
 def admissions_come_before_growth(patch: pytest.MonkeyPatch) -> None:
     """3: an admission is made whenever there is room for it."""
 
     def admit(
-        self: Line, session: int, sequence: int, num: int, now_s: float, *, wait: bool
-    ) -> Place | None:
-        place = original(self, session, sequence, num, now_s, wait=wait)
-        return None if self._is_first(session, now_s) and self._has_room(session, num) else place
+        self: AdmissionQueue, session: int, sequence: int, num: int, now_s: float, *, wait: bool
+    ) -> MustWait | None:
+        must_wait = original(self, session, sequence, num, now_s, wait=wait)
+        return (
+            None if self._is_first(session, now_s) and self._has_room(session, num) else must_wait
+        )
 
-    original = Line.admit
-    patch.setattr(Line, "admit", admit)
+    original = AdmissionQueue.admit
+    patch.setattr(AdmissionQueue, "admit", admit)
 
 
 def younger_growth_passes(patch: pytest.MonkeyPatch) -> None:
     """3: growth takes what there is, whoever waits for more."""
 
-    def may_grow(self: Line, session: int, sequence: int, num: int, now_s: float) -> bool:
+    def may_grow(self: AdmissionQueue, session: int, sequence: int, num: int, now_s: float) -> bool:
         if num <= self._pool.num_obtainable(session):
             self._turns.unblock(self._turns.sessions[session].sequences[sequence], now_s)
             return True
         return original(self, session, sequence, num, now_s)
 
-    original = Line.may_grow
-    patch.setattr(Line, "may_grow", may_grow)
+    original = AdmissionQueue.may_grow
+    patch.setattr(AdmissionQueue, "may_grow", may_grow)
 
 
 def impossible_growth_waits(patch: pytest.MonkeyPatch) -> None:
     """3: growth beyond the pool is remembered like any other."""
 
-    def may_grow(self: Line, session: int, sequence: int, num: int, now_s: float) -> bool:
+    def may_grow(self: AdmissionQueue, session: int, sequence: int, num: int, now_s: float) -> bool:
         may = original(self, session, sequence, num, now_s)
         if not may:
             self._turns.block(self._turns.sessions[session].sequences[sequence], num, now_s)
         return may
 
-    original = Line.may_grow
-    patch.setattr(Line, "may_grow", may_grow)
+    original = AdmissionQueue.may_grow
+    patch.setattr(AdmissionQueue, "may_grow", may_grow)
 
 
 def nobody_yields_to_growth(patch: pytest.MonkeyPatch) -> None:
     """4: growth waits until sequences end, or their turns do."""
-    patch.setattr(yielding, "_juniors", lambda turns, blocked: iter(()))
+    patch.setattr(victims, "_juniors", lambda turns, blocked: iter(()))
 
 
 def nobody_yields_to_its_own_growth(patch: pytest.MonkeyPatch) -> None:
@@ -132,23 +138,23 @@ def only_to_its_own_growth(patch: pytest.MonkeyPatch) -> None:
 
 
 def _juniors_of(patch: pytest.MonkeyPatch, *, own: bool) -> None:
-    def juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, Reason]]:
+    def juniors(turns: Turns, blocked: list[Claim]) -> Iterator[tuple[Claim, Reason]]:
         waits = min(blocked, key=lambda s: s.session.seniority, default=None)
         found = original(turns, blocked)
         return ((s, r) for s, r in found if waits and (s.session is waits.session) is own)
 
-    original = yielding._juniors
-    patch.setattr(yielding, "_juniors", juniors)
+    original = victims._juniors
+    patch.setattr(victims, "_juniors", juniors)
 
 
 def growth_cuts_the_senior(patch: pytest.MonkeyPatch) -> None:
     """4: the most senior session is the first to yield."""
 
-    def juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, Reason]]:
+    def juniors(turns: Turns, blocked: list[Claim]) -> Iterator[tuple[Claim, Reason]]:
         return iter([(s, r) for s, r in original(turns, blocked)][::-1])
 
-    original = yielding._juniors
-    patch.setattr(yielding, "_juniors", juniors)
+    original = victims._juniors
+    patch.setattr(victims, "_juniors", juniors)
 
 
 def seniority_is_lost_with_every_cut(patch: pytest.MonkeyPatch) -> None:
@@ -164,18 +170,18 @@ def seniority_is_never_lost(patch: pytest.MonkeyPatch) -> None:
 def who_was_asked_once_leaves_for_free(patch: pytest.MonkeyPatch) -> None:
     """4, 8: a sequence that leaves counts as cut though it is not asked to any more."""
 
-    def leave(self: Line, session: int, sequence: int, *, done: bool) -> None:
+    def leave(self: AdmissionQueue, session: int, sequence: int, *, done: bool) -> None:
         leaving = self._turns.sessions[session].sequences[sequence]
         if leaving.deadline_s is not None:
             leaving.reason = leaving.reason or Reason.GROWTH
         original(self, session, sequence, done=done)
 
-    original = Line._leave
-    patch.setattr(Line, "_leave", leave)
+    original = AdmissionQueue._leave
+    patch.setattr(AdmissionQueue, "_leave", leave)
 
 
 def _seniority(patch: pytest.MonkeyPatch, *, lost: Any) -> None:
-    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+    def end(self: Turns, sequence: Claim, *, reason: Any, done: bool) -> None:
         session = sequence.session
         before = session.seniority
         original(self, sequence, reason=reason, done=done)
@@ -188,59 +194,59 @@ def _seniority(patch: pytest.MonkeyPatch, *, lost: Any) -> None:
 
 
 def turns_never_end(patch: pytest.MonkeyPatch) -> None:
-    """5: nobody yields to the line."""
-    patch.setattr(yielding, "_past_turn", lambda *args: iter(()))
+    """5: nobody yields to the queue."""
+    patch.setattr(victims, "_past_turn", lambda *args: iter(()))
 
 
 def the_newest_turn_ends_first(patch: pytest.MonkeyPatch) -> None:
     """5: who is past its turn yields in the wrong order."""
 
-    def past_turn(*args: Any) -> Iterator[tuple[Sequence, Reason]]:
+    def past_turn(*args: Any) -> Iterator[tuple[Claim, Reason]]:
         return iter(list(original(*args))[::-1])
 
-    original = yielding._past_turn
-    patch.setattr(yielding, "_past_turn", past_turn)
+    original = victims._past_turn
+    patch.setattr(victims, "_past_turn", past_turn)
 
 
-def who_is_cut_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
-    """5: the session of a cut turn does not go to the back of the line."""
+def who_is_cut_keeps_its_position(patch: pytest.MonkeyPatch) -> None:
+    """5: the session of a cut turn does not go to the back of the queue."""
 
-    def leave(self: Line, session: int, sequence: int, *, done: bool) -> None:
-        order = list(self._waiting)
+    def leave(self: AdmissionQueue, session: int, sequence: int, *, done: bool) -> None:
+        order = list(self._entries)
         original(self, session, sequence, done=done)
         for other in order:
-            self._waiting.move_to_end(other)
+            self._entries.move_to_end(other)
 
-    original = Line._leave
-    patch.setattr(Line, "_leave", leave)
+    original = AdmissionQueue._leave
+    patch.setattr(AdmissionQueue, "_leave", leave)
 
 
 def idle_ones_keep_their_turn(patch: pytest.MonkeyPatch) -> None:
     """5: who does nothing yields no sooner than others."""
-    patch.setattr(yielding, "_is_idle", lambda *args: False)
+    patch.setattr(victims, "_is_idle", lambda *args: False)
 
 
 def what_is_computed_is_idle(patch: pytest.MonkeyPatch) -> None:
     """5: a plan in flight counts for nothing."""
 
-    def is_idle(pool: Any, sequence: Sequence, idle_s: float, now_s: float) -> bool:
+    def is_idle(pool: Any, sequence: Claim, idle_s: float, now_s: float) -> bool:
         progress_s, _ = pool.last_progress(sequence.session.id, sequence.id)
         return bool(progress_s + idle_s < now_s)
 
-    patch.setattr(yielding, "_is_idle", is_idle)
+    patch.setattr(victims, "_is_idle", is_idle)
 
 
 def the_blocked_are_idle(patch: pytest.MonkeyPatch) -> None:
     """5, 7: who waits for blocks is cut because it does not go on."""
 
-    def past_turn(turns: Turns, *args: Any) -> Iterator[tuple[Sequence, Reason]]:
+    def past_turn(turns: Turns, *args: Any) -> Iterator[tuple[Claim, Reason]]:
         yield from original(turns, *args)
         for sequence in turns.blocked():
-            if yielding._is_idle(args[2], sequence, *args[3:]):
+            if victims._is_idle(args[2], sequence, *args[3:]):
                 yield sequence, Reason.IDLE
 
-    original = yielding._past_turn
-    patch.setattr(yielding, "_past_turn", past_turn)
+    original = victims._past_turn
+    patch.setattr(victims, "_past_turn", past_turn)
 
 
 def turns_are_not_doubled(patch: pytest.MonkeyPatch) -> None:
@@ -255,42 +261,42 @@ def turns_are_not_doubled(patch: pytest.MonkeyPatch) -> None:
 
 def long_turns_are_free(patch: pytest.MonkeyPatch) -> None:
     """6: nothing is owed for them."""
-    patch.setattr(yielding, "_owed_s", lambda *args: 0.0)
+    patch.setattr(victims, "_penalty_s", lambda *args: 0.0)
 
 
 def blocks_cost_nothing(patch: pytest.MonkeyPatch) -> None:
     """6: what is owed does not depend on what was held."""
 
-    def owed_s(turns: Turns, sequence: Sequence, *args: Any) -> float:
+    def penalty_s(turns: Turns, sequence: Claim, *args: Any) -> float:
         return turns.length_s(sequence) if original(turns, sequence, *args) else 0.0
 
-    original = yielding._owed_s
-    patch.setattr(yielding, "_owed_s", owed_s)
+    original = victims._penalty_s
+    patch.setattr(victims, "_penalty_s", penalty_s)
 
 
 def the_first_long_turn_costs_too(patch: pytest.MonkeyPatch) -> None:
     """6: a sequence that is longer than a turn makes its session pay."""
 
-    def owed_s(
-        turns: Turns, sequence: Sequence, reason: Reason, line: Any, pool: Any, idle_s: float,
+    def penalty_s(
+        turns: Turns, sequence: Claim, reason: Reason, line: Any, pool: Any, idle_s: float,
         now_s: float,
     ) -> float:  # fmt: skip
         return original(turns, sequence, reason, line, pool, -1e9, now_s)
 
-    original = yielding._owed_s
-    patch.setattr(yielding, "_owed_s", owed_s)
+    original = victims._penalty_s
+    patch.setattr(victims, "_penalty_s", penalty_s)
 
 
 def nothing_is_too_much(patch: pytest.MonkeyPatch) -> None:
     """5: who holds most of the pool has as long a turn as others."""
-    patch.setattr(yielding, "_times_much", lambda *args: 0.0)
+    patch.setattr(victims, "_over_fair_share", lambda *args: 0.0)
 
 
 def what_is_owed_does_not_add_up(patch: pytest.MonkeyPatch) -> None:
     """6: a session pays for one of its sequences."""
 
-    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
-        sequence.session.passes_until_s = 0.0
+    def end(self: Turns, sequence: Claim, *, reason: Any, done: bool) -> None:
+        sequence.session.penalty_until_s = 0.0
         original(self, sequence, reason=reason, done=done)
 
     original = Turns.end
@@ -299,23 +305,23 @@ def what_is_owed_does_not_add_up(patch: pytest.MonkeyPatch) -> None:
 
 def a_long_turn_is_one_of_many(patch: pytest.MonkeyPatch) -> None:
     """6: a session has several sequences with doubled turns."""
-    patch.setattr(Session, "passes", lambda self, now_s: self.passes_until_s > now_s)
+    patch.setattr(Claimant, "is_passed_over", lambda self, now_s: self.penalty_until_s > now_s)
 
 
-def nobody_is_let_in(patch: pytest.MonkeyPatch) -> None:
+def nobody_is_chosen(patch: pytest.MonkeyPatch) -> None:
     """6: if all have to let others pass, nobody is the first."""
 
-    def head(self: Line, now_s: float) -> Any:
-        waiting = self._waiting.values()
-        return next((w for w in waiting if not w.session.passes(now_s)), None)
+    def head(self: AdmissionQueue, now_s: float) -> Any:
+        waiting = self._entries.values()
+        return next((w for w in waiting if not w.session.is_passed_over(now_s)), None)
 
-    patch.setattr(Line, "_head", head)
+    patch.setattr(AdmissionQueue, "_head", head)
 
 
 def idleness_doubles(patch: pytest.MonkeyPatch) -> None:
     """6: who does nothing gets longer turns by it."""
 
-    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+    def end(self: Turns, sequence: Claim, *, reason: Any, done: bool) -> None:
         reason = Reason.TURN if reason is Reason.IDLE else reason
         original(self, sequence, reason=reason, done=done)
 
@@ -326,7 +332,7 @@ def idleness_doubles(patch: pytest.MonkeyPatch) -> None:
 def turns_stay_long(patch: pytest.MonkeyPatch) -> None:
     """6: a sequence that ends does not make them short again."""
 
-    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+    def end(self: Turns, sequence: Claim, *, reason: Any, done: bool) -> None:
         original(self, sequence, reason=reason, done=False)
 
     original = Turns.end
@@ -336,7 +342,7 @@ def turns_stay_long(patch: pytest.MonkeyPatch) -> None:
 def yielding_makes_turns_short(patch: pytest.MonkeyPatch) -> None:
     """6, 8: a sequence that leaves when asked counts as one that ended."""
 
-    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+    def end(self: Turns, sequence: Claim, *, reason: Any, done: bool) -> None:
         original(self, sequence, reason=reason, done=done)
         if done:
             sequence.session.num_doublings = 0
@@ -348,11 +354,11 @@ def yielding_makes_turns_short(patch: pytest.MonkeyPatch) -> None:
 def clocks_never_stand(patch: pytest.MonkeyPatch) -> None:
     """7: a turn runs also while its sequence cannot go on."""
 
-    def unblock(self: Turns, sequence: Sequence, now_s: float) -> None:
+    def unblock(self: Turns, sequence: Claim, now_s: float) -> None:
         sequence.blocked_s = now_s
         original(self, sequence, now_s)
 
-    def past_turn(turns: Turns, *args: Any) -> Iterator[tuple[Sequence, Reason]]:
+    def past_turn(turns: Turns, *args: Any) -> Iterator[tuple[Claim, Reason]]:
         blocked = {sequence: sequence.num_blocked for sequence in turns.blocked()}
         for sequence in blocked:
             sequence.num_blocked = 0
@@ -361,57 +367,57 @@ def clocks_never_stand(patch: pytest.MonkeyPatch) -> None:
             sequence.num_blocked = num
         return iter(found)
 
-    original, past = Turns.unblock, yielding._past_turn
+    original, past = Turns.unblock, victims._past_turn
     patch.setattr(Turns, "unblock", unblock)
-    patch.setattr(yielding, "_past_turn", past_turn)
+    patch.setattr(victims, "_past_turn", past_turn)
 
 
 def cuts_are_not_announced(patch: pytest.MonkeyPatch) -> None:
     """8: a sequence is cut as soon as it has to yield."""
 
-    def ask(pool: Any, sequence: Sequence, reason: Reason, grace_s: float, now_s: float) -> Any:
+    def ask(pool: Any, sequence: Claim, reason: Reason, grace_s: float, now_s: float) -> Any:
         sequence.deadline_s = now_s
         return original(pool, sequence, reason, grace_s, now_s)
 
-    original = yielding._ask
-    patch.setattr(yielding, "_ask", ask)
+    original = victims._ask
+    patch.setattr(victims, "_ask", ask)
 
 
 def deadlines_are_put_off(patch: pytest.MonkeyPatch) -> None:
     """8: who is asked again gets more time."""
 
-    def ask(pool: Any, sequence: Sequence, reason: Reason, grace_s: float, now_s: float) -> Any:
+    def ask(pool: Any, sequence: Claim, reason: Reason, grace_s: float, now_s: float) -> Any:
         sequence.deadline_s = None
         return original(pool, sequence, reason, grace_s, now_s)
 
-    original = yielding._ask
-    patch.setattr(yielding, "_ask", ask)
+    original = victims._ask
+    patch.setattr(victims, "_ask", ask)
 
 
 def more_yield_than_needed(patch: pytest.MonkeyPatch) -> None:
     """8: all that may be asked are asked."""
-    patch.setattr(yielding, "_num_lacking", lambda *args: (1 << 40, 1 << 40))
+    patch.setattr(victims, "_num_lacking", lambda *args: (1 << 40, 1 << 40))
 
 
 def receipts_may_be_missing(patch: pytest.MonkeyPatch) -> None:
     """9: no session is ended."""
-    patch.setattr(yielding, "_without_receipts", lambda *args: iter(()))
+    patch.setattr(victims, "_without_receipts", lambda *args: iter(()))
 
 
 def sessions_are_ended_for_nobody(patch: pytest.MonkeyPatch) -> None:
     """9: a session is ended though nobody else waits."""
 
-    def without(turns: Turns, waiting: set[Session], *args: Any) -> Iterator[Any]:
-        nobody = Session(-1, 0)
+    def without(turns: Turns, waiting: set[Claimant], *args: Any) -> Iterator[Any]:
+        nobody = Claimant(-1, 0)
         return original(turns, waiting | {nobody}, *args)
 
-    original = yielding._without_receipts
-    patch.setattr(yielding, "_without_receipts", without)
+    original = victims._without_receipts
+    patch.setattr(victims, "_without_receipts", without)
 
 
 def places_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A session is not told how many stand in front of it."""
-    patch.setattr(Line, "_place", lambda self, waiting: 1)
+    patch.setattr(AdmissionQueue, "_position", lambda self, waiting: 1)
 
 
 def pending_blocks_count_for_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -424,13 +430,13 @@ def pending_blocks_count_for_nothing(patch: pytest.MonkeyPatch) -> None:
 
         return original(turns, head, NothingPending, headroom)  # type: ignore[arg-type]
 
-    original = yielding._num_lacking
-    patch.setattr(yielding, "_num_lacking", num_lacking)
+    original = victims._num_lacking
+    patch.setattr(victims, "_num_lacking", num_lacking)
 
 
 STARVING = {
     the_head_is_passed: "big honest and hostile",
-    asking_again_loses_the_place: "big honest and hostile",
+    asking_again_loses_the_position: "big honest and hostile",
     admissions_are_not_pushed: "big honest and hostile",
     growth_is_not_pushed: "big honest and hostile",
     admissions_come_before_growth: "big honest and hostile",
@@ -448,7 +454,7 @@ STARVING = {
 }
 OTHERS = (
     clocks_never_stand,
-    polling_keeps_a_place,
+    polling_keeps_a_position,
     a_session_has_many_places,
     younger_growth_passes,
     impossible_growth_waits,
@@ -456,7 +462,7 @@ OTHERS = (
     seniority_is_lost_with_every_cut,
     who_was_asked_once_leaves_for_free,
     the_newest_turn_ends_first,
-    who_is_cut_keeps_its_place,
+    who_is_cut_keeps_its_position,
     idle_ones_keep_their_turn,
     what_is_computed_is_idle,
     the_blocked_are_idle,
@@ -466,7 +472,7 @@ OTHERS = (
     nothing_is_too_much,
     what_is_owed_does_not_add_up,
     a_long_turn_is_one_of_many,
-    nobody_is_let_in,
+    nobody_is_chosen,
     idleness_doubles,
     turns_stay_long,
     cuts_are_not_announced,

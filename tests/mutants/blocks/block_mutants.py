@@ -24,7 +24,7 @@ FAULTS = {
         "    if (infos_[b].state == State::kHeld) settle(b); else touched(1);\n",
     ),
     "what_is_forgotten_waits_for_a_release": Mutant(
-        "index/forget.cpp", "  entry.leader = kNoEntry;\n", ""
+        "index/forget.cpp", "  entry.producer = kNoEntry;\n", ""
     ),
     "detached_without_its_hash": Mutant(
         "index/prefix_index.cpp", "hash(top);  // while its parent is known", ""
@@ -45,7 +45,7 @@ FAULTS = {
         "if (plan <= session.done + 1) return",
     ),
     "found_where_another_session_computes_it": Mutant(
-        "steps/admit.cpp", "|| leader.slot != session.slot ||", "||"
+        "steps/admit.cpp", "|| producer.handle != session.handle ||", "||"
     ),
     "announced_while_a_large_prefix_is_taken_apart": Mutant(
         "index/findable.h", "if (!answers_.size()) return true;", "return true;"
@@ -67,33 +67,33 @@ FAULTS = {
         "  if (fields.failed()) return std::nullopt;",
     ),
     "a_long_number_is_plain": Mutant("steps/plain_step.cpp", "if (!byte) break;", ""),
-    "a_receipt_that_is_taken_in_pieces_forgets_some": Mutant(
+    "a_receipt_that_is_taken_in_chunks_forgets_some": Mutant(
         "index/publish.cpp",
         "const auto& [index, uid] = touched[next_touched++];",
         "const auto& [index, uid] = touched[next_touched++];\n"
         "      if (max_blocks == 2 && num == 1) continue;",
     ),
-    "an_abort_in_pieces_leaves_one_out": Mutant(
+    "an_abort_in_chunks_leaves_one_out": Mutant(
         "steps/abort.cpp",
         "    if (left <= 0) return true;\n    const int64_t id",
         "    if (left <= 0) return ++aborting.next_id, true;\n    const int64_t id",
     ),
-    "an_abort_in_pieces_notes_no_copies": Mutant(
+    "an_abort_in_chunks_notes_no_copies": Mutant(
         "steps/abort.cpp",
         "      if (left <= 0) return true;\n      origins.add(",
         "      if (left <= 0) return next_plan = session.plans.size(), true;\n      origins.add(",
     ),
-    "an_abort_in_pieces_forgets_pins": Mutant(
+    "an_abort_in_chunks_forgets_pins": Mutant(
         "steps/abort.cpp",
         "      if (left <= 0) return true;\n      const Transfer&",
         "      if (left <= 0) return record.transfers.pop_back(), true;\n      const Transfer&",
     ),
-    "receipts_in_pieces_release_nothing_more": Mutant(
+    "receipts_in_chunks_release_nothing_more": Mutant(
         "index/publish.cpp",
         "      if (!blocks.empty()) return true;",
         "      if (!blocks.empty()) return session.releases.pop_front(), true;",
     ),
-    "receipts_in_pieces_forget_pins": Mutant(
+    "receipts_in_chunks_forget_pins": Mutant(
         "index/publish.cpp",
         "      if (left <= 0) return true;\n      const Transfer&",
         "      if (left <= 0) return record.transfers.pop_back(), true;\n      const Transfer&",
@@ -101,12 +101,12 @@ FAULTS = {
     "a_session_that_ends_within_a_swap_keeps_the_copies": Mutant(
         "core/pool.cpp", "  end_swap(session);\n", ""
     ),
-    "a_block_of_a_shared_piece_is_swapped_twice": Mutant(
+    "a_block_of_a_shared_chunk_is_swapped_twice": Mutant(
         "steps/sequences.cpp",
-        "piece.num_owners > 1 || store(sequence.tier)",
+        "chunk.num_owners > 1 || store(sequence.tier)",
         "store(sequence.tier)",
     ),
-    "whole_tables_in_pieces_leave_a_transfer_out": Mutant(
+    "whole_tables_in_chunks_leave_a_transfer_out": Mutant(
         "steps/plans.cpp",
         "    if (num >= max_blocks) return true;\n    const Transfer&",
         "    if (num >= max_blocks) return ++next, true;\n    const Transfer&",
@@ -116,7 +116,7 @@ FAULTS = {
         "return 1 + std::max(num_copies, held_before - session.num_held);",
         "return session.num_held > held_before;",
     ),
-    "whole_tables_in_pieces_leave_one_out": Mutant(
+    "whole_tables_in_chunks_leave_one_out": Mutant(
         "steps/plans.cpp",
         "        max_blocks)\n      return true;",
         "        max_blocks)\n      return ++tables.next, true;",
@@ -163,9 +163,9 @@ FAULTS = {
     ),
     "written_in_place_though_shared": Mutant(
         "steps/append.cpp",
-        "return piece.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
-        "session.slot,\n                                    static_cast",
-        "return store(kDevice).is_writable(b, session.slot, static_cast",
+        "return chunk.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
+        "session.handle,\n                                    static_cast",
+        "return store(kDevice).is_writable(b, session.handle, static_cast",
     ),
     "a_spare_does_not_take_over": Mutant(
         "index/prefix_index.cpp",
@@ -209,8 +209,8 @@ FAULTS = {
     ),
     "what_a_copy_reads_is_written": Mutant(
         "steps/plans.cpp",
-        "pin(source.block, session.slot, num_tokens);",
-        "pin(source.block, session.slot, 0 * num_tokens);",
+        "pin(source.block, session.handle, num_tokens);",
+        "pin(source.block, session.handle, 0 * num_tokens);",
     ),
     "a_sequence_is_forgotten_twice": Mutant(
         "core/pool.cpp",
@@ -218,12 +218,12 @@ FAULTS = {
         "    sequence.live = false;\n    forget_sequence(index);\n    forget_sequence(index);",
     ),
     "tokens_are_shared_without_a_look": Mutant(
-        "containers/pieces.h",
+        "containers/chunks.h",
         "if (!store.has(id) || std::memcmp(store[id].items, tokens, sizeof store[id].items) != 0)",
         "if (!store.has(id))",
     ),
     "tokens_that_are_shared_are_not_counted": Mutant(
-        "containers/pieces.h", "    ++store[id].num_owners;\n    pieces", "    pieces"
+        "containers/chunks.h", "    ++store[id].num_owners;\n    chunks", "    chunks"
     ),
     "trimmed_beyond_what_an_abort_leaves": Mutant(
         "steps/append.cpp",
@@ -244,13 +244,13 @@ FAULTS = {
         "steps/tables.cpp", "if (there.ref_count(b) > 1 ||", "if (num > 0 ||"
     ),
     "a_check_is_of_the_last_step": Mutant(
-        "bindings/steps.cpp", "const InStep step(groups, slot, number);", "(void)number;"
+        "bindings/steps.cpp", "const InStep step(groups, handle, number);", "(void)number;"
     ),
     "a_refused_admission_takes_its_id": Mutant(
         "steps/admit.cpp",
         "if (!copies_last || has_window)",
         "if (!copies_last)\n"
-        "      groups[0]->new_sequence(groups[0]->sessions_[slot], admission.sequence_id, "
+        "      groups[0]->new_sequence(groups[0]->sessions_[handle], admission.sequence_id, "
         "admitted_by);\n"
         "    if (!copies_last || has_window)",
     ),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from control_plane import core, queries
-from control_plane.admission.line import Line
+from control_plane.admission.queue import AdmissionQueue
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.sessions.numbering import Numbering
@@ -38,7 +38,7 @@ def fence_ignored(patch: pytest.MonkeyPatch) -> None:
 
     def end(self: Pool, session: tpb.SessionRef, ordinal: int, **why: bool) -> None:
         original(self, session, ordinal, **why)
-        slot, _ = self._ended_slots.pop(session.session_id)
+        slot, _ = self._ended_handles.pop(session.session_id)
         self.native.session_fenced(slot)
 
     original = Pool.end
@@ -104,10 +104,10 @@ def leases_never_end(patch: pytest.MonkeyPatch) -> None:
 def headroom_in_an_empty_pool(patch: pytest.MonkeyPatch) -> None:
     """Admissions leave blocks free though nobody else has any."""
 
-    def num_headroom(self: Line) -> int:
+    def num_headroom(self: AdmissionQueue) -> int:
         return int(self._config.headroom * self._pool.num_blocks)
 
-    patch.setattr(Line, "num_headroom", num_headroom)
+    patch.setattr(AdmissionQueue, "num_headroom", num_headroom)
 
 
 FAULTS = (

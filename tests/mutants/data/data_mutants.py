@@ -331,7 +331,7 @@ def failures_forgotten() -> None:
 
 def layers_before_transfers() -> None:
     """A plan whose transfers failed takes layers."""
-    sessions.Run.check_transferred = _nothing  # type: ignore[method-assign]
+    sessions.RunningPlan.check_transferred = _nothing  # type: ignore[method-assign]
 
 
 def pools_go_early() -> None:
@@ -352,7 +352,7 @@ def receipts_before_kept_ones() -> None:
 def late_attention_not_waited_for() -> None:
     """A plan that was used after its receipt is not marked as such."""
     flag = property(lambda _self: False, _nothing)
-    sessions.Run.used_after_receipt = flag  # type: ignore[assignment]
+    sessions.RunningPlan.used_after_receipt = flag  # type: ignore[assignment]
 
 
 def _without_quiet(method: Any) -> Any:

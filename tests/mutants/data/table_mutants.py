@@ -197,7 +197,7 @@ def blocks_read_before_they_are_filled() -> None:
         before, after = to_clear(self, tenant, allocated, moved)
         ends = moved.destinations
         unfilled = {
-            tier: blocks[~np.isin(blocks, ends.blocks[ends.places == tier])]
+            tier: blocks[~np.isin(blocks, ends.blocks[ends.tier_keys == tier])]
             for tier, blocks in before.items()
         }
         return unfilled, after
@@ -255,7 +255,7 @@ def a_receipt_counts_what_was_taken_as_written() -> None:
 
     def add(self: Any, written: Any) -> None:
         for each in written:
-            self._tables.num_written[each.place][each.blocks] = each.num_slots
+            self._tables.num_written[each.tier_key][each.blocks] = each.num_slots
 
     written_slots.WrittenSlots.add = add  # type: ignore[method-assign]
 

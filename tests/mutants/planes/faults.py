@@ -19,7 +19,7 @@ from control_plane.sessions.numbering import Answer, Numbering
 from control_plane.sharing.member import Member
 from control_plane.steps import planner, requests
 from control_plane.steps.abort import abort_from
-from control_plane.steps.pieces import finished
+from control_plane.steps.slices import finished
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.sessions import Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Publications
@@ -104,7 +104,7 @@ def fence_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
     def end(self: Pool, session: tpb.SessionRef, ordinal: int) -> None:
         original(self, session, ordinal)
-        self.native.session_fenced(self._ended_slots.pop(session.session_id))
+        self.native.session_fenced(self._ended_handles.pop(session.session_id))
 
     patch.setattr(Pool, "end", end)
 

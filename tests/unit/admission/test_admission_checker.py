@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from control_plane.admission.line import Line
-from control_plane.admission.turns import Sequence, Session, Turns
-from control_plane.admission.yielding import Waiting
+from control_plane.admission.queue import AdmissionQueue
+from control_plane.admission.turns import Claim, Claimant, Turns
+from control_plane.admission.victims import QueueEntry
 from tests.helpers.planning.admission_checker import CASES, QUICK, SLOW, explore, starved
 from tests.helpers.planning.admission_world import CONFIG, World
 
@@ -39,22 +39,22 @@ def test_a_state_that_is_restored_is_the_same(name: str) -> None:
         assert World.restored(CASES[name], CONFIG, state).state() == state
 
 
-def test_the_states_have_all_that_the_line_remembers() -> None:
+def test_the_states_have_all_that_the_queue_remembers() -> None:
     """A field that is added has to be added to the states of the checker."""
     world = World(CASES["two that yield"])
-    assert set(vars(world.line)) == {"_pool", "_config", "_turns", "_waiting", "_next_ticket"}
-    assert set(vars(world.line._turns)) == {
-        *("sessions", "num_live", "num_blocked", "asked", "_turn_s", "_max_doublings", "_queue"),
+    assert set(vars(world.queue)) == {"_pool", "_config", "_turns", "_entries", "_next_ticket"}
+    assert set(vars(world.queue._turns)) == {
+        *("sessions", "num_live", "num_blocked", "asked", "_turn_s", "_max_doublings", "_heap"),
         *("_next_rank", "_next_seniority"),
     }
-    assert {type(world.line), type(world.line._turns)} == {Line, Turns}
-    assert set(Session.__slots__) == {
-        *("id", "num_doublings", "passes_until_s", "seniority", "sequences"),
+    assert {type(world.queue), type(world.queue._turns)} == {AdmissionQueue, Turns}
+    assert set(Claimant.__slots__) == {
+        *("id", "num_doublings", "penalty_until_s", "seniority", "sequences"),
     }
-    assert set(Sequence.__slots__) == {
+    assert set(Claim.__slots__) == {
         *("id", "session", "rank", "ends_s", "num_doublings", "num_blocked", "blocked_s"),
-        *("queued", "deadline_s", "reason", "owed_s", "idles_s"),
+        *("in_heap", "deadline_s", "reason", "penalty_s", "idles_s"),
     }
-    assert set(Waiting.__slots__) == {
-        *("session", "sequence", "num_needed", "since_s", "ticket", "is_let_in"),
+    assert set(QueueEntry.__slots__) == {
+        *("session", "sequence", "num_needed", "since_s", "ticket", "is_chosen"),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from control_plane.admission.decisions import Reason
-from control_plane.admission.turns import Sequence, Turns
+from control_plane.admission.turns import Claim, Turns
 
 
 def opened(num_sessions: int = 2) -> Turns:
@@ -13,14 +13,14 @@ def opened(num_sessions: int = 2) -> Turns:
     return turns
 
 
-def started(turns: Turns, session: int, sequence: int, now_s: float) -> Sequence:
+def started(turns: Turns, session: int, sequence: int, now_s: float) -> Claim:
     turns.start(session, sequence, now_s)
     return turns.sessions[session].sequences[sequence]
 
 
-def past_its_turn(turns: Turns, sequence: Sequence, owed_s: float = 0.0) -> None:
+def past_its_turn(turns: Turns, sequence: Claim, penalty_s: float = 0.0) -> None:
     """It goes at second 10, because its turn is over."""
-    sequence.deadline_s, sequence.owed_s = 10.0, owed_s
+    sequence.deadline_s, sequence.penalty_s = 10.0, penalty_s
     turns.end(sequence, reason=Reason.TURN, done=False)
 
 
@@ -64,21 +64,21 @@ def test_a_cut_turn_doubles_the_next_and_not_those_that_run() -> None:
 def test_what_is_owed_for_two_sequences_adds_up() -> None:
     turns = opened()
     first, second = started(turns, 0, 1, 0.0), started(turns, 0, 2, 0.0)
-    past_its_turn(turns, first, owed_s=5.0)
-    past_its_turn(turns, second, owed_s=7.0)
-    assert turns.sessions[0].passes_until_s == 22.0
+    past_its_turn(turns, first, penalty_s=5.0)
+    past_its_turn(turns, second, penalty_s=7.0)
+    assert turns.sessions[0].penalty_until_s == 22.0
     started(turns, 0, 3, 15.0)
-    assert not turns.sessions[1].passes(15.0)
-    assert turns.sessions[0].passes_until_s == 0.0, "nobody was there to be let pass"
+    assert not turns.sessions[1].is_passed_over(15.0)
+    assert turns.sessions[0].penalty_until_s == 0.0, "nobody was there to be let pass"
 
 
 def test_an_idle_sequence_doubles_no_turn() -> None:
     turns = opened()
     sequence = started(turns, 0, 1, 0.0)
-    sequence.deadline_s, sequence.owed_s = 10.0, 5.0
+    sequence.deadline_s, sequence.penalty_s = 10.0, 5.0
     turns.end(sequence, reason=Reason.IDLE, done=False)
     session = turns.sessions[0]
-    assert (session.num_doublings, session.passes_until_s) == (0, 15.0)
+    assert (session.num_doublings, session.penalty_until_s) == (0, 15.0)
     assert order(turns) == [1, 0]
 
 
@@ -122,6 +122,6 @@ def test_growth_is_served_by_age_however_often_it_is_blocked() -> None:
     for _ in range(100):
         turns.block(first, 1, 0.0)
         turns.unblock(first, 0.0)
-    assert len(turns._queue) <= 2
+    assert len(turns._heap) <= 2
     turns.close(1)
     assert (turns.oldest_blocked(), turns.num_blocked) == (None, 0)

@@ -55,7 +55,7 @@ class ForgettingWalk(Walk):
 
     def retain(self) -> None:
         self.world.pool.retain(
-            self.pick().caller.slot,
+            self.pick().caller.handle,
             i32(self.part()),
             self.rng.randint(1, 4),
             self.now_s + self.rng.randint(1, 30),
@@ -63,7 +63,7 @@ class ForgettingWalk(Walk):
         )
 
     def release(self) -> None:
-        self.world.pool.release_retained(self.pick().caller.slot, i32(self.part()))
+        self.world.pool.release_retained(self.pick().caller.handle, i32(self.part()))
 
     def tick(self) -> None:
         self.now_s += self.rng.random() * 10
@@ -74,7 +74,7 @@ class ForgettingWalk(Walk):
         force = self.rng.random() < 0.6
         before = dump(pool, [])
         most = self.rng.choice([1, 1000])
-        found, in_use = pool.forget(engine.caller.slot, i32(tokens), force, most)
+        found, in_use = pool.forget(engine.caller.handle, i32(tokens), force, most)
         assert 0 <= in_use <= found or (not force and found == 0)
         if in_use and not force:
             assert dump(pool, []) == before

@@ -23,7 +23,7 @@ from tests.helpers.native.index_writer import (
 def forget(
     writer: Writer, tokens: list[int], *, force: bool = False, most: int = 100
 ) -> tuple[int, int]:
-    answer: tuple[int, int] = writer.pool.forget(writer.slot, i32(tokens), force, most)
+    answer: tuple[int, int] = writer.pool.forget(writer.handle, i32(tokens), force, most)
     return answer
 
 
@@ -85,7 +85,7 @@ def test_blocks_in_use_are_left_unless_it_is_forced() -> None:
         assert forget(writer, blocks(1, 2), force=True) == (3, 2)
         assert writer.num_cached(blocks(1, 2, 3)) == (1, 0)
         finish(pool)
-        _, table, _, _, _ = pool.table(writer.slot, running)
+        _, table, _, _, _ = pool.table(writer.handle, running)
         assert len(set(ints(table, "i"))) == 3
         assert pool.usage(DEVICE)[1:4] == (13, 0, 3)
         writer.free(running)
@@ -120,9 +120,9 @@ def test_what_is_written_but_not_published_yet_stays_private() -> None:
         writer.free(freed)
         assert forget(writer, blocks(1)) == (0, 0)
         follower = writer.write(blocks(1, 2, 3))  # must not share what `early` has written
-        tables = [ints(pool.table(writer.slot, i)[1], "i") for i in (early, follower)]
+        tables = [ints(pool.table(writer.handle, i)[1], "i") for i in (early, follower)]
         assert not set(tables[0]) & set(tables[1])
-        pool.receipted(writer.slot, 3)
+        pool.receipted(writer.handle, 3)
         assert writer.num_cached(blocks(1, 2)) == (0, 0)
         writer.catch_up()
         assert writer.num_cached(blocks(1, 2, 3)) == (3, 0)
@@ -137,7 +137,7 @@ def test_a_sequence_whose_tokens_come_later_stays_private_if_they_might_be_the_f
             for sequence_id in running:
                 first = 6 if sequence_id == running[0] else 4
                 slots, none = i32([6 if first == 6 else 4]), i32([0])
-                pool.append(writer.slot, i64([sequence_id]), i64([first]), slots, none, b"", b"")
+                pool.append(writer.handle, i64([sequence_id]), i64([first]), slots, none, b"", b"")
         forget(writer, blocks(1, 2, 5))
         for sequence_id, first, tokens in (
             (running[0], 6, blocks(2)[2:] + blocks(5)),
@@ -145,7 +145,7 @@ def test_a_sequence_whose_tokens_come_later_stays_private_if_they_might_be_the_f
         ):
             assert (
                 pool.deferred_tokens(
-                    writer.slot,
+                    writer.handle,
                     i64([sequence_id]),
                     i64([running.index(sequence_id) + 1]),
                     i64([first]),
@@ -165,7 +165,7 @@ def test_an_aborted_sequence_stays_private() -> None:
         forget(writer, blocks(1), force=True)
         writer.late = True
         writer.append(running, 8, blocks(3))
-        pool.abort(writer.slot, 50)
+        pool.abort(writer.handle, 50)
         writer.late = False
         writer.append(running, 8, blocks(3))
         finish(pool)
@@ -222,7 +222,7 @@ def test_retention_and_spares_go_too() -> None:
         running = [one.write(blocks(1, 2)), other.write(blocks(1, 2))]
         one.catch_up()
         other.catch_up()
-        pool.retain(one.slot, i32(blocks(1, 2)), 9, 1e9, 10)
+        pool.retain(one.handle, i32(blocks(1, 2)), 9, 1e9, 10)
         assert forget(one, blocks(1)) == (0, 4)
         assert forget(one, blocks(1), force=True) == (4, 4)
         assert pool.num_retained(1) == 0
@@ -250,7 +250,7 @@ def test_forgetting_at_random_leaves_the_index_sound(policy: str) -> None:
                 holder, sequence_id = live.pop(rng.randrange(len(live)))
                 holder.free(sequence_id)
             elif action == 3:
-                pool.retain(writer.slot, i32(prompt), rng.randrange(1, 9), turn + 9.0, 100)
+                pool.retain(writer.handle, i32(prompt), rng.randrange(1, 9), turn + 9.0, 100)
             elif action == 4:
                 before = writer.num_cached(prompt)
                 found, _ = forget(writer, prompt, force=rng.random() < 0.5)
@@ -277,7 +277,7 @@ def test_a_large_prefix_is_gone_at_once_though_its_blocks_are_not_counted() -> N
         for last in (3, 4, 5):
             writer.cache(blocks(1, 2, last))
         running = writer.write(blocks(1, 2, 5))
-        pool.retain(writer.slot, i32(blocks(1, 2, 3)), 9, 1e9, 10)
+        pool.retain(writer.handle, i32(blocks(1, 2, 3)), 9, 1e9, 10)
         assert forget(writer, blocks(1, 2), most=1) == (0, 2)
         assert forget(writer, blocks(1, 2), most=1, force=True) == (2, 2)
         assert pool.num_retained(1) == 0
@@ -319,9 +319,9 @@ def test_what_an_ended_session_was_to_publish_is_taken_apart_before_its_release(
         writer = Writer(pool)
         writer.cache(blocks(1, 2))
         prompt = blocks(1, 2, 3, 4)
-        pool.begin(writer.slot, 100)
-        assert len(pool.grant(writer.slot, 1, 50, i32(prompt), b"", -1, 0, False, 0)) == 3
-        assert pool.end_session(writer.slot, 0)
+        pool.begin(writer.handle, 100)
+        assert len(pool.grant(writer.handle, 1, 50, i32(prompt), b"", -1, 0, False, 0)) == 3
+        assert pool.end_session(writer.handle, 0)
         assert pool.forget_roots([b"root"], False) == (2, 0)
         num_calls = 1
         while pool.forget_some(1):
@@ -331,9 +331,9 @@ def test_what_an_ended_session_was_to_publish_is_taken_apart_before_its_release(
         assert num_calls == 9, "each entry and the root once down and once up, at most"
         other = Writer(pool)
         other.cache(blocks(1, 2, 5))  # may get the entries that the session led
-        assert not pool.end_some(writer.slot, 1)
+        assert not pool.end_some(writer.handle, 1)
         pool.check_integrity()
-        pool.session_fenced(writer.slot)
+        pool.session_fenced(writer.handle)
         assert other.num_cached(blocks(1, 2, 5)) == (3, 0)
 
 

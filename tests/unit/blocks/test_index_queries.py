@@ -76,7 +76,7 @@ def test_explain_says_what_lies_where_and_how_it_was_used() -> None:
         pool.set_time(14)
         running = writer.write([*blocks(1), 7, 7])
         pool.set_time(15)
-        pool.retain(writer.slot, i32(blocks(1)), 8, 1e9, 10)
+        pool.retain(writer.handle, i32(blocks(1)), 8, 1e9, 10)
         columns = pool.explain(b"root", i32([*blocks(1, 2, 3), 5]))
         widths = ("B", "i", "q", "i", "q", "q", "q", "B")
         tiers, indices, generations, refs, hits, ages, idle, priorities = (
@@ -84,7 +84,7 @@ def test_explain_says_what_lies_where_and_how_it_was_used() -> None:
         )
         assert (tiers, refs, hits) == ([1, 1], [1, 0], [1, 0])
         assert (ages, idle, priorities) == ([5000, 5000], [0, 5000], [8, 0])
-        _, table, of_table, _, _ = pool.table(writer.slot, running)
+        _, table, of_table, _, _ = pool.table(writer.handle, running)
         assert (indices[0], generations[0]) == (ints(table, "i")[0], ints(of_table, "q")[0])
         assert all(not column for column in pool.explain(b"other", i32(blocks(1))))
 

@@ -134,7 +134,7 @@ def test_what_goes_before_the_plan_after_an_abort_is_made_is_not_published(is_cu
         caller.begin()
     assert caller.admit(3, [*tokens, 7], num_compute=0, admitted_by=caller.number)[0] == 8
     if is_cut:
-        caller.pool.cut(caller.slot, 3)
+        caller.pool.cut(caller.handle, 3)
         caller.begin()
     else:
         assert caller.free(3)[1] == []
@@ -152,15 +152,15 @@ def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there
         for i in (1, 2, 3):
             caller.admit(i, [i] * 12)
         caller.finish()
-        left = [caller.pool.abort(caller.slot, 2, True, 1) for _ in range(num_pieces)]
+        left = [caller.pool.abort(caller.handle, 2, True, 1) for _ in range(num_pieces)]
         assert left == [True, True, False][:num_pieces]
         caller.pool.check_integrity()
         held = sum(state.num_blocks for state in caller.states())
         assert held == 3 * (3 - min(num_pieces, 3))
-        caller.pool.end_session(caller.slot)
-        while caller.pool.end_some(caller.slot, 1):
+        caller.pool.end_session(caller.handle)
+        while caller.pool.end_some(caller.handle, 1):
             caller.pool.check_integrity()
-        caller.pool.session_fenced(caller.slot)
+        caller.pool.session_fenced(caller.handle)
         caller.pool.check_integrity()
         assert caller.pool.usage(DEVICE)[1] == 16
 
@@ -173,7 +173,7 @@ def test_what_was_released_comes_back_some_at_a_time_where_no_plan_is_left() -> 
     caller.abort()
     number = caller.number
     num_pieces = 1
-    while caller.pool.receipted(caller.slot, number, 2):
+    while caller.pool.receipted(caller.handle, number, 2):
         caller.pool.check_integrity()
         num_pieces += 1
     assert num_pieces == 3
@@ -190,14 +190,14 @@ def test_a_session_may_end_within_a_swap() -> None:
         caller.append((2, 6, 1, [9], 0))
         ran(caller)
         caller.begin()
-        assert caller.pool.swap(caller.slot, i64([1, 2]), HOST, 0, 0) == 3
+        assert caller.pool.swap(caller.handle, i64([1, 2]), HOST, 0, 0) == 3
         for _ in range(num_pieces):
-            is_left = caller.pool.swap_some(caller.slot, 1)
+            is_left = caller.pool.swap_some(caller.handle, 1)
             caller.pool.check_integrity()
         num_pieces += 1
-        caller.pool.end_session(caller.slot)
+        caller.pool.end_session(caller.handle)
         caller.pool.check_integrity()
-        caller.pool.session_fenced(caller.slot)
+        caller.pool.session_fenced(caller.handle)
         caller.pool.check_integrity()
         assert [caller.pool.usage(tier)[3:] for tier in (DEVICE, HOST)] == [(0, 0), (0, 0)]
     assert num_pieces > 4
@@ -301,7 +301,7 @@ def test_a_check_between_steps_does_not_shift_a_grant() -> None:
 def test_a_cut_frees_what_the_draft_allocates_only_after_its_plan() -> None:
     caller = Caller(new_pool(4))
     assert caller.admit(1, [1] * 16, admitted_by=0) == (0, 4, 0)
-    caller.pool.cut(caller.slot, 1)
+    caller.pool.cut(caller.handle, 1)
     caller.pool.check_integrity()
     other = Caller(caller.pool)
     other.begin()
@@ -315,14 +315,14 @@ def test_a_cut_frees_what_the_draft_allocates_only_after_its_plan() -> None:
 
 def test_a_cut_sequence_that_no_plan_touches_is_free_at_once() -> None:
     caller = with_prompt(PROMPT, num_device=2)
-    assert caller.pool.cut(caller.slot, 1) == 2
-    assert not caller.pool.has_sequence(caller.slot, 1)
+    assert caller.pool.cut(caller.handle, 1) == 2
+    assert not caller.pool.has_sequence(caller.handle, 1)
     other = Caller(caller.pool)
     other.begin()
     assert len(other.admit(1, [2] * 8)) == 3
     assert other.pool.match(b"root", i32(PROMPT))[0] == 0
     with pytest.raises(KeyError):
-        caller.pool.cut(caller.slot, 1)
+        caller.pool.cut(caller.handle, 1)
 
 
 def test_what_a_cut_sequence_wrote_is_published_when_its_receipt_comes() -> None:
@@ -330,7 +330,7 @@ def test_what_a_cut_sequence_wrote_is_published_when_its_receipt_comes() -> None
     caller.begin()
     caller.admit(1, list(range(8)))
     caller.finish()
-    caller.pool.cut(caller.slot, 1)
+    caller.pool.cut(caller.handle, 1)
     assert caller.pool.usage(DEVICE)[4] == 2
     caller.receipted()
     assert caller.pool.match(b"root", i32(range(8)))[0] == 2
@@ -347,7 +347,7 @@ def test_no_block_of_an_unfinished_plan_goes_to_another_session() -> None:
     other = Caller(caller.pool)
     other.begin()
     assert len(other.admit(1, [2])) == 5
-    assert caller.pool.num_pending(other.slot, DEVICE) == 2
+    assert caller.pool.num_pending(other.handle, DEVICE) == 2
     caller.begin()
     assert len(caller.admit(2, [3] * 4)) == 3, "its own plans run in order"
 
@@ -358,15 +358,15 @@ def test_an_ended_session_is_fenced_before_its_blocks_are_allocated() -> None:
     caller.fork((1, 2))
     caller.append((1, 8, 4, [], 0))
     caller.finish()
-    caller.pool.end_session(caller.slot)
+    caller.pool.end_session(caller.handle)
     caller.pool.check_integrity()
     assert caller.pool.usage(DEVICE) == (4, 1, 0, 0, 3)
     with pytest.raises(IndexError):
-        caller.pool.begin(caller.slot, 9)
+        caller.pool.begin(caller.handle, 9)
     other = Caller(caller.pool)
     other.begin()
     assert len(other.admit(1, [2] * 8)) == 5
-    caller.pool.session_fenced(caller.slot)
+    caller.pool.session_fenced(caller.handle)
     caller.pool.check_integrity()
     assert other.pool.match(b"root", i32(range(8)))[0] == 2
     assert len(other.admit(1, [2] * 16)) == 3
@@ -379,8 +379,8 @@ def test_sequences_of_later_sessions_are_apart_from_those_that_ended_in_flight()
         caller.begin()
         caller.admit(1, PROMPT, forks=[2])
         caller.finish()
-        pool.end_session(caller.slot)
-        pool.session_fenced(caller.slot)
+        pool.end_session(caller.handle)
+        pool.session_fenced(caller.handle)
     caller = Caller(pool)
     caller.begin()
     for i in range(1, 5):
@@ -397,10 +397,10 @@ def test_a_session_that_ends_with_a_draft_leaves_nothing_pinned() -> None:
         caller.admit(1, [token] * 4)
         ran(caller)
     assert caller.admit(2, [*range(4), 5], admitted_by=1) == (4, 2, 0)
-    caller.pool.cut(caller.slot, 2)
-    caller.pool.end_session(caller.slot)
+    caller.pool.cut(caller.handle, 2)
+    caller.pool.end_session(caller.handle)
     caller.pool.check_integrity()
-    caller.pool.session_fenced(caller.slot)
+    caller.pool.session_fenced(caller.handle)
     caller.pool.check_integrity()
     assert caller.pool.usage(DEVICE)[3:] == (0, 0)
 
@@ -411,12 +411,12 @@ def test_a_session_is_not_fenced_before_its_plans_have_ended() -> None:
     caller.swap([1], HOST)
     caller.free(1)
     caller.finish()
-    is_left = caller.pool.end_session(caller.slot, 0)
+    is_left = caller.pool.end_session(caller.handle, 0)
     while is_left:
         with pytest.raises(IndexError):
-            caller.pool.session_fenced(caller.slot)
-        is_left = caller.pool.end_some(caller.slot, 1)
-    caller.pool.session_fenced(caller.slot)
+            caller.pool.session_fenced(caller.handle)
+        is_left = caller.pool.end_some(caller.handle, 1)
+    caller.pool.session_fenced(caller.handle)
     caller.pool.check_integrity()
     assert [caller.pool.usage(tier)[3:] for tier in (DEVICE, HOST)] == [(0, 0), (0, 0)]
 
@@ -435,18 +435,18 @@ def test_what_is_free_at_once_is_not_kept_for_receipts() -> None:
     assert caller.admit(3, [0] * 13, num_compute=0, admitted_by=caller.number) == (8, 2, 0)
     ran(caller)
     caller.begin()
-    caller.pool.cut(caller.slot, 3)
+    caller.pool.cut(caller.handle, 3)
     caller.pool.check_integrity()
 
 
 def test_only_an_ended_session_is_fenced_and_once() -> None:
     caller = Caller(new_pool(2))
-    for slot in (caller.slot, 7, 2**32 - 1):
+    for handle in (caller.handle, 7, 2**32 - 1):
         with pytest.raises(IndexError):
-            caller.pool.session_fenced(slot)
-    caller.pool.end_session(caller.slot)
+            caller.pool.session_fenced(handle)
+    caller.pool.end_session(caller.handle)
     with pytest.raises(IndexError):
-        caller.pool.end_session(caller.slot)
-    caller.pool.session_fenced(caller.slot)
+        caller.pool.end_session(caller.handle)
+    caller.pool.session_fenced(caller.handle)
     with pytest.raises(IndexError):
-        caller.pool.session_fenced(caller.slot)
+        caller.pool.session_fenced(caller.handle)

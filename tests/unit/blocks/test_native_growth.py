@@ -157,7 +157,7 @@ def test_what_was_truncated_before_its_receipt_is_not_published() -> None:
     caller.truncate((1, 6))
     caller.append((1, 6, 2, [90, 91], 0))
     caller.finish()
-    caller.pool.receipted(caller.slot, 1)
+    caller.pool.receipted(caller.handle, 1)
     assert caller.pool.match(b"root", i32(range(8)))[0] == 1
     caller.receipted()
     assert caller.pool.match(b"root", i32(range(8)))[0] == 1
@@ -185,7 +185,7 @@ def test_refused_truncates() -> None:
 
 def test_forks_copy_neither_tokens_nor_tables() -> None:
     caller = with_prompt(num_device=200, tokens=list(range(600)))
-    num_held = caller.pool.num_blocks_held(caller.slot)
+    num_held = caller.pool.num_blocks_held(caller.handle)
     caller.begin()
     assert caller.fork((1, 2), (2, 3), (9, 4), (1, 3), (1, 0))[1] == [
         (2, Code.NOT_FOUND, 9, 0, 0),
@@ -198,7 +198,7 @@ def test_forks_copy_neither_tokens_nor_tables() -> None:
         (Kind.FORK, 2, 1),
         (Kind.FORK, 3, 2),
     ]
-    assert caller.pool.num_blocks_held(caller.slot) == num_held
+    assert caller.pool.num_blocks_held(caller.handle) == num_held
 
 
 def test_children_differ_from_where_they_grow() -> None:
@@ -255,7 +255,7 @@ def test_a_block_that_receipts_may_still_publish_is_not_written_by_who_shares_it
     caller.truncate((2, 6))
     assert caller.append((2, 6, 2, [90, 91], 0)) == ([2], [])
     caller.finish()
-    caller.pool.receipted(caller.slot, 1)
+    caller.pool.receipted(caller.handle, 1)
     (run,) = caller.pool.take_publications(9)
     assert caller.table(2)[1].index.to_bytes(4, "little") not in [run[1][:4], run[1][4:]]
     assert caller.pool.match(b"root", i32(range(8)))[0] == 2
@@ -278,7 +278,7 @@ def test_a_freed_sequence_of_which_the_chain_was_evicted_is_not_published_elsewh
     caller.admit(2, [50] * 8, num_compute=8)
     caller.finish()
     for plan in (2, 3, 4):
-        caller.pool.receipted(caller.slot, plan)
+        caller.pool.receipted(caller.handle, plan)
         caller.pool.check_integrity()
     assert caller.pool.match(b"root", i32(range(4, 8)))[0] == 0
 
@@ -333,17 +333,17 @@ def test_a_sequence_goes_on_when_it_is_scheduled_receipted_moved_or_given_blocks
 
     at(1.0)
     caller.append((1, 6, 1, [7], 0))
-    assert pool.last_progress(caller.slot, 1) == (1.0, True)
+    assert pool.last_progress(caller.handle, 1) == (1.0, True)
     caller.finish()
     pool.set_time(2.0)
     caller.receipted()
-    assert pool.last_progress(caller.slot, 1) == (2.0, False)
+    assert pool.last_progress(caller.handle, 1) == (2.0, False)
     at(3.0)
     ran(caller)
-    assert pool.last_progress(caller.slot, 1) == (2.0, False), "a step without it"
-    assert pool.reserve(caller.slot, 1, 1)
-    assert pool.last_progress(caller.slot, 1) == (3.0, False)
+    assert pool.last_progress(caller.handle, 1) == (2.0, False), "a step without it"
+    assert pool.reserve(caller.handle, 1, 1)
+    assert pool.last_progress(caller.handle, 1) == (3.0, False)
     at(4.0)
     caller.swap([1], HOST)
     ran(caller)
-    assert pool.last_progress(caller.slot, 1) == (4.0, False)
+    assert pool.last_progress(caller.handle, 1) == (4.0, False)

@@ -59,27 +59,27 @@ def test_a_column_that_cannot_be_read_is_named(
 ) -> None:
     before = dump(caller.pool, [caller])
     with pytest.raises(ColumnError) as raised:
-        call(caller.pool, caller.slot)
+        call(caller.pool, caller.handle)
     assert raised.value.args[:2] == (column, index)
     assert dump(caller.pool, [caller]) == before
 
 
-@pytest.mark.parametrize("slot", [1, 2**31, 2**32 - 1])
-def test_a_slot_without_a_session_is_refused(caller: Caller, slot: int) -> None:
+@pytest.mark.parametrize("handle", [1, 2**31, 2**32 - 1])
+def test_a_handle_without_a_session_is_refused(caller: Caller, handle: int) -> None:
     pool = caller.pool
     calls: list[Callable[[], Any]] = [
-        lambda: pool.begin(slot, 1),
-        lambda: pool.admit(slot, 1, FEW, b"", -1, 0, False, 0),
-        lambda: pool.append(slot, ONE, ONE, FEW, FEW, FEW, b""),
-        lambda: pool.free(slot, ONE),
-        lambda: pool.swap(slot, ONE, HOST),
-        lambda: pool.finish(slot, b""),
-        lambda: pool.abort(slot, 1),
-        lambda: pool.receipted(slot, 1),
-        lambda: pool.states(slot, None),
-        lambda: pool.table(slot, 1),
-        lambda: pool.cut(slot, 1),
-        lambda: pool.end_session(slot),
+        lambda: pool.begin(handle, 1),
+        lambda: pool.admit(handle, 1, FEW, b"", -1, 0, False, 0),
+        lambda: pool.append(handle, ONE, ONE, FEW, FEW, FEW, b""),
+        lambda: pool.free(handle, ONE),
+        lambda: pool.swap(handle, ONE, HOST),
+        lambda: pool.finish(handle, b""),
+        lambda: pool.abort(handle, 1),
+        lambda: pool.receipted(handle, 1),
+        lambda: pool.states(handle, None),
+        lambda: pool.table(handle, 1),
+        lambda: pool.cut(handle, 1),
+        lambda: pool.end_session(handle),
     ]
     for call in calls:
         with pytest.raises(IndexError):
@@ -90,10 +90,10 @@ def test_what_is_asked_of_an_unknown_sequence_is_a_key_error(caller: Caller) -> 
     for i in (0, 9, -(2**63)):
         for call in (caller.pool.table, caller.pool.cut, caller.pool.num_held):
             with pytest.raises(KeyError):
-                call(caller.slot, i)
+                call(caller.handle, i)
         with pytest.raises(KeyError):
-            caller.pool.states(caller.slot, i64([1, i]))
-        assert not caller.pool.has_sequence(caller.slot, i)
+            caller.pool.states(caller.handle, i64([1, i]))
+        assert not caller.pool.has_sequence(caller.handle, i)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_numbers_to_compute_at_the_extremes(caller: Caller) -> None:
 def test_the_growth_of_what_has_no_end_is_none(caller: Caller, first: int, num_slots: int) -> None:
     """Nor is it counted: sanitizers see that."""
     columns = i64([1, 9]), i64([first] * 2), i32([num_slots] * 2), i32([num_slots] * 2)
-    assert caller.pool.growth(caller.slot, *columns) == bytes(8)
+    assert caller.pool.growth(caller.handle, *columns) == bytes(8)
 
 
 def test_ten_million_tokens_are_refused_at_once(caller: Caller) -> None:

@@ -10,8 +10,8 @@ from kvplane_blocks._native import Pool
 from tests.helpers.native.native_pool import Caller, i32, i64, new_pool
 
 SIZE = 64
-PIECE = 256  # tokens
-LONG = [i % 97 for i in range(3 * PIECE + 5)]
+CHUNK = 256  # tokens
+LONG = [i % 97 for i in range(3 * CHUNK + 5)]
 NUM_TURNS = 150
 
 
@@ -38,7 +38,7 @@ def assert_known(caller: Caller, known: dict[int, list[int]]) -> None:
     }
     given = {i: tokens for i, tokens in known.items() if tokens}
     refused = caller.pool.deferred_tokens(
-        caller.slot,
+        caller.handle,
         i64(given),
         i64(states[i].admitted_by for i in given),
         i64([0] * len(given)),
@@ -52,19 +52,19 @@ def paged_pool(num_blocks: int = 128) -> Pool:
     return new_pool(num_blocks, block_size=SIZE)
 
 
-def test_sequences_of_one_cached_prefix_share_its_whole_pieces() -> None:
+def test_sequences_of_one_cached_prefix_share_its_whole_chunks() -> None:
     pool = paged_pool()
     callers = [Caller(pool) for _ in range(5)]
     assert admitted(callers[0], 1, LONG) == 0
-    assert pool.num_token_pieces == 4
+    assert pool.num_token_chunks == 4
     for caller in callers[1:]:
-        assert admitted(caller, 1, LONG) == 3 * PIECE
-    assert pool.num_token_pieces == 4 + 4, "each has the last of its own"
+        assert admitted(caller, 1, LONG) == 3 * CHUNK
+    assert pool.num_token_chunks == 4 + 4, "each has the last of its own"
     for caller in callers:
         assert_known(caller, {1: LONG})
-        pool.end_session(caller.slot)
+        pool.end_session(caller.handle)
         pool.check_integrity()
-    assert pool.num_token_pieces == 0
+    assert pool.num_token_chunks == 0
 
 
 def test_a_prefix_that_nobody_has_any_more_is_shared_by_those_who_come_next() -> None:
@@ -74,13 +74,13 @@ def test_a_prefix_that_nobody_has_any_more_is_shared_by_those_who_come_next() ->
     first.begin()
     first.free(1)
     ran(first)
-    assert pool.num_token_pieces == 0
+    assert pool.num_token_chunks == 0
     admitted(second, 1, LONG)
     admitted(third, 1, LONG)
-    assert pool.num_token_pieces == 4 + 1
+    assert pool.num_token_chunks == 4 + 1
 
 
-@pytest.mark.parametrize("kept", [PIECE, PIECE + 1, 2 * PIECE - 1, 3 * PIECE])
+@pytest.mark.parametrize("kept", [CHUNK, CHUNK + 1, 2 * CHUNK - 1, 3 * CHUNK])
 def test_who_goes_on_otherwise_leaves_the_others_tokens(kept: int) -> None:
     pool = paged_pool()
     one, other, late = Caller(pool), Caller(pool), Caller(pool)
@@ -100,7 +100,7 @@ def test_who_goes_on_otherwise_leaves_the_others_tokens(kept: int) -> None:
 def test_in_a_walk_everybody_keeps_their_own_tokens() -> None:
     rng = random.Random(7)
     pool = paged_pool(64)
-    patterns = [[rng.randrange(2) for _ in range(PIECE)] for _ in range(3)]
+    patterns = [[rng.randrange(2) for _ in range(CHUNK)] for _ in range(3)]
     callers = [Caller(pool, rng.choice([b"a", b"a", b"b"])) for _ in range(4)]
     known: list[dict[int, list[int]]] = [{} for _ in callers]
     next_id, most_shared = 1, 0
@@ -119,7 +119,7 @@ def test_in_a_walk_everybody_keeps_their_own_tokens() -> None:
             sequence_id = rng.choice([*mine])
             tokens = mine[sequence_id]
             if kind == "append":
-                more = rng.choice(patterns)[: rng.choice([1, 100, PIECE])]
+                more = rng.choice(patterns)[: rng.choice([1, 100, CHUNK])]
                 _, refused = caller.append((sequence_id, len(tokens), len(more), more, 0))
                 tokens += [] if refused else more
             elif kind == "truncate":
@@ -133,8 +133,8 @@ def test_in_a_walk_everybody_keeps_their_own_tokens() -> None:
                 pool.forget_some(1000)
         ran(caller)
         assert_known(caller, mine)
-        num_needed = sum(-(-len(tokens) // PIECE) for each in known for tokens in each.values())
-        most_shared = max(most_shared, num_needed - pool.num_token_pieces)
+        num_needed = sum(-(-len(tokens) // CHUNK) for each in known for tokens in each.values())
+        most_shared = max(most_shared, num_needed - pool.num_token_chunks)
     for caller, mine in zip(callers, known, strict=True):
         assert_known(caller, mine)
     assert most_shared > 3, "the walk does not share"

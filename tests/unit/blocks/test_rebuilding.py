@@ -115,7 +115,7 @@ def test_prefixes_are_found_again_in_the_same_blocks_and_tails_are_evicted_first
     writer = Writer(pool, b"r")
     running = writer.write(blocks(*range(10, 72)))
     assert num_found(pool, [1, 2, 3]) == 2
-    assert not {5, 9} & set(ints(pool.table(writer.slot, running)[1], "i"))
+    assert not {5, 9} & set(ints(pool.table(writer.handle, running)[1], "i"))
     pool.check_integrity()
 
 

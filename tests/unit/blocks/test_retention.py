@@ -16,12 +16,12 @@ FOREVER = 1e9
 def retain(
     writer: Writer, tokens: list[int], priority: int, *, until: float = FOREVER, most: int = 1000
 ) -> tuple[int, ...]:
-    answer: tuple[int, ...] = writer.pool.retain(writer.slot, i32(tokens), priority, until, most)
+    answer: tuple[int, ...] = writer.pool.retain(writer.handle, i32(tokens), priority, until, most)
     return answer
 
 
 def release(writer: Writer, tokens: list[int]) -> int:
-    return writer.pool.release_retained(writer.slot, i32(tokens))
+    return writer.pool.release_retained(writer.handle, i32(tokens))
 
 
 def test_retained_blocks_are_evicted_after_all_others_and_tails_first() -> None:
@@ -53,7 +53,7 @@ def test_a_running_sequence_gets_retained_blocks() -> None:
         writer = Writer(pool)
         writer.cache(blocks(1, 2, 3, 4))
         retain(writer, blocks(1, 2, 3, 4), 100)
-        assert pool.num_obtainable(writer.slot, DEVICE) == 4
+        assert pool.num_obtainable(writer.handle, DEVICE) == 4
         writer.write(blocks(5, 6, 7, 8))
         assert pool.num_retained(1) == 0
 

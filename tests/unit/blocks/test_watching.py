@@ -193,7 +193,7 @@ class Watching(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), firsts=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def forget(self, which: int, firsts: list[int]) -> None:
-        self.pool.forget(self.writers[which].slot, i32(blocks(*firsts)), True, 1000)
+        self.pool.forget(self.writers[which].handle, i32(blocks(*firsts)), True, 1000)
 
     @rule(which=st.integers(0, 1))
     def forget_root(self, which: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import wait
-from kvplane.sync.passing_thread import call_in_passing
+from kvplane.sync.short_thread import call_in_short_thread
 
 LONG_S = 0.4  # after which the loop runs by itself
 
@@ -160,8 +160,8 @@ def test_a_call_in_passing_leaves_no_thread() -> None:
         threads.append(threading.current_thread())
         return "made"
 
-    assert call_in_passing(call) == "made"
+    assert call_in_short_thread(call) == "made"
     assert threads[0] is not threading.current_thread()
     assert not threads[0].is_alive()
     with pytest.raises(ZeroDivisionError):
-        call_in_passing(lambda: 1 // 0)
+        call_in_short_thread(lambda: 1 // 0)

@@ -52,7 +52,7 @@ def test_an_admission_that_waits_says_where_in_line() -> None:
     error = error_of(failure)
     assert type(error) is PoolFullError
     assert error.retry_delay_s is None
-    assert error.message.endswith("the admission waits, at place 3 in line")
+    assert error.message.endswith("the admission waits, at position 3 in the queue")
 
 
 def test_never_does_not_fit_and_does_not_say_to_wait() -> None:

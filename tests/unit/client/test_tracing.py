@@ -146,4 +146,4 @@ async def test_a_step_that_is_called_again_in_another_trace_is_the_same_step() -
     again = await steps.call(cpb.StepRequest(traceparent=OTHER), send, Deadline.after(60))
     assert again == "answer"
     assert sent == [(1, ABOVE), (1, ABOVE)]
-    assert not steps.unclaimed
+    assert not steps.abandoned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.steps.abort import abort_from
-from control_plane.steps.pieces import finished
+from control_plane.steps.slices import finished
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.v1 import types_pb2 as tpb

@@ -75,7 +75,7 @@ def write(engine: Engine, tokens: range) -> None:
     engine.settle()
     engine.send(ops.free([1]))
     engine.settle()
-    engine.world.core.take_told()
+    engine.world.core.take_notified()
 
 
 def churn(world: World, engines: list[Engine], rng: random.Random, num: int) -> None:
@@ -119,7 +119,7 @@ def test_it_is_woken_by_changes_of_the_index_alone() -> None:
     write(engine, range(9))
     assert copy.num_wakes == 1
     engine.renew()
-    world.core.take_told()
+    world.core.take_notified()
     assert copy.num_wakes == 1
     copy.catch_up()
     assert len(copy.held) == 1
@@ -168,7 +168,7 @@ def test_it_goes_on_from_a_revision() -> None:
 
 def test_after_a_large_prefix_is_forgotten_it_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("control_plane.steps.prefixes._MOST_COUNTED", 1)
-    monkeypatch.setattr("control_plane.pools.pool._PIECE_ENTRIES", 1)
+    monkeypatch.setattr("control_plane.pools.pool._SLICE_ENTRIES", 1)
     world = World()
     engine = world.engine()
     write(engine, range(25))
@@ -181,7 +181,7 @@ def test_after_a_large_prefix_is_forgotten_it_starts_again(monkeypatch: pytest.M
         copy.take()
     again = Copy(world)
     assert not again.take(), "what is forgotten is not told"
-    world.core.take_told()
+    world.core.take_notified()
     while world.core.work():
         pass
     assert again.num_wakes > 0
@@ -199,11 +199,11 @@ def test_a_data_plane_that_restarts_clears_it_and_a_snapshot_follows() -> None:
     old.catch_up()
     world.shards[0].restart()
     world.core.register(world.shards[0].hello())
-    world.core.take_told()
+    world.core.take_notified()
     copy.catch_up()
     assert copy.held == {}
     world.shards[0].join()
-    world.core.take_told()
+    world.core.take_notified()
     write(world.engine(), range(100, 109))
     copy.catch_up()
     assert copy.is_complete

@@ -43,8 +43,8 @@ class Sharers:
         self._last_id = 1
 
     @property
-    def num_token_pieces(self) -> int:
-        return self.world.core._pools[POOL].lead.num_token_pieces
+    def num_token_chunks(self) -> int:
+        return self.world.core._pools[POOL].primary.num_token_chunks
 
     def grow_to(self, num: int) -> None:
         """Open sessions, each of which finds the prefix, but for the first, which computes it."""
@@ -142,11 +142,11 @@ def test_a_thousand_sessions_on_one_prefix_cost_no_more_than_a_hundred() -> None
     sharers = Sharers()
     sharers.grow_to(FEW)
     few_s = sharers.cpu_s()
-    num_pieces, num_calls = sharers.num_token_pieces, sharers.num_calls()
+    num_chunks, num_calls = sharers.num_token_chunks, sharers.num_calls()
     plan_bytes = sharers.plan_bytes()
     sharers.grow_to(MANY)
     assert sharers.world.usage()["held"] == PREFIX_BLOCKS + MANY, "one block for each of them"
-    assert sharers.num_token_pieces - num_pieces == MANY - FEW, "and one piece of tokens"
+    assert sharers.num_token_chunks - num_chunks == MANY - FEW, "and one chunk of tokens"
     assert sharers.num_calls() == num_calls
     assert sharers.plan_bytes() == plan_bytes
     ratios = []

@@ -17,7 +17,7 @@ from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.sessions.numbering import content_of
 from control_plane.sessions.session import Session
-from control_plane.sharing.groups import Group
+from control_plane.sharing.families import Family
 from kvplane import ops
 from kvplane.errors import KvplaneError
 from kvplane.layout import LayerGroup, Layout
@@ -52,7 +52,7 @@ class Side:
             hello(layout=layout.to_proto(), num_device_blocks=24, num_host_blocks=4, groups=groups)
         )
         self.core.report(POOL, 0, 11, cpb.BlockReport(last=True))
-        while self.core.take_told() is not None and self.core.has_work():
+        while self.core.take_notified() is not None and self.core.has_work():
             self.core.work()
         opening = cpb.OpenSessionRequest(
             pool_id=POOL, protocol=protocol.supported(), layout=layout.to_proto()
@@ -78,7 +78,7 @@ class Side:
         self.core.check_integrity()
         told = []
         for session in self.core._sessions.values():
-            native, slot, numbers = session.native, session.slot, session.numbers
+            native, slot, numbers = session.native, session.handle, session.numbers
             states = native.states(slot, None)
             ids = columns.read(INT64, states[0], "ids")
             told += [
@@ -91,15 +91,15 @@ class Side:
                 {i: len(group.members) for i, group in _groups(self.core, session).items()},
             ]
         pool = self.core._pools[POOL]
-        self.core.take_told()
+        self.core.take_notified()
         self.core.announce()
-        self.core.take_told()
+        self.core.take_notified()
         outgoing = [each.SerializeToString() for each in self.core.take_outgoing(POOL, 0)]
         return [*told, outgoing, pool.revision(), pool.usage().SerializeToString(), pool._count()]
 
 
-def _groups(core: ControlPlane, session: Session) -> dict[int, Group]:
-    return core._sharing[POOL].members[session.id].groups._by_id
+def _groups(core: ControlPlane, session: Session) -> dict[int, Family]:
+    return core._sharing[POOL].members[session.id].families._by_id
 
 
 class Walk:
@@ -128,7 +128,7 @@ class Walk:
         if self.sent and rng.random() < 0.1:
             self.send(rng.choice(self.sent[-3:]))
             return
-        states = session.native.states(session.slot, None)
+        states = session.native.states(session.handle, None)
         ids = columns.read(INT64, states[0], "ids")
         ends = dict(zip(ids, columns.read(INT64, states[3], "ends"), strict=True))
         kinds = ["append", "admit", "free", "fork", "none", "several"]

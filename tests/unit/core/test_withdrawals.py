@@ -81,12 +81,12 @@ def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:
 
 
 def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.pools.pool._PIECE_ENTRIES", 1)
+    monkeypatch.setattr("control_plane.pools.pool._SLICE_ENTRIES", 1)
     world = cached_world()
     engine = world.engine()
     engine.send(ops.forget(list(range(8))))
     assert engine.lookup(range(17)) == 0, "it is not found at once"
-    world.core.take_told()
+    world.core.take_notified()
     assert world.core.has_work()
     while world.core.work():
         world.core.check_integrity()

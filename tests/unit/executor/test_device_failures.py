@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.pieces import finish
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.runtime.embedded import EmbeddedBackend

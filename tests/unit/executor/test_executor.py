@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_plane import Executor
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane.errors import (
     InvalidRequestError,
     PlanOutOfOrderError,

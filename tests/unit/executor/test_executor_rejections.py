@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BadSignatureError,

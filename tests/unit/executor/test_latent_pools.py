@@ -9,7 +9,7 @@ import torch
 
 from data_plane import Executor
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup

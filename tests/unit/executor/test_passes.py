@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
@@ -252,12 +252,12 @@ def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
     """Layer 0, asked for in each way, with as many tokens as the present pass has."""
     executor, parts = rig.executor, late_parts()
     options = AttentionOptions()
-    pieces = executor.layer_pieces
+    slices = executor.layer_slices
     here: dict[str, Any] = {"plan_number": 2, "pass_index": of_pass}
     return [
         lambda: executor.layer(1, 0, *parts, **here),
         lambda: executor.layer(1, 0, None, *parts[1:], **here),
-        lambda: finish(pieces(1, 0, parts, options, 2, of_pass, "", None)),
+        lambda: finish(slices(1, 0, parts, options, 2, of_pass, "", None)),
         lambda: executor.write_layer(1, 0, *parts[1:], **here),
         lambda: finish(executor.attend(1, 0, parts[0], **here)),
     ]

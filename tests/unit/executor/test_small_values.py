@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data_plane.memory.pages import PageShape
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane.errors import InvalidRequestError
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane.errors import StaleGenerationError
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.plan_author import (

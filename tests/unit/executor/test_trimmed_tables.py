@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from tests.helpers.data.data_rig import LAYERS, Rig

@@ -14,9 +14,9 @@ from functools import partial
 
 import pytest
 
-from data_plane.pieces import Pieces
 from data_plane.server.fair_queue import Lane
-from data_plane.server.worker_thread import NOTHING, Waited, WorkerThread
+from data_plane.server.worker_thread import NOTHING, WaitResult, WorkerThread
+from data_plane.slices import Slices
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_sockets_take_turns_with_each_other_and_with_the_event_loop(spin_s
         for _ in range(100):
             ours.send(b"packet")
 
-    def take(caller: str, theirs: socket.socket | None = None) -> Pieces[None]:
+    def take(caller: str, theirs: socket.socket | None = None) -> Slices[None]:
         if theirs is not None:
             theirs.recv(100)
         turns.append(caller)
@@ -97,7 +97,7 @@ async def test_sockets_take_turns_with_each_other_and_with_the_event_loop(spin_s
     loop = Lane("event loop")
     await worker.run(watch)
     await asyncio.gather(
-        *(worker.run_pieces(partial(take, "event loop"), loop) for _ in range(100))
+        *(worker.run_slices(partial(take, "event loop"), loop) for _ in range(100))
     )
     async with asyncio.timeout(10):
         while len(turns) < 300:
@@ -112,14 +112,14 @@ async def test_sockets_take_turns_with_each_other_and_with_the_event_loop(spin_s
             end_of.close()
 
 
-async def test_others_come_between_the_pieces_of_a_sockets_command(worker: WorkerThread) -> None:
+async def test_others_come_between_the_slices_of_a_sockets_command(worker: WorkerThread) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     seen: list[str] = []
 
-    def serve() -> Pieces[None]:
+    def serve() -> Slices[None]:
         theirs.recv(100)
         for _ in range(5):
-            seen.append("piece")
+            seen.append("slice")
             time.sleep(0.002)
             yield
 
@@ -131,7 +131,7 @@ async def test_others_come_between_the_pieces_of_a_sockets_command(worker: Worke
             await asyncio.sleep(0)
     await worker.run(lambda: seen.append("other"), Lane("other"))
     async with asyncio.timeout(10):
-        while seen.count("piece") < 5:
+        while seen.count("slice") < 5:
             await asyncio.sleep(0.001)
     assert seen.index("other") < 5
     await worker.run(lambda: worker.unwatch(theirs.fileno()))
@@ -143,7 +143,7 @@ async def test_a_thread_that_slept_is_woken_by_a_socket(worker: WorkerThread) ->
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     came = threading.Event()
 
-    def serve() -> Pieces[None]:
+    def serve() -> Slices[None]:
         theirs.recv(100)
         came.set()
         yield from ()
@@ -167,14 +167,14 @@ async def test_a_socket_that_waits_for_its_packets_takes_one_that_has_come_alrea
     theirs.setblocking(False)
     taken: list[str] = []
 
-    def serve() -> Pieces[None]:
+    def serve() -> Slices[None]:
         theirs.recv(100)
         taken.append("served")
         if len(taken) == 1:
             ours.send(b"another")
         yield from ()
 
-    def wait(epoll: int) -> Waited:
+    def wait(epoll: int) -> WaitResult:
         try:
             theirs.recv(100)
         except BlockingIOError:
@@ -183,7 +183,7 @@ async def test_a_socket_that_waits_for_its_packets_takes_one_that_has_come_alrea
             ready.poll()
             return NOTHING
         taken.append("waited for")
-        return Waited(1e-6, has_packet=False)
+        return WaitResult(1e-6, has_packet=False)
 
     await worker.run(lambda: worker.watch(theirs.fileno(), Lane("socket"), serve, wait))
     ours.send(b"packet")

@@ -150,7 +150,7 @@ def walk(seed: int, num_steps: int) -> None:
     world = World(device, rng.choice(((6, 4), (12, 12), (0, 0))))
     for _ in range(num_steps):
         dice = rng.random()
-        if dice < 0.02 and world.pool.native.plans_in_flight(world.of_session.slot):
+        if dice < 0.02 and world.pool.native.plans_in_flight(world.of_session.handle):
             world.abort()
         elif dice < 0.03:
             world.restart_control()

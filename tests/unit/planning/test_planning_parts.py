@@ -1,4 +1,4 @@
-"""Parts of planning by themselves: queries, the line's view of the blocks, retention, grants."""
+"""Parts of planning by themselves: queries, the queue's view of the blocks, retention, grants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from google.protobuf import duration_pb2
 
 from control_plane import queries
 from control_plane.sharing.blocks import DeviceBlocks
-from control_plane.sharing.member import Waiting
+from control_plane.sharing.member import QueuedAdmission
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.prefixes import retain
@@ -40,10 +40,10 @@ def test_queries_take_nothing(rig: PlanningRig) -> None:
     assert rig.pool.usage() == before
 
 
-def test_the_line_sees_what_sequences_hold(rig: PlanningRig) -> None:
+def test_the_queue_sees_what_sequences_hold(rig: PlanningRig) -> None:
     members = rig.sharing.members
     blocks = DeviceBlocks(rig.pool, members)
-    key = members[1].groups.of(1).key
+    key = members[1].families.of(1).key
     rig.step(ops.fork(1, 2))
     assert blocks.num_blocks == rig.pool.num_blocks(DEVICE)
     assert blocks.num_held(1, key) >= 3, "it may be too high, but never too low"
@@ -61,10 +61,10 @@ def test_a_session_that_ends_leaves_those_that_share(rig: PlanningRig) -> None:
 
 def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:
     forks = columns.pack(INT64, [5, 6])
-    waiting = Waiting(1, cpb.Admit(sequence_id=4, fork_sequence_ids=forks), 3, 0.0)
+    waiting = QueuedAdmission(1, cpb.Admit(sequence_id=4, fork_sequence_ids=forks), 3, 0.0)
     assert [waiting.names(i) for i in (4, 5, 6, 7)] == [True, True, True, False]
     assert [waiting.is_of(i) for i in (4, 5)] == [True, False]
-    assert not Waiting(2, None, 3, 0.0).names(4), "a swap-in has none"
+    assert not QueuedAdmission(2, None, 3, 0.0).names(4), "a swap-in has none"
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def test_it_finds(rig: PlanningRig, fault: str) -> None:
         check_pool(rig.pool, rig.sessions.values())
 
 
-def test_two_sessions_of_one_slot_are_found(rig: PlanningRig) -> None:
+def test_two_sessions_of_one_handle_are_found(rig: PlanningRig) -> None:
     other = rig.open(2)
-    other.slot = rig.session.slot
-    with pytest.raises(AssertionError, match="one slot"):
+    other.handle = rig.session.handle
+    with pytest.raises(AssertionError, match="one handle"):
         check_pool(rig.pool, rig.sessions.values())

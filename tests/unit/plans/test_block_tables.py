@@ -26,7 +26,7 @@ def trimmed(*blocks: tuple[int, int], by: int) -> Table:
 
 def put(tables: BlockTables, session_id: int, sequence_id: int, made: Table) -> None:
     tables.put(session_id, sequence_id, made)
-    tables.add_references(made.place, {made: 1})
+    tables.add_references(made.tier_key, {made: 1})
 
 
 def sound_tables() -> BlockTables:
@@ -47,7 +47,7 @@ def state_of(tables: BlockTables) -> list[object]:
     arrays = [*tables.generations.values(), *counts]
     published = [p.SerializeToString() for p in tables.publications[0].report(arrays[0], 9)]
     kept = {
-        (session_id, sequence_id): (made.place, made.blocks.tolist(), made.generations.tolist())
+        (session_id, sequence_id): (made.tier_key, made.blocks.tolist(), made.generations.tolist())
         for session_id in tables.session_ids()
         for sequence_id, made in tables.of_session(session_id).items()
     }

@@ -39,7 +39,7 @@ def test_entries_belong_to_the_changes_that_set_them() -> None:
     assert read.first_blocks.tolist() == [0, 0, 0, 6, 0, 0]
     assert read.num_blocks.tolist() == [2, 2, 1, 1, 7, 0]
     assert read.parents.tolist() == [1]
-    assert read.entries.places.tolist() == [DEVICE, DEVICE, HOST]
+    assert read.entries.tier_keys.tolist() == [DEVICE, DEVICE, HOST]
     assert read.entries.blocks.tolist() == [7, 5, 3]
     assert read.entries.generations.tolist() == [2, 1, 9]
     assert read.allocated.tolist() == [True, False, True]
@@ -47,7 +47,7 @@ def test_entries_belong_to_the_changes_that_set_them() -> None:
 
 def test_allocations_are_read_as_packed() -> None:
     read = read_allocations(NUM_BLOCKS, pack_allocations([ref(7, 2), ref(3, 5, HOST)]))
-    assert (read.places.tolist(), read.blocks.tolist()) == ([DEVICE, HOST], [7, 3])
+    assert (read.tier_keys.tolist(), read.blocks.tolist()) == ([DEVICE, HOST], [7, 3])
     assert (len(read), read.generations.tolist()) == (2, [2, 5])
     assert len(read_allocations(NUM_BLOCKS, pb.Allocations())) == 0
 

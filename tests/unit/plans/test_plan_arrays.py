@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_plane.plans.plan_columns import ints, limits_of_places, places, read_groups, refuse
+from data_plane.plans.plan_columns import ints, limits_of_tiers, read_groups, refuse, tier_keys
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.wire import columns
 from tests.helpers.data.plan_author import DEVICE, HOST
@@ -30,7 +30,7 @@ def test_a_column_of_another_length_is_refused() -> None:
 
 
 def test_every_byte_stands_for_a_tier_or_for_none() -> None:
-    limits = limits_of_places({DEVICE: 8, HOST: 0})
+    limits = limits_of_tiers({DEVICE: 8, HOST: 0})
     assert {tier: limit for tier, limit in enumerate(limits.tolist()) if limit >= 0} == {
         DEVICE: 8,
         HOST: 0,
@@ -50,7 +50,7 @@ def test_layer_groups_are_those_of_the_pool_and_may_be_left_out() -> None:
 
 def test_no_tier_of_one_group_is_another_groups() -> None:
     tiers, groups = np.array([1, 2, 3, 4, 0, 1, 2]), np.array([0, 0, 0, 0, 1, 1, 1])
-    assert places(tiers, groups).tolist() == [1, 2, 0, 0, 0, 3, 4]
+    assert tier_keys(tiers, groups).tolist() == [1, 2, 0, 0, 0, 3, 4]
 
 
 def test_the_first_bad_element_is_named() -> None:

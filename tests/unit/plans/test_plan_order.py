@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data_plane.plans.batches.attention_batch import prepare_batch
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.progress import Progress
-from data_plane.plans.sessions import MAX_SESSION_ID, Run, Session, Sessions
+from data_plane.plans.sessions import MAX_SESSION_ID, RunningPlan, Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import (
     InvalidRequestError,
@@ -34,12 +34,12 @@ def grant(session_id: int = 1, **fields: Any) -> pb.SessionGrant:
     return pb.SessionGrant(**{**values, **fields})
 
 
-def run_of(number: int, num_spans: int = 1) -> Run:
+def run_of(number: int, num_spans: int = 1) -> RunningPlan:
     tables = BlockTables({pb.TIER_DEVICE: 1}, 8)
     batch = prepare_batch(tables, 1, pb.Spans())
     progress = Progress(1, np.ones(num_spans, np.int64))
     transfers = Transfers.read({}, pb.Transfers())
-    return Run(
+    return RunningPlan(
         number=number,
         digest=b"%d" % number,
         attention=(batch,),
@@ -97,7 +97,7 @@ def test_a_plan_starts_after_the_one_it_names_and_once(
         else:
             want = PlanOutOfOrderError
         try:
-            got: object = session.place(plan, b"%d" % number)
+            got: object = session.continued(plan, b"%d" % number)
         except (InvalidRequestError, PlanOutOfOrderError) as error:
             got = type(error)
         assert got == want
@@ -111,15 +111,15 @@ def test_a_refusal_of_a_plan_names_what_is_out_of_order() -> None:
     session.latest = run_of(3)
     for number, field in ((0, "plan.number"), (2, "plan.number"), (4, "plan.previous")):
         with pytest.raises((InvalidRequestError, PlanOutOfOrderError)) as refused:
-            session.place(pb.Plan(number=number), b"")
+            session.continued(pb.Plan(number=number), b"")
         assert refused.value.field == field
     session.finish(session.latest, receipt(3))
     with pytest.raises(PlanOutOfOrderError, match="last plan to finish here is 3") as refused:
-        session.place(pb.Plan(number=5, previous=4), b"")
+        session.continued(pb.Plan(number=5, previous=4), b"")
     assert refused.value.field == "plan.previous"
-    assert session.place(pb.Plan(number=5, previous=4, resync=True, finished=3), b"") is None
+    assert session.continued(pb.Plan(number=5, previous=4, resync=True, finished=3), b"") is None
     with pytest.raises(PlanOutOfOrderError, match="call Resync") as refused:
-        session.place(pb.Plan(number=5, previous=4, resync=True, finished=4), b"")
+        session.continued(pb.Plan(number=5, previous=4, resync=True, finished=4), b"")
     assert refused.value.field == "plan.finished"
 
 
@@ -130,7 +130,7 @@ def test_a_number_with_another_digest_is_a_conflict(has_run: bool) -> None:
     if has_run:
         session.finish(session.latest, receipt(1))
     with pytest.raises(PlanConflictError):
-        session.place(pb.Plan(number=1), b"other")
+        session.continued(pb.Plan(number=1), b"other")
 
 
 def test_a_plan_is_complete_when_all_it_asks_for_was_given() -> None:

@@ -1,4 +1,4 @@
-"""Pools that are large are built from reports in pieces, between other work."""
+"""Pools that are large are built from reports in slices, between other work."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def everything() -> pb.BlockReport:
     )
 
 
-def pieces(world: World) -> int:
-    """Do all the work there is; how many pieces it was."""
+def slices(world: World) -> int:
+    """Do all the work there is; how many slices it was."""
     num = 1
     while world.it.work():
         num += 1
     return num
 
 
-def test_a_large_pool_is_ready_after_several_pieces_with_all_that_was_reported() -> None:
+def test_a_large_pool_is_ready_after_several_slices_with_all_that_was_reported() -> None:
     world = World()
     plane = Plane(world, num_device_blocks=NUM_BLOCKS)
     plane.register()
     plane.report(everything())
     assert not world.pool.ready
-    assert pieces(world) > 5
+    assert slices(world) > 5
     assert world.pool.ready
     world.pool.native.check_integrity()
     for tokens, prefixes in prompts():
@@ -70,10 +70,10 @@ def test_a_shard_that_restarts_while_the_pool_is_built_starts_the_build_over() -
     later = Plane(world, shard=half(1), num_device_blocks=NUM_BLOCKS, epoch=12)
     later.join()
     assert "report_request" in left.kinds()
-    pieces(world)
+    slices(world)
     assert not world.pool.ready, "the other shard has not reported again"
     left.report(everything())
-    pieces(world)
+    slices(world)
     assert world.pool.ready
     tokens, _ = next(prompts())
     assert found(world.pool, ROOT, tokens) == [], "the later process holds nothing"
@@ -86,7 +86,7 @@ def test_a_shard_that_is_away_for_a_moment_does_not_stop_a_build() -> None:
     world.it.work()
     plane.leave()
     assert plane.register().resumed
-    pieces(world)
+    slices(world)
     assert world.pool.ready
     tokens, prefixes = next(prompts())
     assert found(world.pool, ROOT, tokens) == [prefix.block[0] for prefix in prefixes]

@@ -23,10 +23,10 @@ def test_what_is_told_again_is_repeated_until_each_shard_has_done_it() -> None:
     forget(forgets, "a")
     assert forgets.has_early
     assert forgets.of_shard(0) == []
-    assert ids(forgets.told_again([0, 2])) == [1]
+    assert ids(forgets.second_notices([0, 2])) == [1]
     assert not forgets.has_early
     forget(forgets, "b")
-    assert ids(forgets.told_again([0, 2])) == [2]
+    assert ids(forgets.second_notices([0, 2])) == [2]
     forgets.done(0, 0)  # the answer to what was told first
     forgets.done(1, 0)
     forgets.done(1, 0)
@@ -43,10 +43,10 @@ def test_what_is_told_again_is_repeated_until_each_shard_has_done_it() -> None:
 def test_a_shard_that_is_no_more_is_not_waited_for() -> None:
     forgets = FileForgets()
     forget(forgets, "a")
-    forgets.told_again([0, 1])
+    forgets.second_notices([0, 1])
     forgets.done(1, 0)
     forget(forgets, "b")
-    forgets.told_again([0])
+    forgets.second_notices([0])
     assert forgets.of_shard(1) == []
 
 
@@ -56,17 +56,17 @@ def test_more_than_can_be_kept_forgets_all_files_of_the_tenant(
     monkeypatch.setattr(shards, "MAX_WAITING", 2)
     forgets = FileForgets()
     forgets.add(cpb.ForgetFiles(tenant="other", namespace="x"))
-    other = forgets.told_again([0])
+    other = forgets.second_notices([0])
     for namespace in "abc":
         forget(forgets, namespace)
-        told = forgets.told_again([0])
+        told = forgets.second_notices([0])
     assert told[0].forget_files == cpb.ForgetFiles(tenant="t", all_namespaces=True, forget_id=4)
     assert forgets.of_shard(0) == other + told, "what another tenant forgot is as it was"
     forgets.done(4, 0)
     forgets.done(1, 0)
     forget(forgets, "d")
     forget(forgets, "e")
-    assert len(forgets.told_again([0])) == 2, "what is done does not count any more"
+    assert len(forgets.second_notices([0])) == 2, "what is done does not count any more"
 
 
 def test_one_step_of_many_forgets_leaves_other_tenants_alone() -> None:
@@ -74,7 +74,7 @@ def test_one_step_of_many_forgets_leaves_other_tenants_alone() -> None:
     forgets.add(cpb.ForgetFiles(tenant="other", namespace="x"))
     for i in range(3 * shards.MAX_WAITING):
         forget(forgets, str(i))
-    told = [each.forget_files for each in forgets.told_again([0])]
+    told = [each.forget_files for each in forgets.second_notices([0])]
     assert not any(each.all_tenants for each in told)
     assert len(told) <= 1 + shards.MAX_WAITING
     of_others = [each for each in told if each.tenant == "other"]
@@ -89,7 +89,7 @@ def test_a_prefix_too_long_to_be_kept_is_told_as_it_is_to_shards_that_are_there(
     for number in (1, 2):
         [told] = forgets.add(prefix)
         assert told.forget_files == prefix
-        [again] = forgets.told_again([0, 1])
+        [again] = forgets.second_notices([0, 1])
         prefix.forget_id = everything.forget_id = number
         assert again.forget_files == prefix
         forgets.done(number, 0)
@@ -107,6 +107,6 @@ def test_long_prefixes_count_by_their_length() -> None:
     forgets = FileForgets()
     for _ in range(3):
         forgets.add(cpb.ForgetFiles(tenant="t", token_ids=bytes(512 * 1024)))
-    told = [each.forget_files for each in forgets.told_again([0])]
+    told = [each.forget_files for each in forgets.second_notices([0])]
     assert sum(len(each.token_ids) for each in told) <= shards.MAX_WAITING * 1024
     assert any(each.all_namespaces for each in told)

@@ -1,4 +1,4 @@
-"""A shard that comes back is sent all publications again: in pieces, while everything goes on."""
+"""A shard that comes back is sent all publications again: in slices, while everything goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvplane.wire.columns import INT32, INT64
 from tests.helpers.planning.registration_world import Plane, World
 
 BLOCK_TOKENS = 8
-PIECE_BLOCKS = 1024
+SLICE_BLOCKS = 1024
 Refs = set[tuple[int, int]]
 
 
@@ -34,7 +34,7 @@ def follow(published: Refs, messages: list[pb.RegisterResponse]) -> None:
 
 def found(world: World) -> Refs:
     """Blocks that hold what can be found."""
-    runs = world.pool.lead.all_publications(10**9)
+    runs = world.pool.primary.all_publications(10**9)
     return {
         ref
         for _, indices, generations, *_ in runs
@@ -61,21 +61,21 @@ def come_back(world: World, num_blocks: int, **fields: Any) -> Plane:
     return plane
 
 
-def pieces(plane: Plane) -> list[list[pb.RegisterResponse]]:
+def slices(plane: Plane) -> list[list[pb.RegisterResponse]]:
     return [*iter(lambda: plane.world.it.take_missed(*plane.key[:2]), None)]
 
 
 def test_each_publication_is_sent_once_a_thousand_blocks_at_a_time() -> None:
     world = World()
     plane = come_back(world, 2500)
-    sent = pieces(plane)
-    named = [[ref for message in piece for ref in refs(message)] for piece in sent]
-    assert len(sent) == -(-2500 // PIECE_BLOCKS)
-    assert max(map(len, named)) == PIECE_BLOCKS
+    sent = slices(plane)
+    named = [[ref for message in slice for ref in refs(message)] for slice in sent]
+    assert len(sent) == -(-2500 // SLICE_BLOCKS)
+    assert max(map(len, named)) == SLICE_BLOCKS
     assert sorted(itertools.chain.from_iterable(named)) == sorted(found(world))
     assert len(found(world)) == 2400
-    assert max(message.ByteSize() for piece in sent for message in piece) < 2**20
-    assert pieces(plane) == []
+    assert max(message.ByteSize() for slice in sent for message in slice) < 2**20
+    assert slices(plane) == []
 
 
 def test_a_stream_that_breaks_again_begins_again() -> None:
@@ -83,7 +83,7 @@ def test_a_stream_that_breaks_again_begins_again() -> None:
     plane = come_back(world, 2500)
     assert world.it.take_missed(*plane.key[:2])
     plane.leave()
-    assert pieces(plane) == []
+    assert slices(plane) == []
     assert plane.register().resumed
     published: Refs = set()
     follow(published, plane.take())
@@ -96,35 +96,35 @@ def test_what_is_published_and_forgotten_meanwhile_is_told_in_order() -> None:
     published: Refs = set()
     writer, native = world.open_writer(), world.pool.native
     prompt = ops.pack_tokens(list(range(BLOCK_TOKENS * 600)))
-    num_pieces = 0
-    while (piece := world.it.take_missed(*plane.key[:2])) is not None:
-        follow(published, piece)
-        num_pieces += 1
-        if num_pieces == 1:
-            native.forget(writer.slot, prompt, False, 10**6)
+    num_slices = 0
+    while (slice := world.it.take_missed(*plane.key[:2])) is not None:
+        follow(published, slice)
+        num_slices += 1
+        if num_slices == 1:
+            native.forget(writer.handle, prompt, False, 10**6)
             world.pool.forget_some()
-        writer.write([5 * 10**6 + num_pieces] * BLOCK_TOKENS)
+        writer.write([5 * 10**6 + num_slices] * BLOCK_TOKENS)
     while world.pool.is_forgetting:
         world.pool.work_some()
     follow(published, plane.take())
     assert published == found(world)
-    assert len(published) == 599 + 1200 + num_pieces
-    world.pool.lead.check_integrity()
+    assert len(published) == 599 + 1200 + num_slices
+    world.pool.primary.check_integrity()
 
 
-def test_nothing_is_published_that_is_forgotten_in_pieces_meanwhile() -> None:
+def test_nothing_is_published_that_is_forgotten_in_slices_meanwhile() -> None:
     world = World()
     plane = come_back(world, 2500)
     writer, native = world.open_writer(), world.pool.native
     prompt = ops.pack_tokens(list(range(BLOCK_TOKENS * 600)))
-    native.forget(writer.slot, prompt, False, 100)
+    native.forget(writer.handle, prompt, False, 100)
     published: Refs = set()
-    for piece in pieces(plane):
-        follow(published, piece)
+    for slice in slices(plane):
+        follow(published, slice)
         assert published <= found(world)
     assert published == found(world)
     assert len(published) == 599 + 1200
-    world.pool.lead.check_integrity()
+    world.pool.primary.check_integrity()
 
 
 def test_what_was_forgotten_while_it_was_away_is_withdrawn() -> None:
@@ -145,7 +145,7 @@ def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away
     """Until then it may write them again."""
     world = World()
     plane = come_back(world, 2500, has_file_tier=True)
-    pieces(plane)
+    slices(plane)
     plane.leave()
     forget(world, first_token=10**6)
     world.pool.shards.forget_files(pb.ForgetFiles(tenant="default"))
@@ -162,7 +162,7 @@ def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away
 def forget(world: World, first_token: int) -> None:
     """A prompt of a block, and all that goes on from it."""
     prompt = ops.pack_tokens(list(range(first_token, first_token + BLOCK_TOKENS)))
-    world.pool.native.forget(world.open_writer().slot, prompt, False, 10**6)
+    world.pool.native.forget(world.open_writer().handle, prompt, False, 10**6)
     world.pool.forget_some()
     while world.pool.is_forgetting:
         world.pool.work_some()

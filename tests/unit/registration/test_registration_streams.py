@@ -119,13 +119,13 @@ async def test_publications_of_steps_that_follow_each_other_go_together(
 ) -> None:
     stream, _ = await joined(registrar)
     pool = core._pools["pool"]
-    slot = pool.open(1, "default", root_of(LAYOUT.fingerprint, "default", ""))
+    handle = pool.open(1, "default", root_of(LAYOUT.fingerprint, "default", ""))
     for number in range(1, 4):
         tokens = columns.pack(INT32, [number] * LAYOUT.block_size_tokens)
-        pool.native.begin(slot, number)
-        pool.native.admit(slot, number, tokens, b"", -1, 0, False, 0)
-        pool.native.finish(slot, b"")
-        pool.native.receipted(slot, number)
+        pool.native.begin(handle, number)
+        pool.native.admit(handle, number, tokens, b"", -1, 0, False, 0)
+        pool.native.finish(handle, b"")
+        pool.native.receipted(handle, number)
         core._touch(pool)
         registrar.flush()
     publications = (await stream.hear()).publish.publications

@@ -178,7 +178,7 @@ class Walk:
         if not pool.session_ids:
             self.session = NativeSession(pool, next(self.ids), "default", ROOT)
         num, first = self.rng.randint(1, 3), self.rng.randrange(3)
-        if pool.native.num_obtainable(self.session.slot, tpb.TIER_DEVICE) < num:
+        if pool.native.num_obtainable(self.session.handle, tpb.TIER_DEVICE) < num:
             return
         placed = self.session.write(range(first, first + 8 * num))
         self.session.free()

@@ -55,7 +55,7 @@ constexpr int kFewStages = kHeadSize * sizeof(Kv) <= 128 ? 4 : 2;
 // Turns scores into probabilities and updates the rows' maxima and sums. `first` is the position of
 // the tile's first token. The outputs so far are to be multiplied by `rescale`.
 template <int kColumns>
-__device__ void soften(const Work& work, Span seen, int32_t first, float (&scores)[kColumns][4],
+__device__ void online_softmax(const Work& work, Span seen, int32_t first, float (&scores)[kColumns][4],
                        RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
   const SoftCap cap = soft_cap(work);
@@ -91,7 +91,7 @@ __device__ void soften(const Work& work, Span seen, int32_t first, float (&score
 
 // Stores a warp's results of the eight rows of a column: [8, kOutPitch] outputs, then states.
 template <typename Kv, int kHeadSize, int kColumns>
-__device__ void leave_column(const float (&out)[kHeadSize / 16][kColumns][4], int c,
+__device__ void store_partials(const float (&out)[kHeadSize / 16][kColumns][4], int c,
                              const RowsOfThread<kColumns>& rows, float* left) {
   constexpr int kOutPitch = kHeadSize + 4;
   constexpr int kDimsApart = kIs8Bits<Kv> ? 2 : 1;  // of rows g and g + 1 of a factor
@@ -125,7 +125,7 @@ __device__ void leave_column(const float (&out)[kHeadSize / 16][kColumns][4], in
 // rows. `first` is the column's first row, `count` the rows that there are, `left` where each warp
 // left its results.
 template <typename Kv, int kHeadSize, bool kIsShared, int kWarps>
-__device__ void write_column(const Work& work, const Item& item, int32_t split, int32_t first,
+__device__ void merge_partials(const Work& work, const Item& item, int32_t split, int32_t first,
                              int32_t count, const float* const (&left)[kWarps]) {
   constexpr int kOutPitch = kHeadSize + 4;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
@@ -183,14 +183,14 @@ __device__ void end_split(const Work& work, const Item& item, int32_t split, int
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
     if (8 * c >= num_rows) break;
-    leave_column<Kv, kHeadSize>(out, c, rows, reinterpret_cast<float*>(shared + place));
+    store_partials<Kv, kHeadSize>(out, c, rows, reinterpret_cast<float*>(shared + place));
     __syncthreads();
     const float* left[Ring::kWarps];
 #pragma unroll
     for (int w = 0; w < Ring::kWarps; ++w) {
       left[w] = reinterpret_cast<const float*>(shared + places[w]);
     }
-    write_column<Kv, kHeadSize, kIsShared>(work, item, split, first_row + 8 * c,
+    merge_partials<Kv, kHeadSize, kIsShared>(work, item, split, first_row + 8 * c,
                                            min_of(8, num_rows - 8 * c), left);
     __syncthreads();  // Until the results have been read.
   }
@@ -289,7 +289,7 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
         }
       }
       float rescale[kColumns][2];
-      soften(work, seen, tile * kTileRows, scores, rows, rescale);
+      online_softmax(work, seen, tile * kTileRows, scores, rows, rescale);
       uint32_t probabilities[kColumns][2];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {

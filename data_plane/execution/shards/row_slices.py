@@ -1,4 +1,4 @@
-"""A long attention call in pieces: some rows of its queries at a time, so that others can run
+"""A long attention call in slices: some rows of its queries at a time, so that others can run
 between them. A prompt that is cut so gives the bits of the whole.
 """
 
@@ -18,7 +18,7 @@ from data_plane.kernels.arguments import AttentionArguments, HostLengths
 
 # Batches of fewer rows are decode steps, which are short.
 _FEW_ROWS: Final = 256
-# Pieces of fewer rows would read keys and values too often.
+# Slices of fewer rows would read keys and values too often.
 _LEAST_ROWS: Final = 64
 _FIRST_GUESS_S: Final = 1e-7
 # Calls of fewer rows times positions say more of what a call costs than of what they do.
@@ -49,23 +49,23 @@ def rows_of(arguments: AttentionArguments, rows: range) -> AttentionArguments:
     )
 
 
-class PieceSizes:
+class SliceSizes:
     """How many rows take how long, learnt from the calls so far."""
 
     def __init__(self) -> None:
         self._pair_s = _FIRST_GUESS_S  # a query row and a position that it attends to
 
-    def pieces(self, lengths: HostLengths, piece_s: float) -> Iterator[range]:
-        """The rows of a call, in one piece or several that take about ``piece_s`` each."""
+    def slices(self, lengths: HostLengths, slice_s: float) -> Iterator[range]:
+        """The rows of a call, in one slice or several that take about ``slice_s`` each."""
         starts, num_rows = lengths.query_starts, int(lengths.query_starts[-1])
         begin = 0
         while begin < num_rows:
             end = num_rows
             if num_rows > _FEW_ROWS:
                 span = int(np.searchsorted(starts, begin, "right")) - 1
-                # Row i of the piece attends to num_earlier + i positions.
+                # Row i of the slice attends to num_earlier + i positions.
                 num_earlier = int(lengths.context_lens[span]) - int(starts[span + 1]) + begin
-                num_pairs = piece_s / self._pair_s
+                num_pairs = slice_s / self._pair_s
                 num = int(math.sqrt(num_earlier**2 + 2 * num_pairs) - num_earlier)
                 end = begin + max(_LEAST_ROWS, num // _LEAST_ROWS * _LEAST_ROWS)
                 end = num_rows if end + _LEAST_ROWS > num_rows else end

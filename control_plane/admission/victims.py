@@ -1,4 +1,4 @@
-"""Who has to yield, so that whoever waits gets blocks: the rules 4, 5, 8 and 9 of the line."""
+"""Who has to yield, so that whoever waits gets blocks: the rules 4, 5, 8 and 9 of the queue."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from control_plane.admission.decisions import (
     Pressure,
     Reason,
 )
-from control_plane.admission.turns import Sequence, Session, Turns
+from control_plane.admission.turns import Claim, Claimant, Turns
 
 
-class Waiting:
-    """An admission in the line, since ``since_s``."""
+class QueueEntry:
+    """An admission in the queue, since ``since_s``."""
 
-    __slots__ = ("is_let_in", "num_needed", "sequence", "session", "since_s", "ticket")
+    __slots__ = ("is_chosen", "num_needed", "sequence", "session", "since_s", "ticket")
 
     def __init__(
-        self, session: Session, sequence: int, num_needed: int, since_s: float, ticket: int
+        self, session: Claimant, sequence: int, num_needed: int, since_s: float, ticket: int
     ) -> None:
         self.session: Final = session
         self.sequence: Final = sequence
         self.num_needed = num_needed
         self.since_s = since_s
-        self.ticket = ticket  # the order of the line; the head has the lowest
-        self.is_let_in = False  # chosen although everyone in the line owed a pass
+        self.ticket = ticket  # the order of the queue; the head has the lowest
+        self.is_chosen = False  # chosen although everyone in the queue owed a pass
 
 
 def decide(
     turns: Turns,
-    line: Mapping[int, Waiting],
-    head: Waiting | None,
+    queue: Mapping[int, QueueEntry],
+    head: QueueEntry | None,
     pool: PoolView,
     config: AdmissionConfig,
     num_headroom: int,
@@ -47,14 +47,14 @@ def decide(
     long_ago_s = now_s - config.grace_s
     blocked = [s for s in turns.blocked() if s.blocked_s <= long_ago_s]
     waiting = {s.session for s in blocked}
-    waiting.update(entry.session for entry in line.values() if entry.since_s <= long_ago_s)
+    waiting.update(entry.session for entry in queue.values() if entry.since_s <= long_ago_s)
 
     num_for_growth, num_for_all = _num_lacking(turns, head, pool, num_headroom)
-    chosen: dict[Sequence, Reason] = {}
+    chosen: dict[Claim, Reason] = {}
     num_found = 0
     for num_lacking, candidates in (
         (num_for_growth, _juniors(turns, blocked)),
-        (num_for_all, _past_turn(turns, line, waiting, pool, config.idle_s, now_s)),
+        (num_for_all, _past_turn(turns, queue, waiting, pool, config.idle_s, now_s)),
     ):
         for sequence, reason in candidates:
             if num_found >= num_lacking:
@@ -72,15 +72,15 @@ def decide(
     turns.asked.update(chosen)
     decisions = [_ask(pool, s, reason, config.grace_s, now_s) for s, reason in chosen.items()]
     for sequence, reason in chosen.items():
-        sequence.owed_s = _owed_s(turns, sequence, reason, line, pool, config.idle_s, now_s)
+        sequence.penalty_s = _penalty_s(turns, sequence, reason, queue, pool, config.idle_s, now_s)
     overdue = _without_receipts(turns, waiting, pool, now_s - config.receipt_deadline_s)
     return [d for d in decisions if d is not None] + list(overdue)
 
 
 def _num_lacking(
-    turns: Turns, head: Waiting | None, pool: PoolView, num_headroom: int
+    turns: Turns, head: QueueEntry | None, pool: PoolView, num_headroom: int
 ) -> tuple[int, int]:
-    """Blocks to be found for blocked growth, and for that and the head of the line."""
+    """Blocks to be found for blocked growth, and for that and the head of the queue."""
     oldest = turns.oldest_blocked()
     if oldest is not None:
         first = oldest.session.id
@@ -94,7 +94,7 @@ def _num_lacking(
     return num_for_growth, num_for_growth + num_for_head
 
 
-def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, Reason]]:
+def _juniors(turns: Turns, blocked: list[Claim]) -> Iterator[tuple[Claim, Reason]]:
     """Who yields to blocked growth: the newest of the most junior session first, up to the oldest
     blocked sequence of the most senior session that is blocked.
     """
@@ -112,18 +112,18 @@ def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, 
 
 def _past_turn(
     turns: Turns,
-    line: Mapping[int, Waiting],
-    waiting: set[Session],
+    queue: Mapping[int, QueueEntry],
+    waiting: set[Claimant],
     pool: PoolView,
     idle_s: float,
     now_s: float,
-) -> Iterator[tuple[Sequence, Reason]]:
+) -> Iterator[tuple[Claim, Reason]]:
     """Who is past its turn or idle while another session waits, furthest first."""
     if not waiting:
         return
     past = []
     for session in turns.sessions.values():
-        much = max(1.0, _times_much(session, line, pool))
+        much = max(1.0, _over_fair_share(session, queue, pool))
         for sequence in session.sequences.values():
             ends_s = sequence.ends_s - turns.length_s(sequence) * (1 - 1 / much)
             is_past = ends_s < now_s
@@ -138,18 +138,18 @@ def _past_turn(
             yield sequence, reason
 
 
-def _times_much(session: Session, line: Mapping[int, Waiting], pool: PoolView) -> float:
+def _over_fair_share(session: Claimant, queue: Mapping[int, QueueEntry], pool: PoolView) -> float:
     """What the session holds by what is much: a quarter of the pool, and twice its fair share."""
-    most = max(0.25, 2 / _num_sharing(session, line))
+    most = max(0.25, 2 / _num_sharing(session, queue))
     return pool.num_held_by(session.id) / (most * pool.num_blocks)
 
 
-def _num_sharing(session: Session, line: Mapping[int, Waiting]) -> int:
+def _num_sharing(session: Claimant, queue: Mapping[int, QueueEntry]) -> int:
     """Sessions that share the pool: this one, and those that wait."""
-    return len(line) + (session.id not in line)
+    return len(queue) + (session.id not in queue)
 
 
-def _is_idle(pool: PoolView, sequence: Sequence, idle_s: float, now_s: float) -> bool:
+def _is_idle(pool: PoolView, sequence: Claim, idle_s: float, now_s: float) -> bool:
     """The pool is asked once in ``idle_s`` about a sequence that goes on."""
     if sequence.idles_s < now_s:
         progress_s, is_computed = pool.last_progress(sequence.session.id, sequence.id)
@@ -157,11 +157,11 @@ def _is_idle(pool: PoolView, sequence: Sequence, idle_s: float, now_s: float) ->
     return sequence.idles_s < now_s
 
 
-def _owed_s(
+def _penalty_s(
     turns: Turns,
-    sequence: Sequence,
+    sequence: Claim,
     reason: Reason,
-    line: Mapping[int, Waiting],
+    queue: Mapping[int, QueueEntry],
     pool: PoolView,
     idle_s: float,
     now_s: float,
@@ -172,16 +172,16 @@ def _owed_s(
     if reason is Reason.GROWTH:
         return 0.0
     session = sequence.session
-    if not session.num_doublings and _times_much(session, line, pool) <= 1:
+    if not session.num_doublings and _over_fair_share(session, queue, pool) <= 1:
         progress_s, _ = pool.last_progress(session.id, sequence.id)
         if progress_s + idle_s >= now_s:
             return 0.0
-    num_shares = _num_held(pool, sequence) * _num_sharing(session, line) / pool.num_blocks
+    num_shares = _num_held(pool, sequence) * _num_sharing(session, queue) / pool.num_blocks
     return turns.length_s(sequence) * num_shares
 
 
 def _without_receipts(
-    turns: Turns, waiting: set[Session], pool: PoolView, long_ago_s: float
+    turns: Turns, waiting: set[Claimant], pool: PoolView, long_ago_s: float
 ) -> Iterator[EndSession]:
     for session in turns.sessions.values():
         since_s = pool.retired_since(session.id)
@@ -189,12 +189,12 @@ def _without_receipts(
             yield EndSession(session.id)
 
 
-def _other_waits(waiting: set[Session], session: Session) -> bool:
+def _other_waits(waiting: set[Claimant], session: Claimant) -> bool:
     return len(waiting) > (session in waiting)
 
 
 def _ask(
-    pool: PoolView, sequence: Sequence, reason: Reason, grace_s: float, now_s: float
+    pool: PoolView, sequence: Claim, reason: Reason, grace_s: float, now_s: float
 ) -> Decision | None:
     session, id_ = sequence.session.id, sequence.id
     sequence.reason = reason
@@ -204,5 +204,5 @@ def _ask(
     return Cut(session, id_, reason) if sequence.deadline_s <= now_s else None
 
 
-def _num_held(pool: PoolView, sequence: Sequence) -> int:
+def _num_held(pool: PoolView, sequence: Claim) -> int:
     return pool.num_held(sequence.session.id, sequence.id)

@@ -12,7 +12,7 @@ from control_plane.admission.decisions import (
     Pressure,
     Reason,
 )
-from control_plane.admission.yielding import decide
+from control_plane.admission.victims import decide
 from tests.helpers.planning.admission_rig import Rig
 
 # Sequences here go on only where a test says so: in the tests of idleness.
@@ -31,7 +31,7 @@ def at(rig: Rig, now_s: float) -> list[Decision]:
 
 def seniority(rig: Rig) -> list[int]:
     """Sessions, the most senior first."""
-    sessions = rig.line._turns.sessions
+    sessions = rig.queue._turns.sessions
     return sorted(sessions, key=lambda session: sessions[session].seniority)
 
 
@@ -188,7 +188,7 @@ def test_a_turn_does_not_end_for_the_same_sessions_admission() -> None:
     assert at(rig, 100.0) == []
 
 
-def test_a_blocked_sequence_does_not_yield_to_the_line() -> None:
+def test_a_blocked_sequence_does_not_yield_to_the_queue() -> None:
     rig = Rig(4, 3, CONFIG)
     rig.ask(1, 1, 2)
     rig.now_s = 25.0
@@ -199,7 +199,7 @@ def test_a_blocked_sequence_does_not_yield_to_the_line() -> None:
     assert at(rig, 56.0) == [Pressure(0, 1, 2, 57.0, Reason.TURN)]
 
 
-def test_who_is_cut_by_its_turn_goes_to_the_back_of_the_line() -> None:
+def test_who_is_cut_by_its_turn_goes_to_the_back_of_the_queue() -> None:
     rig = Rig(4, 3, CONFIG)
     rig.ask(0, 1, 4)
     rig.ask(0, 2, 4)
@@ -208,7 +208,7 @@ def test_who_is_cut_by_its_turn_goes_to_the_back_of_the_line() -> None:
     at(rig, 31.0)
     assert at(rig, 32.0) == [Cut(0, 1, Reason.TURN)]
     assert rig.serve() == [Admission(1, 1, 4)]
-    assert [w.session.id for w in rig.line._waiting.values()] == [2, 0]
+    assert [w.session.id for w in rig.queue._entries.values()] == [2, 0]
 
 
 def test_a_sequence_that_leaves_when_asked_counts_as_cut() -> None:
@@ -220,7 +220,7 @@ def test_a_sequence_that_leaves_when_asked_counts_as_cut() -> None:
     rig.end(0, 1)
     rig.receipt(0)
     assert rig.serve() == [Admission(1, 1, 4)], "its session went to the back"
-    assert rig.line._turns.sessions[0].num_doublings == 1
+    assert rig.queue._turns.sessions[0].num_doublings == 1
 
 
 def test_an_idle_sequence_yields_long_before_its_turn_is_over() -> None:
@@ -282,18 +282,18 @@ def test_a_blocked_sequence_is_not_idle() -> None:
 
 def owed(rig: Rig, session: int) -> float:
     """For how long the session lets others pass from now on."""
-    return max(0.0, rig.line._turns.sessions[session].passes_until_s - rig.now_s)
+    return max(0.0, rig.queue._turns.sessions[session].penalty_until_s - rig.now_s)
 
 
 def test_an_idle_sequence_is_paid_for_by_what_it_held() -> None:
-    for num_blocks, owed_s in ((8, 30.0 * 3), (4, 30.0 * 3 / 2)):
+    for num_blocks, penalty_s in ((8, 30.0 * 3), (4, 30.0 * 3 / 2)):
         rig = Rig(8, 4, WITH_IDLENESS)
         rig.ask(0, 1, num_blocks)
         rig.ask(1, 1, 8)
         rig.ask(2, 1, 8)
         at(rig, 10.5)
         assert at(rig, 11.5) == [Cut(0, 1, Reason.IDLE)]
-        assert owed(rig, 0) == owed_s, "a turn for each share of a third of the pool"
+        assert owed(rig, 0) == penalty_s, "a turn for each share of a third of the pool"
 
 
 def test_only_the_first_turn_that_is_too_short_costs_nothing() -> None:
@@ -370,4 +370,4 @@ def test_headroom_is_asked_for_too() -> None:
 
 def test_an_empty_line_asks_nobody() -> None:
     rig = Rig(4, 1, CONFIG)
-    assert decide(rig.line._turns, {}, None, rig, CONFIG, 0, 0.0) == []
+    assert decide(rig.queue._turns, {}, None, rig, CONFIG, 0, 0.0) == []

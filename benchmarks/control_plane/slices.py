@@ -1,4 +1,4 @@
-"""Cases of requests that take long: how long the longest of their pieces holds others up.
+"""Cases of requests that take long: how long the longest of their slices holds others up.
 
 In processor time of the thread, so that other work on the machine does not count.
 """
@@ -25,16 +25,16 @@ _PROMPT_TOKENS = 485
 _FORKS_A_STEP = 4_000
 
 
-async def pieces(world: World, sizes: Sizes) -> list[Row]:
+async def slices(world: World, sizes: Sizes) -> list[Row]:
     """Resync, abort and end a session of many forks; compute long prompts again after an abort,
     publish them, and send their tables whole by a Resync; swap many prompts out, and abort that,
-    plan it again, receipt it and end the session: the longest piece of each. Without the request's
+    plan it again, receipt it and end the session: the longest slice of each. Without the request's
     bytes and the answer's.
     """
     rows = []
     for name in ("resync", "abort", "close"):
         longest_s = [await _of_forks(world, sizes, name) for _ in range(sizes.num_aborts)]
-        rows.append(Row.of_seconds(f"pieces/{name}_{sizes.num_forks}_forks", longest_s))
+        rows.append(Row.of_seconds(f"slices/{name}_{sizes.num_forks}_forks", longest_s))
     for num in (sizes.num_aborted_sequences // 4, sizes.num_aborted_sequences):
         measured = [await _of_prompts(world, sizes, num) for _ in range(sizes.num_aborts)]
         about = f"{num}x{sizes.prompt_blocks}"
@@ -43,12 +43,12 @@ async def pieces(world: World, sizes: Sizes) -> list[Row]:
             *measured,
             strict=True,
         ):
-            rows.append(Row.of_seconds(f"pieces/{name}", each_s))
+            rows.append(Row.of_seconds(f"slices/{name}", each_s))
     swapped = [await _of_swaps(world, sizes) for _ in range(sizes.num_aborts)]
     about = f"{sizes.num_swapped_sequences}x{sizes.prompt_blocks}"
     for name in swapped[0]:
         each_s = [measured_s[name] for measured_s in swapped]
-        rows.append(Row.of_seconds(f"pieces/swap_{about}/{name}", each_s))
+        rows.append(Row.of_seconds(f"slices/swap_{about}/{name}", each_s))
     return rows
 
 
@@ -141,14 +141,14 @@ def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
 
 
 def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
-    """The answer, and the seconds of the longest piece: all of it where the server answers a small
+    """The answer, and the seconds of the longest slice: all of it where the server answers a small
     request at once.
     """
     if not pool.core.takes_long(request):
         began_s = time.thread_time()
         answer = pool.core.answer(request, TENANT)
         return answer, time.thread_time() - began_s
-    left = pool.core.in_pieces(request, TENANT)
+    left = pool.core.in_slices(request, TENANT)
     longest_s = 0.0
     while True:
         began_s = time.thread_time()
@@ -166,11 +166,11 @@ def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
 def _closed(pool: CorePool, ref: tpb.SessionRef) -> float:
     began_s = time.thread_time()
     pool.core.close_session(ref, TENANT)
-    pool.core.take_told()
+    pool.core.take_notified()
     longest_s = time.thread_time() - began_s
     while pool.core.has_work():
         began_s = time.thread_time()
         pool.core.work()
-        pool.core.take_told()
+        pool.core.take_notified()
         longest_s = max(longest_s, time.thread_time() - began_s)
     return longest_s

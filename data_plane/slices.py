@@ -10,36 +10,36 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Pieces = Generator[None, None, T]
+Slices = Generator[None, None, T]
 
 
-def finish(pieces: Pieces[T]) -> T:
+def finish(slices: Slices[T]) -> T:
     """Do all of it now."""
     while True:
         try:
-            next(pieces)
+            next(slices)
         except StopIteration as end:
             result: T = end.value
             return result
 
 
 def guarded(
-    pieces: Pieces[T],
+    slices: Slices[T],
     lock: AbstractContextManager[object],
     guard: Callable[[], AbstractContextManager[None]],
-) -> Pieces[T]:
-    """The same, each piece inside of ``lock`` and ``guard()``."""
+) -> Slices[T]:
+    """The same, each slice inside of ``lock`` and ``guard()``."""
     while True:
         with lock, guard():
             try:
-                next(pieces)
+                next(slices)
             except StopIteration as end:
                 result: T = end.value
                 return result
         yield
 
 
-def whole(work: Callable[[], T]) -> Pieces[T]:
+def whole(work: Callable[[], T]) -> Slices[T]:
     """Work that gives way to none."""
     yield from ()
     return work()

@@ -1,4 +1,4 @@
-"""Requests in pieces: they come to what they come to in one, and others are served in between."""
+"""Requests in slices: they come to what they come to in one, and others are served in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from control_plane import queries
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.sessions.session import Session
-from control_plane.steps import abort, pieces, plans, receipts, requests
+from control_plane.steps import abort, plans, receipts, requests, slices
 from control_plane.steps.large_answers import LargeAnswer
 from kvplane import ops
 from kvplane.errors import SessionNotFoundError
@@ -26,11 +26,11 @@ SEVERAL = 24
 SIX = range(1, 7)
 
 
-def in_pieces(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any, str], Any]:
-    """Answers a request in pieces, ``between`` which something is done."""
+def in_slices(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any, str], Any]:
+    """Answers a request in slices, ``between`` which something is done."""
 
     def answer(request: Any, tenant: str) -> Any:
-        left = core.in_pieces(request, tenant)
+        left = core.in_slices(request, tenant)
         while True:
             try:
                 next(left)
@@ -44,15 +44,15 @@ def in_pieces(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any,
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
-    """Pieces of a few tokens and sequences."""
-    for module in (requests, pieces):
-        patch.setattr(module, "PIECE_TOKENS", 10)
-    patch.setattr(receipts, "PIECE_BLOCKS", 3)
-    patch.setattr("control_plane.steps.planner.PIECE_BLOCKS", 3)
+    """Slices of a few tokens and sequences."""
+    for module in (requests, slices):
+        patch.setattr(module, "SLICE_TOKENS", 10)
+    patch.setattr(receipts, "SLICE_BLOCKS", 3)
+    patch.setattr("control_plane.steps.planner.SLICE_BLOCKS", 3)
     for module in (abort, plans):
-        patch.setattr(module, "PIECE_ENTRIES", 3)
+        patch.setattr(module, "SLICE_ENTRIES", 3)
     patch.setattr(requests, "LARGE_BYTES", 300)
-    patch.setattr("control_plane.pools.pool._PIECE_BLOCKS", 20)
+    patch.setattr("control_plane.pools.pool._SLICE_BLOCKS", 20)
     patch.setattr("control_plane.core._CHECKED_AT_A_TIME", 3)
 
 
@@ -119,7 +119,7 @@ def walked(seed: int, *, is_whole: bool) -> tuple[list[Any], int]:
         nonlocal num_between
         num_between += 1
 
-    answer = world.core.answer if is_whole else in_pieces(world.core, between)
+    answer = world.core.answer if is_whole else in_slices(world.core, between)
 
     def send(request: Any) -> None:
         request.session.CopyFrom(engine.ref)
@@ -165,7 +165,7 @@ def walked(seed: int, *, is_whole: bool) -> tuple[list[Any], int]:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("seed", range(8))
-def test_a_request_in_pieces_is_answered_as_in_one(seed: int) -> None:
+def test_a_request_in_slices_is_answered_as_in_one(seed: int) -> None:
     whole, _ = walked(seed, is_whole=True)
     parts, num_between = walked(seed, is_whole=False)
     assert parts == whole
@@ -173,7 +173,7 @@ def test_a_request_in_pieces_is_answered_as_in_one(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_others_step_between_the_pieces() -> None:
+def test_others_step_between_the_slices() -> None:
     world = World(num_device=64)
     engine, other = world.engine(), world.engine()
     other.admit(1, range(3))
@@ -184,18 +184,18 @@ def test_others_step_between_the_pieces() -> None:
 
     admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
     request = cpb.StepRequest(session=engine.ref, number=1, operations=admits)
-    response = in_pieces(world.core, between)(request, "tenant")
+    response = in_slices(world.core, between)(request, "tenant")
     assert not any(result.failures for result in response.result.results)
     assert other.number - before == 7, "after reading, between operations, before the plan"
     request = cpb.ResyncRequest(session=engine.ref, number=2)
-    in_pieces(world.core, between)(request, "tenant")
+    in_slices(world.core, between)(request, "tenant")
     assert other.number - before == 7 + 3 + 5, "also between sequences that are cut"
     other.settle()
     other.check()
 
 
 @pytest.mark.usefixtures("small")
-def test_nobody_is_granted_blocks_between_the_pieces() -> None:
+def test_nobody_is_granted_blocks_between_the_slices() -> None:
     world = World(num_device=8)
     engine, other = world.engine(), world.engine()
     other.admit(1, range(40))
@@ -203,34 +203,34 @@ def test_nobody_is_granted_blocks_between_the_pieces() -> None:
     engine.step(ops.admit(1, range(500, 540), wait=True))
     assert engine.waiting
 
-    num_pieces = 0
+    num_slices = 0
 
     def between() -> None:
-        nonlocal num_pieces
-        num_pieces += 1
-        if num_pieces > 1 and other.sequences:  # the step has begun
+        nonlocal num_slices
+        num_slices += 1
+        if num_slices > 1 and other.sequences:  # the step has begun
             other.send(ops.free([1]))
             other.settle()
         assert engine.id not in {i for i, _ in world.core.take_notices()}
 
     request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
-    response = in_pieces(world.core, between)(request, "tenant")
+    response = in_slices(world.core, between)(request, "tenant")
     other.settle()
     assert [status_of(result) for result in response.result.results] == [LATER, LATER]
     assert response.result.news.granted or world.core.take_notices()
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("num_pieces", [1, 2, 7])
-def test_a_session_may_end_between_the_pieces(num_pieces: int) -> None:
+@pytest.mark.parametrize("num_slices", [1, 2, 7])
+def test_a_session_may_end_between_the_slices(num_slices: int) -> None:
     world = World(num_device=64)
     engine = world.engine()
     engine.admit(9, range(100, 130))
     admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
     number = engine.number + 1
     request = cpb.StepRequest(session=engine.ref, number=number, operations=admits)
-    left = world.core.in_pieces(request, "tenant")
-    for _ in range(num_pieces):
+    left = world.core.in_slices(request, "tenant")
+    for _ in range(num_slices):
         next(left)
     world.core.close_session(engine.ref, "tenant")
     world.core.check_integrity()
@@ -238,7 +238,7 @@ def test_a_session_may_end_between_the_pieces(num_pieces: int) -> None:
         next(left)
     finish_work(world)
     assert world.usage()["held"] == world.usage()["retired"] == 0
-    assert world.engine().cached(1, range(100, 130)) == 24, "the line goes on"
+    assert world.engine().cached(1, range(100, 130)) == 24, "the queue goes on"
 
 
 @pytest.mark.usefixtures("small")
@@ -255,15 +255,15 @@ def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool)
     world.tick()
     if is_fenced_first:
         world.pump()
-    num_pieces = 0
-    world.core.take_told()
+    num_slices = 0
+    world.core.take_notified()
     while world.core.has_work():
         assert world.usage()["held"] + world.usage()["retired"] > 1
-        other.send(other.growth(1, [num_pieces], 1))
+        other.send(other.growth(1, [num_slices], 1))
         world.core.work()
         world.core.check_integrity()
-        num_pieces += 1
-    assert num_pieces == 3, "and two sequences at once"
+        num_slices += 1
+    assert num_slices == 3, "and two sequences at once"
     world.pump()
     assert world.usage()["retired"] == 0
     assert world.usage()["cached"] == 2
@@ -275,10 +275,10 @@ def num_cached(world: World, engine: Engine, tokens: range) -> int:
 
 
 @pytest.mark.usefixtures("small")
-def test_what_a_plan_published_and_its_tables_are_taken_in_pieces(
+def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pieces, "_HASHED_BYTES", 100)
+    monkeypatch.setattr(slices, "_HASHED_BYTES", 100)
     world = World(num_device=64)
     engine, other = world.engine(), world.engine()
     engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
@@ -290,19 +290,19 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_pieces(
 
     request = cpb.SubmitReceiptsRequest(session=engine.ref, number=engine.number + 1)
     request.receipts.extend(engine.receipts)
-    in_pieces(world.core, between)(request, "tenant")
+    in_slices(world.core, between)(request, "tenant")
     assert found[1:] == [1, 2, 3, 4, 5], "after reading, and after each sequence"
     found.clear()
     request = cpb.ResyncRequest(session=engine.ref, number=engine.number + 2)
-    response = in_pieces(world.core, between)(request, "tenant")
+    response = in_slices(world.core, between)(request, "tenant")
     num_chunks = -(-len(response.plan.payload) // 100)
     assert len(found) == 3 + 1 + 5 + num_chunks
     digest = signing.digest(response.plan.payload)
     assert session.plans[engine.number + 2].digest == digest
 
 
-def ends_within(request: Callable[[Engine], Any], num_pieces: int) -> bool:
-    """A session of six sequences ends after so many pieces of a request, and nothing of it is
+def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
+    """A session of six sequences ends after so many slices of a request, and nothing of it is
     left. Whether the request has as many.
     """
     world = World(num_device=64, num_host=64)
@@ -310,8 +310,8 @@ def ends_within(request: Callable[[Engine], Any], num_pieces: int) -> bool:
     other.admit(1, range(3))
     engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
     engine.settle()
-    left = world.core.in_pieces(request(engine), "tenant")
-    for _ in range(num_pieces):
+    left = world.core.in_slices(request(engine), "tenant")
+    for _ in range(num_slices):
         try:
             next(left)
         except StopIteration:
@@ -338,10 +338,10 @@ def test_a_session_may_end_while_its_plans_are_aborted() -> None:
         plan, number = engine.number, engine.number + 1
         return cpb.AbortPlanRequest(session=engine.ref, number=number, plan_number=plan)
 
-    num_pieces = 1
-    while ends_within(request, num_pieces):
-        num_pieces += 1
-    assert num_pieces > 6
+    num_slices = 1
+    while ends_within(request, num_slices):
+        num_slices += 1
+    assert num_slices > 6
 
 
 @pytest.mark.usefixtures("small")
@@ -365,10 +365,10 @@ def test_a_session_may_end_while_many_blocks_are_swapped(kind: str) -> None:
             number += 1
         return cpb.StepRequest(session=engine.ref, number=number, operations=[out])
 
-    num_pieces = 1
-    while ends_within(request, num_pieces):
-        num_pieces += 1
-    assert num_pieces > 12
+    num_slices = 1
+    while ends_within(request, num_slices):
+        num_slices += 1
+    assert num_slices > 12
 
 
 @pytest.mark.usefixtures("small")
@@ -379,7 +379,7 @@ def test_a_session_may_end_while_its_receipts_are_taken() -> None:
     engine.step(ops.free([3]))
     request = cpb.SubmitReceiptsRequest(session=engine.ref, number=engine.number + 1)
     request.receipts.extend(engine.receipts)
-    left = world.core.in_pieces(request, "tenant")
+    left = world.core.in_slices(request, "tenant")
     for _ in range(3):
         next(left)
     world.core.close_session(engine.ref, "tenant")
@@ -392,7 +392,7 @@ def test_a_session_may_end_while_its_receipts_are_taken() -> None:
 
 
 def finish_work(world: World) -> None:
-    world.core.take_told()
+    world.core.take_notified()
     while world.core.work():
         world.core.check_integrity()
     world.pump()
@@ -402,10 +402,10 @@ def engine_growth(num: int) -> cpb.Operation:
     return ops.append(1, [7] * num, first_position=20)
 
 
-def test_only_what_takes_long_is_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_takes_long_is_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_MANY_TOKENS", 30)
     monkeypatch.setattr(requests, "_MANY_SEQUENCES", 2)
-    monkeypatch.setattr(requests, "PIECE_BLOCKS", 5)
+    monkeypatch.setattr(requests, "SLICE_BLOCKS", 5)
     world = World(num_device=64)
     engine = world.engine()
 
@@ -452,11 +452,11 @@ def test_operations_are_checked_a_few_at_a_time() -> None:
         each for i in range(4) for each in (ops.admit(2 + i, range(60 * i)), ops.free([i]))
     ]
 
-    def check(*some: cpb.Operation) -> pieces.Pieces[cpb.CheckOperationsResponse]:
+    def check(*some: cpb.Operation) -> slices.Slices[cpb.CheckOperationsResponse]:
         request = cpb.CheckOperationsRequest(session=engine.ref, operations=some)
         return core.check_operations(request, "tenant")
 
-    expected = [pieces.finished(check(each)).results[0] for each in operations]
+    expected = [slices.finished(check(each)).results[0] for each in operations]
     left, num_between = check(*operations), 0
     while True:
         try:

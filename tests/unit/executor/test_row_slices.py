@@ -1,4 +1,4 @@
-"""A long attention call in pieces gives the bits of the whole, and other commands come between."""
+"""A long attention call in slices gives the bits of the whole, and other commands come between."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.execution.shards import row_pieces
-from data_plane.execution.shards.row_pieces import PieceSizes
+from data_plane.execution.shards import row_slices
+from data_plane.execution.shards.row_slices import SliceSizes
 from data_plane.kernels.arguments import HostLengths
-from data_plane.pieces import finish
+from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import SessionExpiredError, StaleGenerationError
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import set_blocks, span, tokens
 
-PIECE_S = 1e-9  # as short as pieces get
+SLICE_S = 1e-9  # as short as slices get
 SPANS = [(0, 300), (40, 56), (8, 1), (3, 200)]
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     """Four sequences in one plan, computed once."""
-    monkeypatch.setattr(row_pieces, "_FEW_ROWS", 0)
+    monkeypatch.setattr(row_slices, "_FEW_ROWS", 0)
     rig = Rig(num_device_blocks=100)
     changes, first = [], 0
     for i, (position, num) in enumerate(SPANS):
@@ -40,41 +40,41 @@ NUM_TOKENS = sum(num for _, num in SPANS)
 TENSORS = tokens(NUM_TOKENS, 4), tokens(NUM_TOKENS, seed=1), tokens(NUM_TOKENS, seed=2)
 
 
-def test_pieces_give_the_bits_of_the_whole(rig: Rig) -> None:
+def test_slices_give_the_bits_of_the_whole(rig: Rig) -> None:
     options = AttentionOptions()
-    pieces = rig.executor.layer_pieces(1, 0, TENSORS, options, 1, None, "", PIECE_S)
-    assert sum(1 for _ in pieces) >= NUM_TOKENS // 64 - 2
-    in_pieces = finish(rig.executor.attend(1, 0, TENSORS[0], piece_s=PIECE_S))
-    assert torch.equal(in_pieces, finish(rig.executor.attend(1, 0, TENSORS[0])))
+    slices = rig.executor.layer_slices(1, 0, TENSORS, options, 1, None, "", SLICE_S)
+    assert sum(1 for _ in slices) >= NUM_TOKENS // 64 - 2
+    in_slices = finish(rig.executor.attend(1, 0, TENSORS[0], slice_s=SLICE_S))
+    assert torch.equal(in_slices, finish(rig.executor.attend(1, 0, TENSORS[0])))
     whole = rig.executor.layer(1, 0, *TENSORS)
     assert whole is not None
-    assert torch.equal(in_pieces, whole)
+    assert torch.equal(in_slices, whole)
 
 
-def test_a_session_that_ends_between_pieces_computes_no_further(rig: Rig) -> None:
-    pieces = rig.executor.layer_pieces(1, 0, TENSORS, AttentionOptions(), 1, None, "", PIECE_S)
-    next(pieces)
+def test_a_session_that_ends_between_slices_computes_no_further(rig: Rig) -> None:
+    slices = rig.executor.layer_slices(1, 0, TENSORS, AttentionOptions(), 1, None, "", SLICE_S)
+    next(slices)
     rig.fence(1)
     with pytest.raises(SessionExpiredError):
-        next(pieces)
+        next(slices)
 
 
-def test_blocks_that_are_taken_between_pieces_are_not_read(rig: Rig) -> None:
+def test_blocks_that_are_taken_between_slices_are_not_read(rig: Rig) -> None:
     rig.open(2)
-    pieces = rig.executor.layer_pieces(1, 0, TENSORS, AttentionOptions(), 1, None, "", PIECE_S)
-    next(pieces)
+    slices = rig.executor.layer_slices(1, 0, TENSORS, AttentionOptions(), 1, None, "", SLICE_S)
+    next(slices)
     rig.start(1, session_id=2, changes=[set_blocks(1, [(0, 2)])])
     with pytest.raises(StaleGenerationError):
-        next(pieces)
+        next(slices)
 
 
-def test_pieces_follow_from_how_long_calls_took() -> None:
+def test_slices_follow_from_how_long_calls_took() -> None:
     lengths = HostLengths(np.array([0, 4096]), np.array([4096]))
-    sizes = PieceSizes()
-    few = [*sizes.pieces(lengths, 1.0)]
-    many = [*sizes.pieces(lengths, 0.01)]
+    sizes = SliceSizes()
+    few = [*sizes.slices(lengths, 1.0)]
+    many = [*sizes.slices(lengths, 0.01)]
     assert len(few) == 1
     assert len(many) > 8
     assert [row for rows in many for row in rows] == [*range(4096)]
     assert len(many[0]) > 4 * len(many[-2]), "later rows attend to more positions"
-    assert [*sizes.pieces(HostLengths(np.array([0, 1]), np.array([9])), 1e-9)] == [range(1)]
+    assert [*sizes.slices(HostLengths(np.array([0, 1]), np.array([9])), 1e-9)] == [range(1)]

@@ -1,6 +1,6 @@
-"""Where blocks are. A place is one tier of one layer group: it has blocks of its own.
+"""Tier keys: each names one tier of one layer group, which has blocks of its own.
 
-place = 2 * group + tier        so that a pool of one group has its tiers as places
+tier_key = 2 * group + tier        of a pool with one layer group, the tiers themselves
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.v1 import types_pb2 as pb
 
-Place: TypeAlias = int
+TierKey: TypeAlias = int
 TIERS: Final = (pb.TIER_DEVICE, pb.TIER_HOST)
 
 
-def place_of(group: int, tier: int) -> Place:
-    """The place of a layer group's tier."""
+def tier_key_of(group: int, tier: int) -> TierKey:
+    """The key of a layer group's tier."""
     return len(TIERS) * group + tier
 
 
-def group_of(place: Place) -> int:
-    """Index of the place's layer group."""
-    return (place - 1) // len(TIERS)
+def group_of(tier_key: TierKey) -> int:
+    """Index of its layer group."""
+    return (tier_key - 1) // len(TIERS)
 
 
-def tier_of(place: Place) -> pb.Tier:
-    """The place's tier."""
-    return TIERS[(place - 1) % len(TIERS)]
+def tier_of(tier_key: TierKey) -> pb.Tier:
+    """Its tier."""
+    return TIERS[(tier_key - 1) % len(TIERS)]
 
 
-def places_of(layout: Layout) -> list[Place]:
-    """All places, group after group."""
-    return [place_of(group, tier) for group in range(len(layout.groups)) for tier in TIERS]
+def tier_keys_of(layout: Layout) -> list[TierKey]:
+    """All keys, group after group."""
+    return [tier_key_of(group, tier) for group in range(len(layout.groups)) for tier in TIERS]
 
 
 def in_groups(num_blocks: int | Sequence[int], layout: Layout) -> tuple[int, ...]:

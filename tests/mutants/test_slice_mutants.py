@@ -1,4 +1,4 @@
-"""Each planted fault of requests in pieces is caught by the test that says so."""
+"""Each planted fault of requests in slices is caught by the test that says so."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tests.helpers.patched_faults import load
 TIMEOUT_S = 30.0
 # What a test that has parameters is given.
 ARGUMENTS = {
-    "test_a_request_in_pieces_is_answered_as_in_one": (0,),
-    "test_a_session_may_end_between_the_pieces": (2,),
+    "test_a_request_in_slices_is_answered_as_in_one": (0,),
+    "test_a_session_may_end_between_the_slices": (2,),
     "test_a_session_may_end_while_many_blocks_are_swapped": ("swap",),
     "test_a_session_that_ends_is_released_between_requests": (True,),
 }
 
 
-FAULTS = load("mutants/core/piece_faults.py")
-CORE = load("unit/core/test_core_pieces.py")
+FAULTS = load("mutants/core/slice_faults.py")
+CORE = load("unit/core/test_core_slices.py")
 LANE = load("unit/planning/test_request_lane.py")
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def call_in_passing(function: Callable[[], Result]) -> Result:
+def call_in_short_thread(function: Callable[[], Result]) -> Result:
     """What ``function`` returns, or raises, in a thread that ends with it.
 
     For what computes with torch before the thread that computes from then on. GNU OpenMP keeps the

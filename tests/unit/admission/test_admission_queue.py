@@ -1,4 +1,4 @@
-"""The line: who is admitted, who may grow, and in which order."""
+"""The queue: who is admitted, who may grow, and in which order."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from control_plane.admission.decisions import (
     Admission,
     AdmissionConfig,
     Growth,
-    Place,
+    MustWait,
     Reason,
 )
-from control_plane.admission.line import Line
+from control_plane.admission.queue import AdmissionQueue
 from tests.helpers.planning.admission_rig import Rig
 
 CONFIG = AdmissionConfig(headroom=0.0)
@@ -25,8 +25,8 @@ def full_pool(num_blocks: int = 10, num_sessions: int = 4) -> Rig:
 def test_nobody_passes_the_head() -> None:
     rig = Rig(10, 3, CONFIG)
     rig.ask(0, 1, 8)
-    assert rig.ask(1, 1, 5) == Place(Reason.BLOCKS, 1, 1)
-    assert rig.ask(2, 1, 1) == Place(Reason.LINE, 2, 1), "there is room, but not for the head"
+    assert rig.ask(1, 1, 5) == MustWait(Reason.BLOCKS, 1, 1)
+    assert rig.ask(2, 1, 1) == MustWait(Reason.QUEUE, 2, 1), "there is room, but not for the head"
     assert rig.serve() == []
     rig.end(0, 1)
     rig.receipt(0)
@@ -35,11 +35,11 @@ def test_nobody_passes_the_head() -> None:
 
 def test_who_asks_without_waiting_gets_no_place_and_passes_nobody() -> None:
     rig = full_pool()
-    assert rig.ask(1, 1, 5) == Place(Reason.BLOCKS, 1, 1)
+    assert rig.ask(1, 1, 5) == MustWait(Reason.BLOCKS, 1, 1)
     rig.end(0, 1)
     rig.receipt(0)
     for _ in range(3):
-        assert rig.ask(2, 1, 1, wait=False) == Place(Reason.LINE)
+        assert rig.ask(2, 1, 1, wait=False) == MustWait(Reason.QUEUE)
     assert rig.serve() == [Admission(1, 1, 5)]
     assert rig.ask(2, 1, 1, wait=False) is None
 
@@ -48,27 +48,27 @@ def test_asking_again_keeps_the_place_and_updates_the_number() -> None:
     rig = full_pool()
     rig.ask(1, 1, 5)
     rig.ask(2, 1, 3)
-    assert rig.ask(1, 1, 7, wait=False) == Place(Reason.BLOCKS, 1, 1)
+    assert rig.ask(1, 1, 7, wait=False) == MustWait(Reason.BLOCKS, 1, 1)
     rig.end(0, 1)
     rig.receipt(0)
     assert rig.serve() == [Admission(1, 1, 7), Admission(2, 1, 3)]
 
 
-def test_a_session_has_one_place() -> None:
+def test_a_session_has_one_position() -> None:
     rig = full_pool()
     rig.ask(1, 1, 5)
-    assert rig.ask(1, 2, 1) == Place(Reason.LINE, 1, 1)
-    assert rig.ask(2, 1, 1) == Place(Reason.LINE, 2, 1)
+    assert rig.ask(1, 2, 1) == MustWait(Reason.QUEUE, 1, 1)
+    assert rig.ask(2, 1, 1) == MustWait(Reason.QUEUE, 2, 1)
 
 
-def test_a_withdrawn_admission_loses_its_place() -> None:
+def test_a_withdrawn_admission_loses_its_position() -> None:
     rig = full_pool()
     rig.ask(1, 1, 5)
     rig.ask(2, 1, 4)
-    rig.line.withdraw(1, 2)
-    assert rig.ask(2, 1, 4) == Place(Reason.LINE, 2, 1), "another sequence was withdrawn"
-    rig.line.withdraw(1, 1)
-    assert rig.ask(2, 1, 4) == Place(Reason.BLOCKS, 1, 1)
+    rig.queue.withdraw(1, 2)
+    assert rig.ask(2, 1, 4) == MustWait(Reason.QUEUE, 2, 1), "another sequence was withdrawn"
+    rig.queue.withdraw(1, 1)
+    assert rig.ask(2, 1, 4) == MustWait(Reason.BLOCKS, 1, 1)
 
 
 def test_a_closed_session_leaves_the_line_and_its_growth_is_forgotten() -> None:
@@ -76,10 +76,10 @@ def test_a_closed_session_leaves_the_line_and_its_growth_is_forgotten() -> None:
     rig.ask(0, 1, 6)
     rig.ask(1, 1, 4)
     assert not rig.grow(1, 1)
-    rig.line.close(1)
+    rig.queue.close(1)
     rig.held[1].clear()
-    assert rig.ask(2, 1, 9) == Place(Reason.BLOCKS, 1, 1)
-    rig.line.close(2)
+    assert rig.ask(2, 1, 9) == MustWait(Reason.BLOCKS, 1, 1)
+    rig.queue.close(2)
     assert rig.ask(0, 2, 4) is None
 
 
@@ -91,8 +91,8 @@ def test_a_grant_that_needs_more_by_now_stays_the_head() -> None:
     rig.ask(2, 1, 1)
     rig.end(0, 2)
     rig.receipt(0)
-    assert rig.line.next_grant(0.0) == Admission(1, 1, 2)
-    assert rig.ask(1, 1, 6) == Place(Reason.BLOCKS, 1, 1), "what it had found cached is gone"
+    assert rig.queue.next_grant(0.0) == Admission(1, 1, 2)
+    assert rig.ask(1, 1, 6) == MustWait(Reason.BLOCKS, 1, 1), "what it had found cached is gone"
     assert rig.serve() == []
     assert rig.ask(1, 1, 5) is None
 
@@ -105,7 +105,7 @@ def test_growth_comes_before_admissions() -> None:
     assert not rig.grow(1, 1)
     rig.end(0, 1)
     rig.receipt(0)
-    assert rig.ask(0, 2, 2) == Place(Reason.GROWTH, 1, 2)
+    assert rig.ask(0, 2, 2) == MustWait(Reason.GROWTH, 1, 2)
     assert rig.serve() == [Growth(1, 1, 1)]
     assert rig.held == [{}, {1: 3}]
 
@@ -157,7 +157,7 @@ def test_growth_asked_for_again_replaces_what_was_asked_for() -> None:
 def test_growth_beyond_the_pool_stops_nobody() -> None:
     rig = full_pool()
     assert not rig.grow(0, 1, 1)
-    assert rig.ask(1, 1, 1) == Place(Reason.BLOCKS, 1, 1), "growth would be named"
+    assert rig.ask(1, 1, 1) == MustWait(Reason.BLOCKS, 1, 1), "growth would be named"
 
 
 def test_growth_of_a_sequence_that_ended_is_forgotten() -> None:
@@ -176,7 +176,7 @@ def test_admissions_leave_headroom_unless_the_pool_is_empty() -> None:
     rig.end(0, 1)
     rig.receipt(0)
     assert rig.ask(0, 2, 10) is None
-    assert rig.ask(1, 1, 9) == Place(Reason.BLOCKS, 1, 1)
+    assert rig.ask(1, 1, 9) == MustWait(Reason.BLOCKS, 1, 1)
     assert rig.ask(1, 1, 8) is None
     assert rig.grow(1, 1, 2), "headroom is for growth"
 
@@ -185,7 +185,7 @@ def test_a_session_that_has_to_lets_others_pass_for_a_time() -> None:
     rig = full_pool()
     for session in (1, 2, 3):
         rig.ask(session, 1, 10)
-    rig.line._turns.sessions[1].passes_until_s = 2.0
+    rig.queue._turns.sessions[1].penalty_until_s = 2.0
     rig.end(0, 1)
     rig.receipt(0)
     assert rig.serve() == [Admission(2, 1, 10)]
@@ -203,7 +203,7 @@ def test_if_all_have_to_let_others_pass_the_first_is_admitted() -> None:
     rig = full_pool()
     for session in (1, 2):
         rig.ask(session, 1, 10)
-        rig.line._turns.sessions[session].passes_until_s = 100.0
+        rig.queue._turns.sessions[session].penalty_until_s = 100.0
     assert rig.serve() == []
     rig.ask(3, 1, 10)
     rig.end(0, 1)
@@ -217,7 +217,7 @@ def test_if_all_have_to_let_others_pass_the_first_is_admitted() -> None:
 def test_with_a_doubled_turn_a_session_has_one_sequence_while_others_wait() -> None:
     rig = Rig(10, 4, CONFIG)
     rig.ask(1, 1, 4)
-    rig.line._turns.sessions[1].num_doublings = 1
+    rig.queue._turns.sessions[1].num_doublings = 1
     rig.ask(0, 1, 6)
     for session, sequence, num_blocks in ((2, 1, 6), (1, 2, 4), (3, 1, 6)):
         rig.ask(session, sequence, num_blocks)
@@ -230,24 +230,24 @@ def test_with_a_doubled_turn_a_session_has_one_sequence_while_others_wait() -> N
     assert rig.serve() == [Admission(1, 2, 4)]
 
 
-def test_a_swapped_out_sequence_comes_back_by_the_line() -> None:
+def test_a_swapped_out_sequence_comes_back_by_the_queue() -> None:
     rig = full_pool()
     rig.ask(1, 1, 5)
-    rig.line.swapped_out(0, 1)
+    rig.queue.swapped_out(0, 1)
     rig.held[0].clear()
-    assert rig.ask(0, 1, 10) == Place(Reason.LINE, 2, 1)
+    assert rig.ask(0, 1, 10) == MustWait(Reason.QUEUE, 2, 1)
     assert rig.serve() == [Admission(1, 1, 5)]
 
 
 def test_the_place_is_the_number_of_those_in_front() -> None:
     rig = full_pool(num_sessions=30)
-    places = [rig.ask(session, 1, 1) for session in range(1, 30)]
-    assert [place.place for place in places if place] == list(range(1, 30))
+    positions = [rig.ask(session, 1, 1) for session in range(1, 30)]
+    assert [each.position for each in positions if each] == list(range(1, 30))
 
 
 def test_a_line_has_a_rule_without_settings() -> None:
     rig = Rig(100, 1, AdmissionConfig())
-    rig.line = Line(rig)
-    rig.line.open(0)
+    rig.queue = AdmissionQueue(rig)
+    rig.queue.open(0)
     assert rig.ask(0, 1, 50) is None
-    assert rig.ask(0, 2, 50) == Place(Reason.BLOCKS, 1, 2), "one block is headroom"
+    assert rig.ask(0, 2, 50) == MustWait(Reason.BLOCKS, 1, 2), "one block is headroom"

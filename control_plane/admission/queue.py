@@ -1,4 +1,4 @@
-"""The line for the device blocks of one pool: what may be admitted, what may grow, who yields.
+"""The queue for the device blocks of one pool: what may be admitted, what may grow, who yields.
 
 Nothing is reserved, and nothing that a client declares is believed. Without most of these rules a
 checker (``tests/helpers/planning/admission_checker.py``) finds a session that can be starved; for
@@ -8,14 +8,14 @@ each part of them ``tests/mutants/admission/faults.py`` says which test fails wh
    admitted or withdrawn, and nobody passes the head. Without it, who asks often or for little
    starves the others.
 2. **Grants are pushed.** Who is granted blocks has them, and its turn runs. An offer that somebody
-   has to take would stop the line when it is not taken.
+   has to take would stop the queue when it is not taken.
 3. **Growth before admissions**, the oldest sequence first, and no younger growth passes. Without
    it, what a session frees goes to its own next admission while others wait to go on: a deadlock.
 4. **Growth blocked for a grace period makes the most junior session yield**, its newest sequence
    first. Otherwise sequences that wait for each other's blocks wait for ever. Nobody senior to all
    that are blocked yields, and of the most senior of these only what is newer.
 5. **Who outstays its turn yields while others wait**, and so does a sequence that does not go on
-   for some time; who is furthest past it first. Its session goes to the back of the line.
+   for some time; who is furthest past it first. Its session goes to the back of the queue.
    Otherwise sequences that hold blocks and never end keep them. Turns are the shorter the more a
    session holds beyond a quarter of the pool and twice its fair share.
 6. **A turn that was cut doubles the session's next one**, until a sequence of it ends. Otherwise
@@ -29,7 +29,7 @@ each part of them ``tests/mutants/admission/faults.py`` says which test fails wh
    leaves while it is asked counts as cut: a session neither loses nor gains by that.
 9. **A session whose missing receipts keep blocks from others is ended** after a deadline.
 
-Swapping a sequence in is an admission: a growth that came before the line could be repeated for
+Swapping a sequence in is an admission: a growth that came before the queue could be repeated for
 ever. All times are given by the caller, and never go back. Every operation is O(1), but for the
 logarithm of the number of blocked sequences; ``tick`` scans sessions and live sequences.
 
@@ -53,22 +53,22 @@ from control_plane.admission.decisions import (
     Decision,
     Grant,
     Growth,
-    Place,
+    MustWait,
     PoolView,
     Reason,
 )
 from control_plane.admission.turns import Turns
-from control_plane.admission.yielding import Waiting, decide
+from control_plane.admission.victims import QueueEntry, decide
 
 
-class Line:
+class AdmissionQueue:
     """Who gets the blocks of one pool next. Callers pass ids of open sessions, or get KeyError."""
 
     def __init__(self, pool: PoolView, config: AdmissionConfig | None = None) -> None:
         self._pool = pool
         self._config = config or AdmissionConfig()
         self._turns = Turns(self._config.turn_s, self._config.max_doublings)
-        self._waiting: OrderedDict[int, Waiting] = OrderedDict()
+        self._entries: OrderedDict[int, QueueEntry] = OrderedDict()
         self._next_ticket = 0
 
     @property
@@ -79,7 +79,7 @@ class Line:
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits, so that whoever asks may have what there is."""
-        return not self._waiting and not self._turns.num_blocked
+        return not self._entries and not self._turns.num_blocked
 
     # Sessions
 
@@ -89,42 +89,42 @@ class Line:
 
     def close(self, session: int) -> None:
         """Remove a session, its place and all its sequences."""
-        self._waiting.pop(session, None)
+        self._entries.pop(session, None)
         self._turns.close(session)
 
     # Admissions
 
     def admit(
         self, session: int, sequence: int, num_needed: int, now_s: float, *, wait: bool
-    ) -> Place | None:
+    ) -> MustWait | None:
         """None when the sequence may be admitted now: do it, and call ``started``.
 
         ``num_needed``: blocks that it would take from what the session can obtain, at most the
-        pool. With ``wait`` it takes the session's place in the line, if that is free. Asking again
-        keeps the place and brings the number up to date.
+        pool. With ``wait`` it takes the session's place in the queue, if that is free. Asking
+        again keeps the place and brings the number up to date.
         """
         assert num_needed <= self._pool.num_blocks, "never fits"
-        waiting, turns = self._waiting.get(session), self._turns
-        if waiting is not None and waiting.sequence != sequence:
-            return Place(Reason.LINE, self._place(waiting), waiting.sequence)
-        if waiting is not None:
-            waiting.num_needed = num_needed
+        entry, turns = self._entries.get(session), self._turns
+        if entry is not None and entry.sequence != sequence:
+            return MustWait(Reason.QUEUE, self._position(entry), entry.sequence)
+        if entry is not None:
+            entry.num_needed = num_needed
         blocked, is_first = turns.num_blocked > 0, self._is_first(session, now_s)
         if not blocked and is_first and self._has_room(session, num_needed):
             return None
-        if waiting is None and wait:
-            waiting = Waiting(turns.sessions[session], sequence, num_needed, now_s, 0)
-            self._to_the_back(waiting)
-        reason = Reason.GROWTH if blocked else Reason.BLOCKS if is_first else Reason.LINE
-        if waiting is None:
-            return Place(reason)
-        return Place(reason, self._place(waiting), sequence)
+        if entry is None and wait:
+            entry = QueueEntry(turns.sessions[session], sequence, num_needed, now_s, 0)
+            self._to_the_back(entry)
+        reason = Reason.GROWTH if blocked else Reason.BLOCKS if is_first else Reason.QUEUE
+        if entry is None:
+            return MustWait(reason)
+        return MustWait(reason, self._position(entry), sequence)
 
     def withdraw(self, session: int, sequence: int) -> None:
         """The sequence need not be admitted any more; its place is lost."""
-        waiting = self._waiting.get(session)
-        if waiting is not None and waiting.sequence == sequence:
-            del self._waiting[session]
+        entry = self._entries.get(session)
+        if entry is not None and entry.sequence == sequence:
+            del self._entries[session]
 
     # Sequences
 
@@ -134,7 +134,7 @@ class Line:
         self._turns.start(session, sequence, now_s)
 
     def ended(self, session: int, sequence: int) -> None:
-        """The sequence and all its forks are gone. Not for one that the line has cut."""
+        """The sequence and all its forks are gone. Not for one that the queue has cut."""
         self._leave(session, sequence, done=True)
 
     def swapped_out(self, session: int, sequence: int) -> None:
@@ -183,11 +183,11 @@ class Line:
     def tick(self, now_s: float) -> list[Decision]:
         """Who must yield, is cut or ended. Call it about four times in a grace period.
 
-        Each sequence of a Cut has left the line; call ``close`` for each EndSession.
+        Each sequence of a Cut has left the queue; call ``close`` for each EndSession.
         """
         decisions = decide(
             self._turns,
-            self._waiting,
+            self._entries,
             self._head(now_s),
             self._pool,
             self._config,
@@ -203,22 +203,22 @@ class Line:
         leaving = self._turns.sessions[session].sequences[sequence]
         reason = leaving.reason
         self._turns.end(leaving, reason=reason, done=done)
-        waiting = self._waiting.get(session)
-        if reason in (Reason.TURN, Reason.IDLE) and waiting is not None:
-            waiting.is_let_in = False
-            self._to_the_back(waiting)
+        entry = self._entries.get(session)
+        if reason in (Reason.TURN, Reason.IDLE) and entry is not None:
+            entry.is_chosen = False
+            self._to_the_back(entry)
 
-    def _head(self, now_s: float) -> Waiting | None:
+    def _head(self, now_s: float) -> QueueEntry | None:
         """The first that need not let others pass, or if all do, simply the first."""
-        for _ in range(len(self._waiting)):
-            head = next(iter(self._waiting.values()))
-            if head.is_let_in or not head.session.passes(now_s):
+        for _ in range(len(self._entries)):
+            head = next(iter(self._entries.values()))
+            if head.is_chosen or not head.session.is_passed_over(now_s):
                 return head
             self._to_the_back(head)
-        if not self._waiting:
+        if not self._entries:
             return None
-        head = next(iter(self._waiting.values()))
-        head.is_let_in = True
+        head = next(iter(self._entries.values()))
+        head.is_chosen = True
         return head
 
     def _is_first(self, session: int, now_s: float) -> bool:
@@ -234,11 +234,11 @@ class Line:
         """
         return int(self._config.headroom * self._pool.num_blocks) if self._turns.num_live else 0
 
-    def _place(self, waiting: Waiting) -> int:
-        return waiting.ticket - next(iter(self._waiting.values())).ticket + 1
+    def _position(self, entry: QueueEntry) -> int:
+        return entry.ticket - next(iter(self._entries.values())).ticket + 1
 
-    def _to_the_back(self, waiting: Waiting) -> None:
+    def _to_the_back(self, entry: QueueEntry) -> None:
         self._next_ticket += 1
-        waiting.ticket = self._next_ticket
-        self._waiting[waiting.session.id] = waiting
-        self._waiting.move_to_end(waiting.session.id)
+        entry.ticket = self._next_ticket
+        self._entries[entry.session.id] = entry
+        self._entries.move_to_end(entry.session.id)

@@ -1,5 +1,5 @@
-// Tables and tokens of sequences, in pieces that forks share: a fork copies neither entries nor
-// tokens, and who writes a shared piece copies that piece first.
+// Tables and tokens of sequences, in chunks that forks share: a fork copies neither entries nor
+// tokens, and who writes a shared chunk copies that chunk first.
 #pragma once
 
 #include <algorithm>
@@ -11,63 +11,63 @@
 namespace kvplane::blocks {
 
 template <typename T, uint32_t kSize>
-struct Piece {
-  uint32_t num_owners;  // arrays that have this piece
+struct Chunk {
+  uint32_t num_owners;  // arrays that have this chunk
   T items[kSize];
 };
 
-// All pieces of one kind.
+// All chunks of one kind.
 template <typename T, uint32_t kSize>
-class PieceStore {
+class ChunkStore {
  public:
   using Item = T;
   static constexpr uint32_t kItems = kSize;
 
-  // A piece with one owner; its items are undefined.
+  // A chunk with one owner; its items are undefined.
   uint32_t add() {
     uint32_t id;
     if (free_.empty()) {
-      id = pieces_.add();
+      id = chunks_.add();
     } else {
       id = free_.back();
       free_.pop_back();
     }
-    pieces_[id].num_owners = 1;
+    chunks_[id].num_owners = 1;
     return id;
   }
 
-  Piece<T, kSize>& operator[](uint32_t id) { return pieces_[id]; }
-  const Piece<T, kSize>& operator[](uint32_t id) const { return pieces_[id]; }
+  Chunk<T, kSize>& operator[](uint32_t id) { return chunks_[id]; }
+  const Chunk<T, kSize>& operator[](uint32_t id) const { return chunks_[id]; }
 
-  // Whether that was the last owner; the piece may be used again then.
+  // Whether that was the last owner; the chunk may be used again then.
   bool drop(uint32_t id) {
-    if (--pieces_[id].num_owners) return false;
+    if (--chunks_[id].num_owners) return false;
     free_.push_back(id);
     return true;
   }
 
-  // Whether the piece is in use; false for a number that no piece has.
-  bool has(uint32_t id) const { return id < pieces_.size() && pieces_[id].num_owners > 0; }
+  // Whether the chunk is in use; false for a number that no chunk has.
+  bool has(uint32_t id) const { return id < chunks_.size() && chunks_[id].num_owners > 0; }
 
-  size_t num_used() const { return pieces_.size() - free_.size(); }
+  size_t num_used() const { return chunks_.size() - free_.size(); }
 
  private:
-  Slab<Piece<T, kSize>> pieces_;
+  Slab<Chunk<T, kSize>> chunks_;
   std::vector<uint32_t> free_;
 };
 
-// An array of items in pieces. Indices of pieces that hold block references are managed by the
-// caller (see steps/tables.cpp), which counts references when pieces are copied or dropped.
+// An array of items in chunks. Indices of chunks that hold block references are managed by the
+// caller (see steps/tables.cpp), which counts references when chunks are copied or dropped.
 template <typename Store>
-struct PiecedArray {
+struct ChunkedArray {
   using Item = typename Store::Item;
   static constexpr uint32_t kItems = Store::kItems;
 
-  std::vector<uint32_t> pieces;
+  std::vector<uint32_t> chunks;
   int64_t size = 0;
 
   const Item& at(const Store& store, int64_t i) const {
-    return store[pieces[static_cast<size_t>(i / kItems)]].items[i % kItems];
+    return store[chunks[static_cast<size_t>(i / kItems)]].items[i % kItems];
   }
 
   // Calls f(items, num_items) for the runs of [begin, end), in order.
@@ -76,29 +76,29 @@ struct PiecedArray {
     while (begin < end) {
       const int64_t first = begin % kItems;
       const int64_t num = std::min<int64_t>(kItems - first, end - begin);
-      f(store[pieces[static_cast<size_t>(begin / kItems)]].items + first, num);
+      f(store[chunks[static_cast<size_t>(begin / kItems)]].items + first, num);
       begin += num;
     }
   }
 };
 
-using TokenStore = PieceStore<int32_t, 256>;
+using TokenStore = ChunkStore<int32_t, 256>;
 
 // The known tokens of a sequence.
-struct Tokens : PiecedArray<TokenStore> {
+struct Tokens : ChunkedArray<TokenStore> {
   void append(TokenStore& store, const int32_t* tokens, int64_t num) {
     while (num > 0) {
       const int64_t first = size % kItems;
       if (first == 0) {
-        pieces.push_back(store.add());
-      } else if (store[pieces.back()].num_owners > 1) {
+        chunks.push_back(store.add());
+      } else if (store[chunks.back()].num_owners > 1) {
         const uint32_t copy = store.add();
-        std::memcpy(store[copy].items, store[pieces.back()].items, size_t(first) * sizeof(int32_t));
-        store.drop(pieces.back());
-        pieces.back() = copy;
+        std::memcpy(store[copy].items, store[chunks.back()].items, size_t(first) * sizeof(int32_t));
+        store.drop(chunks.back());
+        chunks.back() = copy;
       }
       const int64_t now = std::min<int64_t>(kItems - first, num);
-      int32_t* items = store[pieces.back()].items + first;
+      int32_t* items = store[chunks.back()].items + first;
       if (now == 1)
         *items = *tokens;
       else  // memcpy of a bounded size becomes `rep movs`, which is slow where it must fetch lines
@@ -109,20 +109,20 @@ struct Tokens : PiecedArray<TokenStore> {
     }
   }
 
-  // Shares the pieces of `other`.
+  // Shares the chunks of `other`.
   void share(TokenStore& store, const Tokens& other) {
-    pieces = other.pieces;
+    chunks = other.chunks;
     size = other.size;
-    for (const uint32_t id : pieces) ++store[id].num_owners;
+    for (const uint32_t id : chunks) ++store[id].num_owners;
   }
 
-  // Appends a whole piece that another array may have, if it holds these tokens. The size is a
-  // multiple of a piece's.
-  bool share_piece(TokenStore& store, uint32_t id, const int32_t* tokens) {
+  // Appends a whole chunk that another array may have, if it holds these tokens. The size is a
+  // multiple of a chunk's.
+  bool share_chunk(TokenStore& store, uint32_t id, const int32_t* tokens) {
     if (!store.has(id) || std::memcmp(store[id].items, tokens, sizeof store[id].items) != 0)
       return false;
     ++store[id].num_owners;
-    pieces.push_back(id);
+    chunks.push_back(id);
     size += kItems;
     return true;
   }
@@ -130,9 +130,9 @@ struct Tokens : PiecedArray<TokenStore> {
   void cut(TokenStore& store, int64_t num) {
     if (num >= size) return;
     const size_t keep = static_cast<size_t>(div_ceil(num, kItems));
-    while (pieces.size() > keep) {
-      store.drop(pieces.back());
-      pieces.pop_back();
+    while (chunks.size() > keep) {
+      store.drop(chunks.back());
+      chunks.pop_back();
     }
     size = num;
   }

@@ -1,6 +1,6 @@
-"""Work that takes long, in pieces: others' requests run in between.
+"""Work that takes long, in slices: others' requests run in between.
 
-A generator yields after each piece, of a millisecond or a few, and returns what the work came to.
+A generator yields after each slice, of a millisecond or a few, and returns what the work came to.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 
 T = TypeVar("T")
-Pieces = Generator[None, None, T]
+Slices = Generator[None, None, T]
 
-PIECE_TOKENS: Final = 65_536
+SLICE_TOKENS: Final = 65_536
 """Tokens that are taken in at a time: a millisecond or two."""
-PIECE_BLOCKS: Final = 16_384
+SLICE_BLOCKS: Final = 16_384
 """Blocks that are published, or swapped, at a time: a millisecond or two."""
 ALL_BLOCKS: Final = 1 << 60
-PIECE_ENTRIES: Final = 65_536
+SLICE_ENTRIES: Final = 65_536
 """Entries of whole tables that are written to a plan at a time: half a millisecond. A turn of the
-event loop between two pieces takes a tenth of that.
+event loop between two slices takes a tenth of that.
 """
-MANY_TOKENS: Final = 4 * PIECE_TOKENS
+MANY_TOKENS: Final = 4 * SLICE_TOKENS
 """More than this of them makes a request take some milliseconds."""
 SWAPS: Final = ("swap_out", "swap_in")
 _HASHED_BYTES: Final = 1 << 21  # a millisecond
@@ -34,21 +34,21 @@ _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 
 
-def finished(pieces: Pieces[T]) -> T:
+def finished(slices: Slices[T]) -> T:
     """What the work comes to, with no pause."""
     while True:
         try:
-            next(pieces)
+            next(slices)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
 
-def paced(pieces: Pieces[T], *, in_pieces: bool) -> Pieces[T]:
-    """The work, with its pauses only if ``in_pieces``."""
-    return (yield from pieces) if in_pieces else finished(pieces)
+def paced(slices: Slices[T], *, in_slices: bool) -> Slices[T]:
+    """The work, with its pauses only if ``in_slices``."""
+    return (yield from slices) if in_slices else finished(slices)
 
 
-def digest_in_pieces(payload: bytes) -> Pieces[bytes]:
+def digest_in_slices(payload: bytes) -> Slices[bytes]:
     """``signing.digest`` of what took some time to encode, if it is large."""
     digest, view = hashlib.sha256(), memoryview(payload)
     for begin in range(0, len(payload), _HASHED_BYTES):
@@ -70,7 +70,7 @@ def swaps(operation: cpb.Operation) -> bool:
 
 
 def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
-    """The append in parts of about ``PIECE_TOKENS``, each with the index of its first item. An
+    """The append in parts of about ``SLICE_TOKENS``, each with the index of its first item. An
     append of which the columns do not fit together stays whole, to be refused as such.
     """
     num = len(message.sequence_ids) // _ID_BYTES
@@ -93,7 +93,7 @@ def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
     first = first_token = token = 0
     for item, given in enumerate(num_tokens, 1):
         token += given
-        if token - first_token < PIECE_TOKENS and item < num:
+        if token - first_token < SLICE_TOKENS and item < num:
             continue
         ids, counts = slice(first * 8, item * 8), slice(first * 4, item * 4)
         yield (

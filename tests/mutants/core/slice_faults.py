@@ -1,4 +1,4 @@
-"""Faults of requests in pieces, with the test that catches each."""
+"""Faults of requests in slices, with the test that catches each."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from control_plane.server.service import LongRequests
 from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.session import Session
 from control_plane.sharing.sharing import Sharing
-from control_plane.steps import large_answers, pieces, planner, requests
+from control_plane.steps import large_answers, planner, requests, slices
 from control_plane.steps.large_answers import LargeAnswer
-from control_plane.steps.pieces import finished
 from control_plane.steps.planner import Planner
+from control_plane.steps.slices import finished
 from kvplane.v1 import control_pb2 as cpb
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def the_line_decides_between_pieces(patch: pytest.MonkeyPatch) -> None:
+def the_line_decides_between_slices(patch: pytest.MonkeyPatch) -> None:
     """Blocks are granted to a session in the middle of its step."""
     never = property(lambda self: False, lambda self, value: None)
     patch.setattr(Sharing, "is_held", never, raising=False)
 
 
-def an_end_is_not_noticed_between_pieces(patch: pytest.MonkeyPatch) -> None:
+def an_end_is_not_noticed_between_slices(patch: pytest.MonkeyPatch) -> None:
     """A request goes on though its session is gone."""
 
     def require_open(self: ControlPlane, session: Session) -> None:
@@ -43,7 +43,7 @@ def each_part_counts_items_from_its_own_first(patch: pytest.MonkeyPatch) -> None
     """Refused items are those of another sequence."""
 
     def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
-        for _, part in pieces.parts_of(message):
+        for _, part in slices.parts_of(message):
             yield 0, part
 
     patch.setattr(planner, "parts_of", parts_of)
@@ -67,21 +67,21 @@ def a_fence_is_forgotten_while_it_releases(patch: pytest.MonkeyPatch) -> None:
 def a_large_swap_is_not_moved(patch: pytest.MonkeyPatch) -> None:
     """The first part of a swap is all of it."""
 
-    def swap_in_pieces(self: Planner, num_blocks: int) -> Iterator[None]:
-        if num_blocks > planner.PIECE_BLOCKS:
+    def swap_in_slices(self: Planner, num_blocks: int) -> Iterator[None]:
+        if num_blocks > planner.SLICE_BLOCKS:
             yield
-        self._session.native.swap_some(self._session.slot, planner.PIECE_BLOCKS)
+        self._session.native.swap_some(self._session.slot, planner.SLICE_BLOCKS)
 
-    patch.setattr(Planner, "swap_in_pieces", swap_in_pieces)
+    patch.setattr(Planner, "swap_in_slices", swap_in_slices)
 
 
-def a_swap_is_one_piece(patch: pytest.MonkeyPatch) -> None:
+def a_swap_is_one_slice(patch: pytest.MonkeyPatch) -> None:
     """Everybody waits for it."""
-    patch.setattr(planner, "PIECE_BLOCKS", planner.ALL_BLOCKS)
-    patch.setattr(requests, "PIECE_BLOCKS", planner.ALL_BLOCKS)
+    patch.setattr(planner, "SLICE_BLOCKS", planner.ALL_BLOCKS)
+    patch.setattr(requests, "SLICE_BLOCKS", planner.ALL_BLOCKS)
 
 
-def pieces_run_without_a_turn(patch: pytest.MonkeyPatch) -> None:
+def slices_run_without_a_turn(patch: pytest.MonkeyPatch) -> None:
     """Everybody waits for the whole request."""
     patch.setattr(service, "TURNS_OF_A_CALL", 0)
 
@@ -89,9 +89,9 @@ def pieces_run_without_a_turn(patch: pytest.MonkeyPatch) -> None:
 def two_run_at_a_time(patch: pytest.MonkeyPatch) -> None:
     """Two sessions are in the middle of a request."""
 
-    async def run(self: LongRequests, session_id: int, pieces: Any) -> Any:
+    async def run(self: LongRequests, session_id: int, slices: Any) -> Any:
         self._lane = asyncio.Lock()
-        return await original(self, session_id, pieces)
+        return await original(self, session_id, slices)
 
     original = LongRequests._run
     patch.setattr(LongRequests, "_run", run)
@@ -123,22 +123,22 @@ def its_end_is_not_told_once_its_caller_has_gone(patch: pytest.MonkeyPatch) -> N
 def what_has_not_begun_stays_in_the_lane(patch: pytest.MonkeyPatch) -> None:
     """Requests of callers that have gone pile up."""
 
-    async def run(self: LongRequests, session_id: int, pieces: Any) -> Any:
-        return await asyncio.shield(original(self, session_id, pieces))
+    async def run(self: LongRequests, session_id: int, slices: Any) -> Any:
+        return await asyncio.shield(original(self, session_id, slices))
 
     original = LongRequests.run
     patch.setattr(LongRequests, "run", run)
 
 
-def it_is_one_piece(patch: pytest.MonkeyPatch) -> None:
-    """A long request has no pieces."""
+def it_is_one_slice(patch: pytest.MonkeyPatch) -> None:
+    """A long request has no slices."""
 
-    def in_pieces(self: ControlPlane, request: Any, tenant: str) -> Any:
+    def in_slices(self: ControlPlane, request: Any, tenant: str) -> Any:
         yield from ()
         return finished(original(self, request, tenant))
 
-    original = ControlPlane.in_pieces
-    patch.setattr(ControlPlane, "in_pieces", in_pieces)
+    original = ControlPlane.in_slices
+    patch.setattr(ControlPlane, "in_slices", in_slices)
 
 
 def a_large_answer_is_repeated_without_its_plan(patch: pytest.MonkeyPatch) -> None:
@@ -180,20 +180,20 @@ def operations_are_checked_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 CORE = {
-    the_line_decides_between_pieces: "test_nobody_is_granted_blocks_between_the_pieces",
-    an_end_is_not_noticed_between_pieces: "test_a_session_may_end_between_the_pieces",
-    each_part_counts_items_from_its_own_first: "test_a_request_in_pieces_is_answered_as_in_one",
+    the_line_decides_between_slices: "test_nobody_is_granted_blocks_between_the_slices",
+    an_end_is_not_noticed_between_slices: "test_a_session_may_end_between_the_slices",
+    each_part_counts_items_from_its_own_first: "test_a_request_in_slices_is_answered_as_in_one",
     fenced_before_all_is_released: "test_a_session_that_ends_is_released_between_requests",
     a_fence_is_forgotten_while_it_releases: "test_a_session_that_ends_is_released_between_requests",
-    a_large_answer_is_repeated_without_its_plan: "test_a_request_in_pieces_is_answered_as_in_one",
-    a_large_answer_begins_with_its_plan: "test_a_request_in_pieces_is_answered_as_in_one",
-    a_large_swap_is_not_moved: "test_a_request_in_pieces_is_answered_as_in_one",
-    a_swap_is_one_piece: "test_a_session_may_end_while_many_blocks_are_swapped",
+    a_large_answer_is_repeated_without_its_plan: "test_a_request_in_slices_is_answered_as_in_one",
+    a_large_answer_begins_with_its_plan: "test_a_request_in_slices_is_answered_as_in_one",
+    a_large_swap_is_not_moved: "test_a_request_in_slices_is_answered_as_in_one",
+    a_swap_is_one_slice: "test_a_session_may_end_while_many_blocks_are_swapped",
     operations_are_checked_at_once: "test_operations_are_checked_a_few_at_a_time",
-    it_is_one_piece: "test_others_step_between_the_pieces",
+    it_is_one_slice: "test_others_step_between_the_slices",
 }
 LANE = {
-    pieces_run_without_a_turn: "test_others_run_between_the_pieces",
+    slices_run_without_a_turn: "test_others_run_between_the_slices",
     two_run_at_a_time: "test_two_take_turns_in_the_order_in_which_they_came",
     a_session_does_not_wait_for_its_own: "test_a_session_waits_for_its_own_and_for_no_other",
     a_caller_that_goes_ends_it: "test_it_goes_on_when_its_caller_goes",
