@@ -70,7 +70,7 @@ def a_large_swap_is_not_moved(patch: pytest.MonkeyPatch) -> None:
     def swap_in_slices(self: Planner, num_blocks: int) -> Iterator[None]:
         if num_blocks > planner.SLICE_BLOCKS:
             yield
-        self._session.native.swap_some(self._session.slot, planner.SLICE_BLOCKS)
+        self._session.native.swap_some(self._session.handle, planner.SLICE_BLOCKS)
 
     patch.setattr(Planner, "swap_in_slices", swap_in_slices)
 
