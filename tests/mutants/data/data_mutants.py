@@ -210,7 +210,7 @@ def order_unchecked() -> None:
         running = self.running
         return running if running is not None and running.number == plan.number else None
 
-    sessions.Session.place = place  # type: ignore[method-assign]
+    sessions.Session.continued = place  # type: ignore[method-assign]
 
 
 def fenced_ordinals_forgotten() -> None:

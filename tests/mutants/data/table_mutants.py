@@ -92,13 +92,13 @@ def tables_are_kept_twice() -> None:
 
 
 def tables_are_kept_of_plans_that_never_ran() -> None:
-    place = sessions.Session.place
+    place = sessions.Session.continued
 
     def place_any(self: Any, plan: pb.Plan, digest: bytes) -> Any:
         plan.finished = 0
         return place(self, plan, digest)
 
-    sessions.Session.place = place_any  # type: ignore[method-assign]
+    sessions.Session.continued = place_any  # type: ignore[method-assign]
 
 
 def trimmed_entries_readable() -> None:
