@@ -31,21 +31,19 @@ from typing import Final, TypeVar
 
 import torch
 
+from data_plane.blocks_from_outside import BlockRange, write_bytes
 from data_plane.execution.executor import Executor
 from data_plane.files.block_files import BlockFiles
 from data_plane.files.disk import Disk
 from data_plane.files.names import Scope, block_names, folder_name, part_name, scope_of
 from data_plane.files.record import BlockKey, FileMissError
 from data_plane.kernels.device.cuda_streams import device_errors
-from data_plane.memory.pool import TORCH_DTYPES
-from data_plane.memory.upload import upload
 from data_plane.plans.contents.reused_blocks import ReusedPrefix
 from data_plane.server.fair_queue import Lane
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError, KvplaneError, PlaneUnavailableError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 
 CHUNK_BYTES: Final = 2 * 1024 * 1024
@@ -226,7 +224,9 @@ class FileTier:
         self._writer = FileWriter(executor, worker, self.files, self.counts)
         self._threads = ThreadPoolExecutor(_MAX_LOADS, "file-load")
         self._loads = LoadSlots(_MAX_LOADS)
-        self._num_chunk_blocks = max(1, CHUNK_BYTES // shard.block_bytes(layout))
+        self._block_bytes = shard.block_bytes(layout)
+        self._num_layers = len(shard.group_layers(layout, 0))
+        self._num_chunk_blocks = max(1, CHUNK_BYTES // self._block_bytes)
 
     def start(self) -> None:
         """Find the files of an earlier process, and begin to write behind the plans."""
@@ -270,18 +270,21 @@ class FileTier:
             ]
             following = self._begin_read(chunks[0])
             for i, chunk in enumerate(chunks):
-                data = await following
-                is_whole = len(data) == len(chunk)
+                num_read, data = await following
+                is_whole = num_read == len(chunk)
                 if is_whole and i + 1 < len(chunks):
                     following = self._begin_read(chunks[i + 1])
-                if data:
+                if num_read:
                     first = span.start + num_loaded
+                    blocks = BlockRange(
+                        request.sequence_id, first, num_read, num_layers=self._num_layers
+                    )
                     write = partial(
-                        self._write, session_id, plan_number, request.sequence_id, first, data
+                        write_bytes, self._executor, session_id, blocks, data, plan_number
                     )
                     receipt = await self._worker.run(write, lane)
-                    num_loaded += len(data)
-                    self.counts.moved("loaded", len(data))
+                    num_loaded += num_read
+                    self.counts.moved("loaded", num_read)
                 if not is_whole:
                     break
         return pb.LoadFileBlocksResponse(num_blocks=num_loaded, receipt=receipt)
@@ -317,7 +320,7 @@ class FileTier:
         names = [scope.root, *block_names(scope.root, token_ids, size)]
         return [self.files.key_of(scope.tenant, scope.root, names[i], names[i + 1]) for i in span]
 
-    def _begin_read(self, keys: Sequence[BlockKey]) -> asyncio.Future[list[memoryview]]:
+    def _begin_read(self, keys: Sequence[BlockKey]) -> asyncio.Future[tuple[int, bytearray]]:
         reading = asyncio.ensure_future(self._off_loop(partial(self._read, keys)))
         # Where the caller stops waiting, nobody may ask how it ended.
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -330,34 +333,18 @@ class FileTier:
         except RuntimeError as error:
             raise PlaneUnavailableError("the data plane is stopping") from error
 
-    def _read(self, keys: Sequence[BlockKey]) -> list[memoryview]:
-        """The data of these files up to the first that cannot be used."""
+    def _read(self, keys: Sequence[BlockKey]) -> tuple[int, bytearray]:
+        """How many of these files there are up to the first that cannot be used, and the blocks in
+        them, by layers.
+        """
         found = []
         try:
             for key in keys:
                 found.append(self.files.read(key))
         except FileMissError as miss:
             self.counts.missed(miss.reason)
-        return found
-
-    def _write(
-        self,
-        session_id: int,
-        plan_number: int,
-        sequence_id: int,
-        first_block: int,
-        data: Sequence[memoryview],
-    ) -> tpb.SignedPayload | None:
-        executor = self._executor
-        shape = executor.pools.device_tier.shape[1:]
-        dtype = TORCH_DTYPES[executor.layout.kv_dtype]
-        blocks = torch.empty((shape[0], len(data), *shape[1:]), dtype=dtype)
-        for i, each in enumerate(data):
-            flat = torch.frombuffer(each, dtype=torch.uint8).view(dtype)
-            blocks[:, i] = flat.reshape(shape)
-        if executor.device.type != "cpu":
-            with device_errors():
-                blocks = upload([blocks], executor.device)[0]
-        return executor.write_blocks(
-            session_id, sequence_id, first_block, blocks, plan_number=plan_number
+        size = self._block_bytes // self._num_layers
+        layers = range(0, self._block_bytes, size)
+        return len(found), bytearray().join(
+            block[at : at + size] for at in layers for block in found
         )

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from data_plane.blocks_from_outside import BlocksFromOutside
 from data_plane.execution.commands import Observer
 from data_plane.execution.executor import Executor
 from data_plane.kernels.backend import Kernels, kernels_of
@@ -127,7 +128,8 @@ class DataPlaneServer(PlaneServer):
         self.push: PushEndpoint | None = None
         """Blocks to and from other data planes; None where there are none."""
         if config.push_bind or config.push_to:
-            self.push = PushEndpoint(config, self.executor, worker)
+            outside = BlocksFromOutside(self.executor, worker, knows_callers=config.knows_callers)
+            self.push = PushEndpoint(config, outside)
         self.metrics.watch(
             self.executor, lambda: worker.num_waiting, self.local, self.push, self.files
         )

@@ -7,6 +7,7 @@ stream, which stays open.
 from __future__ import annotations
 
 import logging
+from asyncio import wrap_future
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -239,25 +240,20 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def ReceiveBlocks(
         self, request: pb.ReceiveBlocksRequest, context: _Context
     ) -> pb.ReceiveBlocksResponse:
-        receiver, tenant, caller_of = self._pushes().receiver, self._tenant(), payer()
-
-        def command() -> pb.ReceiveBlocksResponse:
-            session_id = self._executor.open(request.grant, tenant=tenant)
-            started = self._executor.start(session_id, request.plan)
-            if started.receipt is not None:
-                return pb.ReceiveBlocksResponse(receipt=started.receipt)
-            lane = Lane(caller_of, session_id)
-            ticket = receiver.give(session_id, started.number, request.sequence_id, lane)
-            return pb.ReceiveBlocksResponse(ticket=ticket)
-
-        return await self._run(command)
+        receiver, outside = self._pushes().receiver, self._pushes().outside
+        lane = await wrap_future(outside.open(request.grant))
+        started = await wrap_future(outside.start(lane, request.plan))
+        if started.receipt is not None:
+            return pb.ReceiveBlocksResponse(receipt=started.receipt)
+        blocks = await wrap_future(outside.span(lane, request.sequence_id, started.number))
+        ticket = receiver.give(lane, started.number, request.sequence_id, blocks)
+        return pb.ReceiveBlocksResponse(ticket=ticket)
 
     async def SendBlocks(
         self, request: pb.SendBlocksRequest, context: _Context
     ) -> pb.SendBlocksResponse:
-        sender, tenant = self._pushes().sender, self._tenant()
-        session_id = await self._run(lambda: self._executor.open(request.grant, tenant=tenant))
-        return await sender.send(session_id, request, Lane(payer(), session_id))
+        sender, outside = self._pushes().sender, self._pushes().outside
+        return await sender.send(await wrap_future(outside.open(request.grant)), request)
 
     async def FindFileBlocks(
         self, request: pb.FindFileBlocksRequest, context: _Context

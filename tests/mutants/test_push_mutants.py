@@ -54,7 +54,7 @@ def parts_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     original = BlockReceiver._check_source
 
     def check(self: BlockReceiver, opening: OpenPush) -> None:
-        opening.shard.CopyFrom(self._executor.shard.to_proto())
+        opening.shard.CopyFrom(self._outside.shard.to_proto())
         original(self, opening)
 
     patch.setattr(BlockReceiver, "_check_source", check)
@@ -98,12 +98,12 @@ def short_pushes_count_as_done(patch: pytest.MonkeyPatch) -> None:
 
 def entries_past_the_ticket_are_taken(patch: pytest.MonkeyPatch) -> None:
     """A push may write any entry of its sequence's table, as often as it likes."""
-    original = BlockReceiver._checked
+    original = BlockReceiver._check
 
-    def checked(self: BlockReceiver, chunk: Any, ticket: Ticket, num_left: int) -> Any:
-        return original(self, chunk, replace(ticket, blocks=range(-9, 99)), 0)
+    def check(self: BlockReceiver, chunk: Any, ticket: Ticket, num_left: int) -> None:
+        original(self, chunk, replace(ticket, blocks=range(-9, 99)), 0)
 
-    patch.setattr(BlockReceiver, "_checked", checked)
+    patch.setattr(BlockReceiver, "_check", check)
 
 
 def what_is_computed_is_sent(patch: pytest.MonkeyPatch) -> None:

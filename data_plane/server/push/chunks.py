@@ -8,7 +8,7 @@ from typing import Final
 
 import xxhash
 
-from data_plane.execution.table_blocks import BlockRange
+from data_plane.blocks_from_outside import BlockRange
 from kvplane.errors import ChecksumMismatchError
 from kvplane.layout import Layout
 from kvplane.shard import Shard

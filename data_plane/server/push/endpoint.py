@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from data_plane.execution.executor import Executor
+from data_plane.blocks_from_outside import BlocksFromOutside
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.grpc_transport import GrpcTransport, PushChannels
 from data_plane.server.push.receiver import BlockReceiver
 from data_plane.server.push.sender import BlockSender
-from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.access import AccessList
 
@@ -18,20 +17,15 @@ class PushEndpoint:
     the settings ask for none.
     """
 
-    def __init__(
-        self,
-        config: DataPlaneConfig,
-        executor: Executor,
-        worker: WorkerThread,
-    ) -> None:
+    def __init__(self, config: DataPlaneConfig, outside: BlocksFromOutside) -> None:
         """Bind the address. Raises OSError and, for TLS files, InvalidRequestError."""
+        self.outside = outside
         self.counts = PushCounts()
         self._receiver: BlockReceiver | None = None
         self._sender: BlockSender | None = None
         if config.push_to:
             self._sender = BlockSender(
-                executor,
-                worker,
+                outside,
                 GrpcTransport(PushChannels(config.push_tls)),
                 self.counts,
                 hosts=config.push_to.split(","),
@@ -39,8 +33,7 @@ class PushEndpoint:
             )
         if config.push_bind:
             self._receiver = BlockReceiver(
-                executor,
-                worker,
+                outside,
                 AccessList(config.access_file),
                 self.counts,
                 bind=config.push_bind,

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from data_plane.execution.table_blocks import BlockRange
+from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.push import chunks
 from kvplane.errors import KvplaneError, PlaneUnavailableError
 from kvplane.transport.renewed import Renewed

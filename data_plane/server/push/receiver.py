@@ -11,7 +11,6 @@ them up. Each push has a chunk or two in memory, and there are only so many at o
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -20,27 +19,19 @@ from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 import grpc
-import torch
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from data_plane.execution.executor import Executor
-from data_plane.kernels.device.cuda_streams import device_errors
-from data_plane.memory.pool import TORCH_DTYPES
-from data_plane.memory.upload import upload
-from data_plane.server.fair_queue import Lane
+from data_plane.blocks_from_outside import BlockRange, BlocksFromOutside, Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.slots import NUM_RESERVED, PushSlots
 from data_plane.server.push.tickets import Ticket, Tickets
-from data_plane.server.worker_thread import WorkerThread
-from data_plane.tier_keys import check_group, tier_key_of
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
     KvplaneError,
     LayoutMismatchError,
-    PlaneUnavailableError,
 )
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
@@ -72,8 +63,7 @@ class BlockReceiver:
 
     def __init__(
         self,
-        executor: Executor,
-        worker: WorkerThread,
+        outside: BlocksFromOutside,
         access: AccessList,
         counts: PushCounts,
         *,
@@ -88,12 +78,10 @@ class BlockReceiver:
         Raises OSError when the address cannot be bound or a TLS file cannot be read.
         """
         self.tickets = Tickets()
-        self._executor = executor
-        self._worker = worker
+        self._outside = outside
         self._gate = Gate(access, [_SERVICE])
         self._counts = counts
-        layout, shard = executor.layout, executor.shard
-        most = chunks.max_chunk_bytes(layout, shard) + _OVERHEAD_BYTES
+        most = chunks.max_chunk_bytes(outside.layout, outside.shard) + _OVERHEAD_BYTES
         self._slots = PushSlots(max_pushes)
         num_connections = min(16 * max_pushes, most_connections())
         num_streams = max_pushes + NUM_RESERVED
@@ -143,16 +131,13 @@ class BlockReceiver:
         self._threads.shutdown()
 
     def give(
-        self, session_id: int, plan_number: int, sequence_id: int, lane: Lane
+        self, lane: Lane, plan_number: int, sequence_id: int, blocks: range
     ) -> data_pb2.PushTicket:
-        """A ticket for a span of a session's latest plan; to be called as a command. ``lane``:
-        whose time the writes count as. Raises QuotaExceededError and as ``Executor.span_blocks``.
+        """A ticket for ``blocks``, the span of a session's latest plan for a sequence. Raises
+        QuotaExceededError.
         """
-        executor = self._executor
-        blocks = executor.span_blocks(session_id, sequence_id, plan_number)
-        size = chunks.num_bytes(executor.layout, executor.shard, len(blocks))
-        ticket = Ticket(session_id, plan_number, sequence_id, blocks, size, lane)
-        secret = self.tickets.give(ticket)
+        size = chunks.num_bytes(self._outside.layout, self._outside.shard, len(blocks))
+        secret = self.tickets.give(Ticket(lane, plan_number, sequence_id, blocks, size))
         return data_pb2.PushTicket(
             address=self.address,
             secret=secret,
@@ -203,25 +188,19 @@ class BlockReceiver:
             yield ticket
 
     def _check_source(self, opening: push_pb2.OpenPush) -> None:
-        executor = self._executor
-        if opening.source.layout_fingerprint != executor.layout.fingerprint:
+        if opening.source.layout_fingerprint != self._outside.layout.fingerprint:
             raise LayoutMismatchError(
                 f"the blocks come from pool {opening.source.pool_id!r}, whose layout differs from "
                 "this pool's",
                 field="open.source.layout_fingerprint",
             )
-        if Shard.from_proto(opening.shard).part != executor.shard.part:
+        if Shard.from_proto(opening.shard).part != self._outside.shard.part:
             raise LayoutMismatchError(
                 "the sender holds other layers or heads: divide both pools in the same way",
                 field="open.shard",
             )
 
-    def _checked(self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int) -> torch.Tensor:
-        """A chunk's blocks [num_layers, num_blocks, ...], here on the host."""
-        check_group(chunk.group, self._executor.layout, "chunk.group")
-        pool = self._executor.pools.tier(tier_key_of(chunk.group, tpb.TIER_DEVICE))
-        shape = (chunk.num_layers, chunk.num_blocks, *pool.shape[2:])
-        wanted = pool.element_size() * math.prod(shape)
+    def _check(self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int) -> None:
         blocks = ticket.blocks
         first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
         if not (blocks.start <= first < last <= blocks.stop) or num_left < 0:
@@ -230,39 +209,21 @@ class BlockReceiver:
                 field="chunk.first_block",
             )
         chunks.check(chunk)
-        if chunk.num_layers < 1 or len(chunk.data) != wanted:
-            raise InvalidRequestError(
-                f"must have {wanted} bytes for so many blocks and layers, has {len(chunk.data)}",
-                field="chunk.data",
-            )
-        dtype = TORCH_DTYPES[self._executor.layout.kv_dtype]
-        return torch.frombuffer(bytearray(chunk.data), dtype=dtype).reshape(shape)
 
     def _write(
-        self, chunk: push_pb2.BlockChunk, blocks: torch.Tensor, ticket: Ticket
+        self, chunk: push_pb2.BlockChunk, ticket: Ticket
     ) -> Future[tpb.SignedPayload | None]:
-        executor = self._executor
-
-        def command() -> tpb.SignedPayload | None:
-            here = blocks
-            if executor.device.type != "cpu":
-                with device_errors():
-                    here = upload([blocks], executor.device)[0]
-            return executor.write_blocks(
-                ticket.session_id,
-                ticket.sequence_id,
-                chunk.first_block,
-                here,
-                group=chunk.group,
-                first_layer=chunk.first_layer,
-                num_layers=chunk.num_layers,
-                plan_number=ticket.plan_number,
-            )
-
-        try:
-            return self._worker.submit(command, ticket.lane)
-        except RuntimeError as error:
-            raise PlaneUnavailableError("the data plane is stopping") from error
+        blocks = BlockRange(
+            ticket.sequence_id,
+            chunk.first_block,
+            chunk.num_blocks,
+            chunk.group,
+            chunk.first_layer,
+            chunk.num_layers,
+        )
+        return self._outside.write(
+            ticket.lane, blocks, chunk.data, ticket.plan_number, field="chunk"
+        )
 
     def _refuse(self, error: Exception, context: Any) -> NoReturn:
         if not context.is_active():  # the sender is gone, and its stream says so in its own way
@@ -298,11 +259,11 @@ class _Writes:
         """Begin to write a chunk. Raises what is wrong with it, or with the write before."""
         receiver = self._receiver
         self._num_left -= len(chunk.data)
-        blocks = receiver._checked(chunk, self._ticket, self._num_left)
+        receiver._check(chunk, self._ticket, self._num_left)
         if self._last is not None:
             self._last.result()
+        self._last = receiver._write(chunk, self._ticket)
         receiver._counts.moved("received", len(chunk.data))
-        self._last = receiver._write(chunk, blocks, self._ticket)
 
     def finish(self) -> push_pb2.PushBlocksResponse:
         """The answer to the push. Raises what the last write raises, and InvalidRequestError when

@@ -15,23 +15,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final
 
-import torch
-
-from data_plane.execution.executor import Executor
-from data_plane.execution.table_blocks import BlockRange
-from data_plane.kernels.device.cuda_streams import device_errors
-from data_plane.server.fair_queue import Lane
+from data_plane.blocks_from_outside import BlockRange, BlocksFromOutside, Lane
 from data_plane.server.push import chunks
 from data_plane.server.push.counts import PushCounts
 from data_plane.server.push.grpc_transport import Chunks, GrpcTransport
 from data_plane.server.push.slots import PushSlots
-from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
     NotPermittedError,
-    PlaneUnavailableError,
 )
 from kvplane.v1 import data_pb2, push_pb2
 
@@ -41,12 +34,11 @@ STALL_S: Final = 30.0
 
 
 class BlockSender:
-    """Sends for one executor."""
+    """Sends for one data plane."""
 
     def __init__(
         self,
-        executor: Executor,
-        worker: WorkerThread,
+        outside: BlocksFromOutside,
         transport: GrpcTransport,
         counts: PushCounts,
         *,
@@ -54,27 +46,26 @@ class BlockSender:
         max_pushes: int,
     ) -> None:
         """``hosts``: that may be sent to; "*" for any. ``max_pushes``: of one caller."""
-        self._executor = executor
-        self._worker = worker
+        self._outside = outside
         self._transport = transport
         self._counts = counts
         self._hosts = hosts
         self._slots = PushSlots(max_pushes)
 
     async def send(
-        self, session_id: int, request: data_pb2.SendBlocksRequest, lane: Lane
+        self, lane: Lane, request: data_pb2.SendBlocksRequest
     ) -> data_pb2.SendBlocksResponse:
-        """Send table entries of a session's sequence. ``lane``: whose time the reads count as.
+        """Send table entries of a session's sequence.
 
-        Raises as ``Executor.read_blocks``, NotPermittedError for a host that is not to be sent to,
-        QuotaExceededError for too many at one time, DeadlineExceededError when the receiver takes
-        nothing for ``STALL_S``, and what the receiver refuses.
+        Raises as ``BlocksFromOutside.read``, NotPermittedError for a host that is not to be sent
+        to, QuotaExceededError for too many at one time, DeadlineExceededError when the receiver
+        takes nothing for ``STALL_S``, and what the receiver refuses.
         """
         self._check(request.ticket)
         outcome = "CANCELLED"
         with self._slots.taken(lane.caller):
             try:
-                answer = await self._push(session_id, request, lane)
+                answer = await self._push(lane, request)
                 outcome = "OK"
             except KvplaneError as error:
                 outcome = error.reason
@@ -87,24 +78,17 @@ class BlockSender:
         )
 
     async def _push(
-        self, session_id: int, request: data_pb2.SendBlocksRequest, lane: Lane
+        self, lane: Lane, request: data_pb2.SendBlocksRequest
     ) -> push_pb2.PushBlocksResponse:
         loop, ticket = asyncio.get_running_loop(), request.ticket
         blocks = range(ticket.first_block, ticket.first_block + ticket.num_blocks)
-        executor = self._executor
-
-        reading = _Reading(
-            executor,
-            self._worker,
-            self._counts,
-            lane,
-            session_id,
-            chunks.cut(executor.layout, executor.shard, request.sequence_id, blocks),
-        )
+        outside = self._outside
+        pieces = chunks.cut(outside.layout, outside.shard, request.sequence_id, blocks)
+        reading = _Reading(outside, self._counts, lane, pieces)
         # What cannot be read at all is refused before the ticket is used.
         await asyncio.wrap_future(reading.begin())
         opening = push_pb2.OpenPush(
-            secret=ticket.secret, source=executor.block_source(), shard=executor.shard.to_proto()
+            secret=ticket.secret, source=outside.source, shard=outside.shard.to_proto()
         )
         push = self._transport.push(ticket, opening, reading.blocks())
         reading.when_failed = push.cancel
@@ -150,24 +134,20 @@ class _Reading:
 
     def __init__(
         self,
-        executor: Executor,
-        worker: WorkerThread,
+        outside: BlocksFromOutside,
         counts: PushCounts,
         lane: Lane,
-        session_id: int,
         blocks: Iterator[BlockRange],
     ) -> None:
         self.failure: KvplaneError | None = None
         """Why a chunk could not be read."""
         self._given_s: float | None = None  # since when the receiver has yet to take something
         self.when_failed: Callable[[], Any] = lambda: None
-        self._executor = executor
-        self._worker = worker
+        self._outside = outside
         self._counts = counts
         self._lane = lane
-        self._session_id = session_id
         self._blocks = blocks
-        self._next: tuple[BlockRange, Future[torch.Tensor]] | None = None
+        self._next: tuple[BlockRange, Future[memoryview]] | None = None
 
     @property
     def is_stalled(self) -> bool:
@@ -175,7 +155,7 @@ class _Reading:
         given_s = self._given_s
         return given_s is not None and time.monotonic() - given_s >= STALL_S
 
-    def begin(self) -> Future[torch.Tensor]:
+    def begin(self) -> Future[memoryview]:
         """Read the first chunk."""
         self._next = first = self._read(next(self._blocks))
         return first[1]
@@ -194,24 +174,7 @@ class _Reading:
                 return
             self._counts.moved("sent", data.nbytes)
             self._given_s = time.monotonic()
-            yield blocks, data.view(torch.uint8).flatten().numpy().data
+            yield blocks, data
 
-    def _read(self, blocks: BlockRange) -> tuple[BlockRange, Future[torch.Tensor]]:
-        def command() -> torch.Tensor:
-            data, _ = self._executor.read_blocks(
-                self._session_id,
-                blocks.sequence_id,
-                blocks.first_block,
-                blocks.num_blocks,
-                group=blocks.group,
-                first_layer=blocks.first_layer,
-                num_layers=blocks.num_layers,
-                only_written=True,
-            )
-            with device_errors():
-                return data.cpu().contiguous()
-
-        try:
-            return blocks, self._worker.submit(command, self._lane)
-        except RuntimeError as error:
-            raise PlaneUnavailableError("the data plane is stopping") from error
+    def _read(self, blocks: BlockRange) -> tuple[BlockRange, Future[memoryview]]:
+        return blocks, self._outside.read(self._lane, blocks)

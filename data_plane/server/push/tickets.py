@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from data_plane.server.fair_queue import Lane
+from data_plane.blocks_from_outside import Lane
 from kvplane.errors import NotPermittedError, QuotaExceededError
 
 LIFETIME_S: Final = 30.0
@@ -24,16 +24,15 @@ _SECRET_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """``blocks``: the table entries of the sequence that are to be written. ``num_bytes``: of them,
-    in all layers and groups. ``lane``: whose time the writes count as.
+    """``lane``: the session, and whose time the writes count as. ``blocks``: the table entries of
+    the sequence that are to be written. ``num_bytes``: of them, in all layers and groups.
     """
 
-    session_id: int
+    lane: Lane
     plan_number: int
     sequence_id: int
     blocks: range
     num_bytes: int
-    lane: Lane
 
 
 class Tickets:
@@ -52,7 +51,9 @@ class Tickets:
         """The secret that names the ticket from now on. Raises QuotaExceededError."""
         with self._lock:
             self._drop_expired()
-            of_session = sum(t.session_id == ticket.session_id for _, t in self._open.values())
+            of_session = sum(
+                other.lane.session_id == ticket.lane.session_id for _, other in self._open.values()
+            )
             if len(self._open) >= MAX_TICKETS or of_session >= MAX_TICKETS_PER_SESSION:
                 raise QuotaExceededError(
                     f"{of_session} tickets of the session and {len(self._open)} in all are not "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_plane.server.fair_queue import Lane
+from data_plane.blocks_from_outside import Lane
 from data_plane.server.push import tickets
 from data_plane.server.push.tickets import Ticket, Tickets
 from kvplane.errors import NotPermittedError, QuotaExceededError
@@ -18,15 +18,15 @@ class Clock:
 
 
 def ticket(session_id: int = 1) -> Ticket:
-    return Ticket(session_id, 1, 1, range(4), 4096, Lane("a", session_id))
+    return Ticket(Lane("a", session_id), 1, 1, range(4), 4096)
 
 
 def test_a_ticket_is_taken_once() -> None:
     given = Tickets()
     first, second = given.give(ticket(1)), given.give(ticket(2))
     assert given.find(second) == given.find(second)
-    assert given.take(second).session_id == 2
-    assert given.take(first).session_id == 1
+    assert given.take(second).lane.session_id == 2
+    assert given.take(first).lane.session_id == 1
     for used in (first, second):
         with pytest.raises(NotPermittedError, match="serves once"):
             given.take(used)

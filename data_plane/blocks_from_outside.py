@@ -1,0 +1,154 @@
+"""Blocks that were computed elsewhere: how a service writes them to a data plane, and reads others.
+
+This module is as public as the package ``kvplane``: of a data plane, a service outside of the
+product may import it and nothing else. Each method that returns a Future runs as a command on the
+thread of all commands, in the turn of who calls, and may be called from any thread.
+
+    open ──► start ──► span ──► write, until there is a receipt
+       └───► read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from data_plane.execution.executor import Executor
+from data_plane.execution.plan_runner import StartedPlan
+from data_plane.execution.table_blocks import BlockRange
+from data_plane.kernels.device.cuda_streams import device_errors
+from data_plane.memory.pool import TORCH_DTYPES
+from data_plane.memory.upload import upload
+from data_plane.places import check_group, place_of
+from data_plane.server.fair_queue import Lane
+from data_plane.server.worker_thread import WorkerThread
+from kvplane.errors import InvalidRequestError, PlaneUnavailableError
+from kvplane.serving.callers.identity import caller, payer
+from kvplane.v1 import data_pb2
+from kvplane.v1 import types_pb2 as pb
+
+__all__ = ["BlockRange", "BlocksFromOutside", "Lane", "StartedPlan"]
+
+T = TypeVar("T")
+
+
+class BlocksFromOutside:
+    """The blocks of one data plane. ``layout``, ``shard`` and ``source`` say what they are.
+
+    A ``Lane`` is a session that was opened, and the caller whose time its commands count as.
+    """
+
+    def __init__(
+        self, executor: Executor, worker: WorkerThread, *, knows_callers: bool = False
+    ) -> None:
+        """``knows_callers``: callers have to say who they are, so their grants must be theirs."""
+        self.layout, self.shard = executor.layout, executor.shard
+        self._executor = executor
+        self._worker = worker
+        self._knows_callers = knows_callers
+
+    @property
+    def source(self) -> data_pb2.BlockSource:
+        """Where blocks that are read here come from."""
+        return self._executor.block_source()
+
+    def open(self, grant: pb.SignedPayload) -> Future[Lane]:
+        """Open the session of ``grant`` for the caller of the gRPC call that is being served. Safe
+        to repeat. Raises as ``Executor.open``.
+        """
+        tenant = caller().tenant if self._knows_callers else None
+        paid_by = payer()
+
+        def command() -> Lane:
+            return Lane(paid_by, self._executor.open(grant, tenant=tenant))
+
+        return self._submit(command, Lane(paid_by))
+
+    def start(self, lane: Lane, plan: pb.SignedPayload) -> Future[StartedPlan]:
+        """Start a plan of the session. Raises as ``Executor.start``."""
+        return self._submit(partial(self._executor.start, lane.session_id, plan), lane)
+
+    def span(self, lane: Lane, sequence_id: int, plan_number: int) -> Future[range]:
+        """The table entries that the session's latest plan, which must have this number, computes
+        for a sequence, the same in each layer group. Raises as ``Executor.span_blocks``.
+        """
+        command = partial(self._executor.span_blocks, lane.session_id, sequence_id, plan_number)
+        return self._submit(command, lane)
+
+    def read(self, lane: Lane, blocks: BlockRange) -> Future[memoryview]:
+        """The bytes of blocks of the session, in the order of ``ReadBlocksResponse.blocks``; only
+        what is written. Raises as ``Executor.read_blocks``.
+        """
+
+        def command() -> memoryview:
+            data, _ = self._executor.read_blocks(
+                lane.session_id,
+                blocks.sequence_id,
+                blocks.first_block,
+                blocks.num_blocks,
+                group=blocks.group,
+                first_layer=blocks.first_layer,
+                num_layers=blocks.num_layers,
+                only_written=True,
+            )
+            with device_errors():
+                here = data.cpu().contiguous()
+            return here.view(torch.uint8).flatten().numpy().data
+
+        return self._submit(command, lane)
+
+    def write(
+        self, lane: Lane, blocks: BlockRange, data: bytes, plan_number: int, *, field: str
+    ) -> Future[pb.SignedPayload | None]:
+        """Write slots of the session's latest plan, which must have this number. ``data``: as
+        ``read`` returns it. ``field``: what an error names. Returns the receipt once nothing is
+        missing. Raises InvalidRequestError for the wrong number of bytes, and as
+        ``Executor.write_blocks``.
+        """
+        group = check_group(blocks.group, self.layout, f"{field}.group")
+        held = self.shard.group_layers(self.layout, group)
+        layer_bytes = self.shard.block_bytes(self.layout, group) // len(held)
+        wanted = layer_bytes * blocks.num_layers * blocks.num_blocks
+        if min(blocks.num_layers, blocks.num_blocks) < 1 or len(data) != wanted:
+            raise InvalidRequestError(
+                f"must have {wanted} bytes for so many blocks and layers, has {len(data)}",
+                field=f"{field}.data",
+            )
+        command = partial(
+            write_bytes, self._executor, lane.session_id, blocks, bytearray(data), plan_number
+        )
+        return self._submit(command, lane)
+
+    def _submit(self, command: Callable[[], T], lane: Lane) -> Future[T]:
+        try:
+            return self._worker.submit(command, lane)
+        except RuntimeError as error:
+            raise PlaneUnavailableError("the data plane is stopping") from error
+
+
+def write_bytes(
+    executor: Executor, session_id: int, blocks: BlockRange, data: bytearray, plan_number: int
+) -> pb.SignedPayload | None:
+    """Write ``data``, whole blocks of the layers that ``blocks`` says. To be called as a command.
+    Raises as ``Executor.write_blocks``.
+    """
+    flat = torch.frombuffer(data, dtype=TORCH_DTYPES[executor.layout.kv_dtype])
+    page = executor.pools.tier(place_of(blocks.group, pb.TIER_DEVICE)).shape[2:]
+    here = flat.reshape(blocks.num_layers, blocks.num_blocks, *page)
+    if executor.device.type != "cpu":
+        with device_errors():
+            here = upload([here], executor.device)[0]
+    return executor.write_blocks(
+        session_id,
+        blocks.sequence_id,
+        blocks.first_block,
+        here,
+        group=blocks.group,
+        first_layer=blocks.first_layer,
+        num_layers=blocks.num_layers,
+        plan_number=plan_number,
+    )
