@@ -15,7 +15,9 @@ INSIDE_KVPLANE = ("engine", "integrations")
 def packages_in(folder: str) -> list[str]:
     """The package in ``folder``, and those below it."""
     found = find_namespace_packages(include=[folder, f"{folder}.*"])
-    return [name for name in found if not {"__pycache__", "tests"} & {*name.split(".")}]
+    return [
+        name for name in found if not {"__pycache__", "tests", "benchmarks"} & {*name.split(".")}
+    ]
 
 
 setup(

@@ -3,6 +3,7 @@
 This module is as public as the package ``kvplane``: of a data plane, a service outside of the
 product may import it and nothing else. Each method that returns a Future runs as a command on the
 thread of all commands, in the turn of who calls, and may be called from any thread.
+A ``PlugIn`` is such a service in the data plane's own process.
 
     open ──► start ──► span ──► write, until there is a receipt
        └───► read
@@ -10,12 +11,14 @@ thread of all commands, in the turn of who calls, and may be called from any thr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from importlib.metadata import entry_points
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
+from google.protobuf.descriptor import ServiceDescriptor
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.plan_runner import StartedPlan
@@ -23,15 +26,20 @@ from data_plane.execution.table_blocks import BlockRange
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
-from data_plane.places import check_group, place_of
 from data_plane.server.fair_queue import Lane
 from data_plane.server.worker_thread import WorkerThread
+from data_plane.tier_keys import check_group, tier_key_of
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.serving.callers.identity import caller, payer
+from kvplane.serving.config import ServingConfig
+from kvplane.serving.observability.metrics import Declaration, Samples
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import data_pb2
 from kvplane.v1 import types_pb2 as pb
 
-__all__ = ["BlockRange", "BlocksFromOutside", "Lane", "StartedPlan"]
+__all__ = ["BlockRange", "BlocksFromOutside", "Lane", "PlugIn", "StartedPlan"]
+
+PLUG_INS: Final = "kvplane.data_plane_services"
 
 T = TypeVar("T")
 
@@ -43,13 +51,20 @@ class BlocksFromOutside:
     """
 
     def __init__(
-        self, executor: Executor, worker: WorkerThread, *, knows_callers: bool = False
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        serving: ServingConfig,
+        peer_tls: TlsOptions | None,
     ) -> None:
-        """``knows_callers``: callers have to say who they are, so their grants must be theirs."""
+        """``serving``: how the data plane serves, which any other port of it does too.
+        ``peer_tls``: how to reach other data planes, as who the control plane knows this one; None
+        for plain text.
+        """
         self.layout, self.shard = executor.layout, executor.shard
+        self.serving, self.peer_tls = serving, peer_tls
         self._executor = executor
         self._worker = worker
-        self._knows_callers = knows_callers
 
     @property
     def source(self) -> data_pb2.BlockSource:
@@ -60,7 +75,7 @@ class BlocksFromOutside:
         """Open the session of ``grant`` for the caller of the gRPC call that is being served. Safe
         to repeat. Raises as ``Executor.open``.
         """
-        tenant = caller().tenant if self._knows_callers else None
+        tenant = caller().tenant if self.serving.knows_callers else None
         paid_by = payer()
 
         def command() -> Lane:
@@ -137,7 +152,7 @@ def write_bytes(
     Raises as ``Executor.write_blocks``.
     """
     flat = torch.frombuffer(data, dtype=TORCH_DTYPES[executor.layout.kv_dtype])
-    page = executor.pools.tier(place_of(blocks.group, pb.TIER_DEVICE)).shape[2:]
+    page = executor.pools.tier(tier_key_of(blocks.group, pb.TIER_DEVICE)).shape[2:]
     here = flat.reshape(blocks.num_layers, blocks.num_blocks, *page)
     if executor.device.type != "cpu":
         with device_errors():
@@ -152,3 +167,39 @@ def write_bytes(
         num_layers=blocks.num_layers,
         plan_number=plan_number,
     )
+
+
+class PlugIn(Protocol):
+    """What an entry point of the group ``PLUG_INS`` makes of a ``BlocksFromOutside``. It takes its
+    settings from the process's variables. Raises OSError and InvalidRequestError.
+    """
+
+    service: ServiceDescriptor
+    """Served beside the data plane's own: same address, TLS, roles, limits and metrics."""
+    declarations: Sequence[Declaration]
+    """Metrics of its own."""
+
+    def add_to(self, server: Any) -> None:
+        """Add the servicer to a server of ``grpc.aio``."""
+
+    def start(self) -> None:
+        """Begin what else it does. Called before the first call is taken."""
+
+    def stop(self, grace_s: float) -> None:
+        """End it: what is under way has ``grace_s``. Called on a thread, after the last call."""
+
+    def read(self, samples: Samples) -> None:
+        """Add samples of ``declarations``. Called by the thread of a scrape."""
+
+
+def load_plug_ins(names: str, outside: BlocksFromOutside) -> list[PlugIn]:
+    """Those named, with commas between them. Raises InvalidRequestError for one that is not
+    installed, and what a plug-in raises.
+    """
+    plug_ins: list[PlugIn] = []
+    for name in filter(None, names.split(",")):
+        found = [*entry_points(group=PLUG_INS, name=name)]
+        if not found:
+            raise InvalidRequestError(f"no plug-in {name!r} is installed", field="plug_ins")
+        plug_ins.append(found[0].load()(outside))
+    return plug_ins

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvplane.clients.data_client import DataClient
     from kvplane.clients.execution import Execution, PlanStarted
     from kvplane.clients.prefix_loader import Loaded, PrefixLoader
-    from kvplane.clients.prefix_mover import Moved, PrefixMover
     from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
     from kvplane.errors import KvplaneError
     from kvplane.layout import LayerGroup, Layout
@@ -44,10 +43,8 @@ __all__ = [
     "LayerGroup",
     "Layout",
     "Loaded",
-    "Moved",
     "PlanStarted",
     "PrefixLoader",
-    "PrefixMover",
     "ReadmitResult",
     "ResyncResult",
     "SequenceState",
@@ -72,9 +69,7 @@ _HOMES: Final = {
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
     "Loaded": "kvplane.clients.prefix_loader",
-    "Moved": "kvplane.clients.prefix_mover",
     "PrefixLoader": "kvplane.clients.prefix_loader",
-    "PrefixMover": "kvplane.clients.prefix_mover",
     "ReadmitResult": "kvplane.session",
     "ResyncResult": "kvplane.session",
     "SequenceState": "kvplane.results",

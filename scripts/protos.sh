@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the protoc that requirements/protos.txt pins, in a virtual environment of its own: it needs
 # an older protobuf than everything else here.
-#     scripts/protos.sh            regenerates the stubs in kvplane/v1 and integrations/etcd
+#     scripts/protos.sh            regenerates the stubs in kvplane/v1, integrations/etcd and
+#                                 integrations/push
 #     scripts/protos.sh ARG ...    runs protoc with these arguments instead
 #   PYTHON=python3.12   the interpreter to use (default: that of .venv, otherwise python3)
 set -euo pipefail
@@ -25,6 +26,6 @@ exec 9>&-
 protoc=("$venv/bin/python" -m grpc_tools.protoc)
 [ $# -eq 0 ] || exec "${protoc[@]}" "$@"
 generate=("${protoc[@]}" "-I$root/protos" --python_out="$root" --pyi_out="$root")
-"${protoc[@]}" "-I$root" --python_out="$root" --pyi_out="$root" "$root/integrations/etcd/etcd.proto"
+"${generate[@]}" "-I$root" "$root"/integrations/{etcd/etcd,push/push}.proto
 exec "${generate[@]}" --grpc_python_out="$root" \
-  "$root"/protos/kvplane/v1/{types,control,data,push}.proto
+  "$root"/protos/kvplane/v1/{types,control,data}.proto

@@ -22,7 +22,10 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-PROTOS = ["types", "control", "data", "push"]
+PROTOS = {
+    **{name: f"kvplane/v1/{name}.proto" for name in ("types", "control", "data")},
+    "push": "integrations/push/push.proto",
+}
 
 # A number that measures something says in what: its name ends in a unit or begins with num_.
 QUANTITY = re.compile(r"size|length|duration|time|delay|capacity|memory")
@@ -34,8 +37,8 @@ UNITLESS = {
 
 
 def compile_protos(*args: str, folder: Path = ROOT / "protos") -> None:
-    paths = [f"kvplane/v1/{name}.proto" for name in PROTOS]
-    command = [str(ROOT / "scripts" / "protos.sh"), f"-I{folder}", *args, *paths]
+    command = [str(ROOT / "scripts" / "protos.sh"), f"-I{folder}", f"-I{ROOT}", *args]
+    command += PROTOS.values()
     env = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -108,17 +111,26 @@ def without_units(file: FileDescriptorProto) -> list[str]:
 def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
     outputs = ("python_out", "pyi_out", "grpc_python_out")
     compile_protos(*(f"--{output}={tmp_path}" for output in outputs))
-    generated = {p.name: p.read_text() for p in (tmp_path / "kvplane" / "v1").iterdir()}
-    committed = {
-        p.name: p.read_text() for p in (ROOT / "kvplane" / "v1").glob("*_pb2*") if p.is_file()
-    }
+    folder = tmp_path / "integrations" / "push"
+    (folder / "push_pb2_grpc.py").unlink()  # integrations/push/stubs.py stands for it
+    generated, committed = (
+        {
+            p.name: p.read_text()
+            for folder in ("kvplane/v1", "integrations/push")
+            for p in (root / folder).glob("*_pb2*")
+        }
+        for root in (tmp_path, ROOT)
+    )
     assert sorted(committed) == sorted(generated)
     stale = [name for name, text in generated.items() if committed[name] != text]
     assert not stale, f"run make protos: {stale}"
 
 
 def test_the_package_is_the_folder_and_has_a_version(files: dict[str, FileDescriptorProto]) -> None:
-    assert {name: files[name].package for name in PROTOS} == dict.fromkeys(PROTOS, "kvplane.v1")
+    assert {name: files[name].package for name in PROTOS} == {
+        **dict.fromkeys(PROTOS, "kvplane.v1"),
+        "push": "kvplane.push.v1",
+    }
 
 
 def test_everything_in_the_contract_has_a_comment(files: dict[str, FileDescriptorProto]) -> None:
@@ -139,20 +151,20 @@ def test_every_rpc_has_a_request_and_a_response_of_its_own(
         for name in PROTOS
         for service in files[name].service
         for method in service.method
-        if method.input_type != f".kvplane.v1.{method.name}Request"
-        or method.output_type != f".kvplane.v1.{method.name}Response"
+        if method.input_type != f".{files[name].package}.{method.name}Request"
+        or method.output_type != f".{files[name].package}.{method.name}Response"
     ]
     assert wrong == []
 
 
-def test_services_are_named_as_services_and_a_file_has_one_at_most(
+def test_services_are_named_as_services_and_a_file_of_the_contract_has_one_at_most(
     files: dict[str, FileDescriptorProto],
 ) -> None:
     assert {name: [s.name for s in files[name].service] for name in PROTOS} == {
         "types": [],
         "control": ["ControlPlaneService"],
         "data": ["DataPlaneService"],
-        "push": ["BlockPushService"],
+        "push": ["PushService", "BlockPushService"],
     }
 
 
@@ -175,9 +187,11 @@ message Planted {
 def test_a_field_with_no_comment_or_no_unit_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "kvplane" / "v1"
     folder.mkdir(parents=True)
-    for name in PROTOS:
+    for name in ("control", "data"):
         (folder / f"{name}.proto").write_text('syntax = "proto3";\npackage kvplane.v1;\n')
     (folder / "types.proto").write_text(PLANTED)
+    (tmp_path / "integrations" / "push").mkdir(parents=True)
+    (tmp_path / PROTOS["push"]).write_text('syntax = "proto3";\n')
     file = describe(tmp_path, folder=tmp_path)["types"]
     assert uncommented(file) == [(4, 0, 2, 0), (4, 0, 3, 0, 2, 0)]
     assert without_units(file) == ["Planted.buffer_size"]

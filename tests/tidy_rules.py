@@ -36,7 +36,7 @@ FORBIDDEN_IMPORTS = {
     "examples": set(PLANES),
 }
 # What of the planes an integration may import nevertheless: it is public.
-PUBLIC = ("control_plane.server.election",)
+PUBLIC = ("control_plane.server.election", "data_plane.blocks_from_outside")
 # The one folder of a plane that may know gRPC.
 GRPC_FOLDER = "server"
 METRICS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")

@@ -196,7 +196,7 @@ class ControlPlaneConfig(ServingConfig):
             check_address(self.advertise, "advertise")
         if self.plane_bind:
             check_address(self.plane_bind, "plane_bind")
-            self._check_safe(self.plane_bind, "plane_bind")
+            self.check_safe(self.plane_bind, "plane_bind")
 
     @property
     def core(self) -> CoreConfig:

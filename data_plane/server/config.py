@@ -9,6 +9,7 @@ from typing import Final
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import BLOCK_SIZES, ELEMENT_BYTES, FLOAT_BYTES
 from kvplane.serving.config import (
+    ANY_HOST,
     ServingConfig,
     bind_setting,
     check_address,
@@ -20,7 +21,6 @@ from kvplane.transport.tls import TlsOptions
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
 PROGRAM: Final = "data_plane"
-_ANY_HOST: Final = ("0.0.0.0", "[::]", "::")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,29 +178,10 @@ class DataPlaneConfig(ServingConfig):
         minimum=0,
         maximum=1,
     )
-    push_bind: str = setting(
+    plug_ins: str = setting(
         "",
-        help="Address to take blocks from other data planes at, host:port; port 0 picks a free one,"
-        " and empty takes none.",
-    )
-    push_advertise: str = setting(
-        "", help="Address for them to connect to, host:port; empty means the one bound."
-    )
-    push_to: str = setting(
-        "",
-        help="Hosts of other data planes that blocks may be sent to, with commas; * for any, and"
-        " empty for none. Over TLS where this server serves TLS, trusting --control-plane-ca.",
-    )
-    push_name: str = setting(
-        "", help="Name that their certificates must have, where it is not the host."
-    )
-    max_pushes: int = setting(
-        4,
-        help="Pushes of blocks of one caller at one time, of each direction; one more is left to"
-        " other callers.",
-        unit="pushes",
-        minimum=1,
-        maximum=256,
+        help="Services to host beside the data plane's own, with commas, such as push; each has"
+        " variables of its own.",
     )
     file_tier_dir: Path | None = setting(
         None,
@@ -236,21 +217,10 @@ class DataPlaneConfig(ServingConfig):
             check_address(address.removeprefix("dns:///"), "control_plane")
         if self.advertise:
             check_address(self.advertise, "advertise")
-        elif self.bind.rpartition(":")[0] in _ANY_HOST:
+        elif self.bind.rpartition(":")[0] in ANY_HOST:
             raise InvalidRequestError(
                 f"must be given, because {self.bind} binds all addresses", field="advertise"
             )
-        if self.push_bind:
-            check_address(self.push_bind, "push_bind")
-            self._check_safe(self.push_bind, "push_bind")
-            is_any = self.push_bind.rpartition(":")[0] in _ANY_HOST
-            if is_any and not self.push_advertise:
-                raise InvalidRequestError(
-                    f"must be given, because {self.push_bind} binds all addresses",
-                    field="push_advertise",
-                )
-        if self.push_advertise:
-            check_address(self.push_advertise, "push_advertise")
         if (self.model is None) == (self.layout is None):
             raise InvalidRequestError("give either --model or --layout", field="model")
         if not 1 <= len(self.pool_id) <= 128:
@@ -263,7 +233,7 @@ class DataPlaneConfig(ServingConfig):
             raise InvalidRequestError(f"must be one of {BLOCK_SIZES}", field="block_size_tokens")
 
     @property
-    def push_tls(self) -> TlsOptions | None:
+    def peer_tls(self) -> TlsOptions | None:
         """How to reach other data planes, as who the control plane knows this one; None for plain
         text.
         """
@@ -273,7 +243,6 @@ class DataPlaneConfig(ServingConfig):
             ca_file=self.control_plane_ca,
             cert_file=self.tls_certificate,
             key_file=self.tls_key,
-            server_name=self.push_name,
             token_file=self.control_plane_token_file,
         )
 

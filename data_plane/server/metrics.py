@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
+from data_plane.blocks_from_outside import PlugIn
 from data_plane.execution.counters import BATCH_BOUNDS
 from data_plane.execution.executor import Executor
 from data_plane.kernels.backends.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
-from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.tier_keys import group_of, tier_of
 from kvplane.serving.observability.metrics import (
     LATENCY_BUCKETS_S,
@@ -63,20 +63,6 @@ _LOCAL_DEVICE_REGIONS: Final = _gauge(
 )
 _LOCAL_PACKETS: Final = _counter(
     "local_packets", "Packets of engines on this machine, by the Unix socket."
-)
-_PUSH_TICKETS: Final = _gauge(
-    "push_tickets", "Permissions to push blocks to this process that were given and not used."
-)
-_PUSHED_BYTES: Final = _counter(
-    "pushed_bytes",
-    "Bytes of blocks sent to other data planes or received from them, by direction.",
-    "direction",
-)
-_PUSHES: Final = _counter(
-    "pushes",
-    'Pushes that have ended, by direction and outcome: "OK", "CANCELLED" or an error\'s reason.',
-    "direction",
-    "outcome",
 )
 _FILE_BLOCKS: Final = _gauge("file_tier_blocks", "Blocks kept in files.")
 _FILE_BYTES: Final = _gauge("file_tier_bytes", "Size of these files.")
@@ -158,8 +144,8 @@ class DataPlaneMetrics(PlaneMetrics):
         self._executor: Executor | None = None
         self._num_waiting: Callable[[], int] = lambda: 0
         self._local: LocalEndpoint | None = None
-        self._push: PushEndpoint | None = None
         self._files: FileTier | None = None
+        self._plug_ins: Sequence[PlugIn] = ()
 
     def observe_command(self, name: str, duration_s: float) -> None:
         """Count one command of the executor."""
@@ -170,15 +156,16 @@ class DataPlaneMetrics(PlaneMetrics):
         executor: Executor,
         num_waiting: Callable[[], int],
         local: LocalEndpoint | None = None,
-        push: PushEndpoint | None = None,
         files: FileTier | None = None,
+        plug_ins: Sequence[PlugIn] = (),
     ) -> None:
         """Export the executor's state and counters, how many commands wait for it, what engines on
-        this machine share with it, what is pushed between it and other data planes, and what it
-        keeps in files.
+        this machine share with it, what it keeps in files, and what its plug-ins tell.
         """
         self._executor, self._num_waiting, self._local = executor, num_waiting, local
-        self._push, self._files = push, files
+        self._files, self._plug_ins = files, plug_ins
+        for plug_in in plug_ins:
+            self._declarations = (*self._declarations, *plug_in.declarations)
 
     def read(self, samples: Samples) -> None:
         samples.add(_ISA, 1, cpu_isa())
@@ -190,14 +177,10 @@ class DataPlaneMetrics(PlaneMetrics):
             samples.add(_LOCAL_BYTES, self._local.num_bytes)
             samples.add(_LOCAL_DEVICE_REGIONS, self._local.num_device_regions)
             samples.add(_LOCAL_PACKETS, self._local.num_packets)
-        if self._push is not None:
-            samples.add(_PUSH_TICKETS, self._push.num_tickets)
-            for direction in ("sent", "received"):
-                samples.add(_PUSHED_BYTES, self._push.counts.num_bytes[direction], direction)
-            for labels, count in [*self._push.counts.num_pushes.items()]:
-                samples.add(_PUSHES, count, *labels)
         if self._files is not None:
             _add_files(samples, self._files)
+        for plug_in in self._plug_ins:
+            plug_in.read(samples)
         executor = self._executor
         if executor is None:
             return

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from data_plane.blocks_from_outside import BlocksFromOutside
+from data_plane.blocks_from_outside import BlocksFromOutside, load_plug_ins
 from data_plane.execution.commands import Observer
 from data_plane.execution.executor import Executor
 from data_plane.kernels.backend import Kernels, kernels_of
@@ -28,7 +28,6 @@ from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
-from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.registration_client import RegistrationClient
 from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread
@@ -125,13 +124,10 @@ class DataPlaneServer(PlaneServer):
                 num_device_regions=config.num_local_device_regions,
                 on_error=self._count_rejection,
             )
-        self.push: PushEndpoint | None = None
-        """Blocks to and from other data planes; None where there are none."""
-        if config.push_bind or config.push_to:
-            outside = BlocksFromOutside(self.executor, worker, knows_callers=config.knows_callers)
-            self.push = PushEndpoint(config, outside)
+        outside = BlocksFromOutside(self.executor, worker, config, config.peer_tls)
+        self.plug_ins = load_plug_ins(config.plug_ins, outside)
         self.metrics.watch(
-            self.executor, lambda: worker.num_waiting, self.local, self.push, self.files
+            self.executor, lambda: worker.num_waiting, self.local, self.files, self.plug_ins
         )
         service = DataPlaneService(
             self.executor,
@@ -140,7 +136,6 @@ class DataPlaneServer(PlaneServer):
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
             local=self.local,
-            push=self.push,
             files=self.files,
             knows_callers=config.knows_callers,
         )
@@ -150,7 +145,10 @@ class DataPlaneServer(PlaneServer):
             service,
             add_DataPlaneServiceServicer_to_server,
             self.metrics,
+            also_serve=[plug_in.service for plug_in in self.plug_ins],
         )
+        for plug_in in self.plug_ins:
+            plug_in.add_to(self._server.grpc_server)
 
     @classmethod
     async def start(
@@ -166,8 +164,8 @@ class DataPlaneServer(PlaneServer):
         executor = self.executor
         if self.local is not None:
             self.local.start()
-        if self.push is not None:
-            self.push.start()
+        for plug_in in self.plug_ins:
+            plug_in.start()
         if self.files is not None:
             self.files.start()
         await self._serve(serving=False)
@@ -227,8 +225,8 @@ class DataPlaneServer(PlaneServer):
     async def _finish(self) -> None:
         if self.local is not None:
             self.local.stop()
-        if self.push is not None:
-            await asyncio.to_thread(self.push.stop, self._config.grace_s)
+        for plug_in in self.plug_ins:
+            await asyncio.to_thread(plug_in.stop, self._config.grace_s)
         if self.files is not None:
             await asyncio.to_thread(self.files.stop)
         await asyncio.to_thread(self._worker.close)

@@ -7,7 +7,6 @@ stream, which stays open.
 from __future__ import annotations
 
 import logging
-from asyncio import wrap_future
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -20,7 +19,6 @@ from data_plane.server.execute_stream import SLICE_S, ExecuteStream, attention_o
 from data_plane.server.fair_queue import Lane
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
-from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
 from data_plane.slices import Slices, whole
@@ -64,13 +62,11 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         max_message_bytes: int,
         rejected: Counts,
         local: LocalEndpoint | None = None,
-        push: PushEndpoint | None = None,
         files: FileTier | None = None,
         knows_callers: bool = False,
     ) -> None:
         """``rejected`` counts the requests of streams that are refused, by the error's reason.
-        ``local``: where clients on this machine may go on; None for nowhere. ``push``: None where
-        blocks are neither sent to other data planes nor taken from them. ``files``: None where
+        ``local``: where clients on this machine may go on; None for nowhere. ``files``: None where
         blocks are not kept in files.
         ``knows_callers``: callers have to say who they are, so their grants must be theirs.
         """
@@ -80,7 +76,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._rejected = rejected
         self._local = local
-        self._push = push
         self._files = files
         self._knows_callers = knows_callers
         self._streams = RequestStreams("data plane")
@@ -237,24 +232,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
 
         return await self._run(command)
 
-    async def ReceiveBlocks(
-        self, request: pb.ReceiveBlocksRequest, context: _Context
-    ) -> pb.ReceiveBlocksResponse:
-        receiver, outside = self._pushes().receiver, self._pushes().outside
-        lane = await wrap_future(outside.open(request.grant))
-        started = await wrap_future(outside.start(lane, request.plan))
-        if started.receipt is not None:
-            return pb.ReceiveBlocksResponse(receipt=started.receipt)
-        blocks = await wrap_future(outside.span(lane, request.sequence_id, started.number))
-        ticket = receiver.give(lane, started.number, request.sequence_id, blocks)
-        return pb.ReceiveBlocksResponse(ticket=ticket)
-
-    async def SendBlocks(
-        self, request: pb.SendBlocksRequest, context: _Context
-    ) -> pb.SendBlocksResponse:
-        sender, outside = self._pushes().sender, self._pushes().outside
-        return await sender.send(await wrap_future(outside.open(request.grant)), request)
-
     async def FindFileBlocks(
         self, request: pb.FindFileBlocksRequest, context: _Context
     ) -> pb.FindFileBlocksResponse:
@@ -283,14 +260,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 "this data plane keeps no blocks in files: start it with --file-tier-dir"
             )
         return self._files
-
-    def _pushes(self) -> PushEndpoint:
-        if self._push is None:
-            raise InvalidRequestError(
-                "this data plane neither sends blocks to others nor takes any: start it with "
-                "--push-to or --push-bind"
-            )
-        return self._push
 
     async def _run(self, command: Callable[[], T]) -> T:
         """What ``command`` returns, run on the worker thread in the caller's turn."""

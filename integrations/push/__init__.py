@@ -1,1 +1,1 @@
-"""Blocks sent to other data planes, and taken from them (docs/adr/0027-blocks-are-pushed.md)."""
+"""A plug-in of data planes: blocks sent to others, and taken from them (docs/adr/0027)."""

@@ -12,7 +12,8 @@ from data_plane.blocks_from_outside import BlockRange
 from kvplane.errors import ChecksumMismatchError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
-from kvplane.v1 import push_pb2 as pb
+
+from . import push_pb2 as pb
 
 CHUNK_BYTES: Final = 2 * 1024 * 1024
 _PLACE: Final = struct.Struct("<5q")

@@ -16,9 +16,82 @@ from kvplane.clients.sharded_execution import all_of
 from kvplane.errors import InvalidRequestError, KvplaneError, LayoutMismatchError
 from kvplane.results import StepResult
 from kvplane.session.session import Session
+from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1.types_pb2 import SignedPayload
+
+from . import push_pb2 as pb
+from .stubs import method
+
+
+class PushClient:
+    """Calls the plug-in of the data plane at ``target``. ``timeout_s``: default deadline of each
+    call.
+    """
+
+    def __init__(
+        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+    ) -> None:
+        self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
+
+    async def __aenter__(self) -> PushClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def receive_blocks(
+        self,
+        grant: SignedPayload,
+        plan: SignedPayload,
+        sequence_id: int,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.ReceiveBlocksResponse:
+        """Start a plan, and let another data plane write its span for a sequence: a ticket for
+        that one's ``send_blocks``, or the receipt of a plan that has run.
+
+        Each call gives another ticket. Raises QuotaExceededError for too many.
+        """
+        request = pb.ReceiveBlocksRequest(grant=grant, plan=plan, sequence_id=sequence_id)
+        receive = method(self._connection.channel, "ReceiveBlocks")
+        response: pb.ReceiveBlocksResponse = await self._connection.call(
+            receive, request, timeout_s
+        )
+        return response
+
+    async def send_blocks(
+        self,
+        grant: SignedPayload,
+        sequence_id: int,
+        ticket: pb.PushTicket,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.SendBlocksResponse:
+        """Send the table entries of a sequence that ``ticket`` names to the data plane that gave
+        it; returns when that one has written them.
+
+        Tried once: a ticket serves once. Raises PlanOutOfOrderError while the blocks are computed,
+        and what the other data plane refuses.
+        """
+        request = pb.SendBlocksRequest(grant=grant, sequence_id=sequence_id, ticket=ticket)
+        send = method(self._connection.channel, "SendBlocks")
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard():
+            response: pb.SendBlocksResponse = await self._connection.attempt(
+                send, request, deadline
+            )
+        return response
+
+    async def close(self) -> None:
+        """Ends every call."""
+        await self._connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +107,7 @@ class Moved:
 class PrefixMover:
     """Moves sequences of ``here``, a session, to ``there``, one of another pool of the same layout,
     divided among data planes in the same way. Those of ``here`` must be allowed to send to those
-    of ``there`` (``--push-to``, ``--push-bind``).
+    of ``there`` (``KVPLANE_PUSH_TO``, ``KVPLANE_PUSH_BIND``).
 
     ``tls``: how to reach the data planes of both. ``timeout_s``: for all of a move.
     """
@@ -57,9 +130,12 @@ class PrefixMover:
         self._there = there
         self._timeout_s = timeout_s
         self._sources, self._targets = (
-            [DataClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in session.shards]
+            [PushClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in session.shards]
             for session in (here, there)
         )
+        self._undoing = [
+            DataClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in there.shards
+        ]
 
     async def __aenter__(self) -> PrefixMover:
         return self
@@ -107,6 +183,8 @@ class PrefixMover:
         """Ends every call."""
         for client in (*self._sources, *self._targets):
             await client.close()
+        for undoing in self._undoing:
+            await undoing.close()
 
     async def _send(self, result: StepResult, sequence_id: int, new_id: int) -> int:
         plan = result.plan
@@ -120,8 +198,8 @@ class PrefixMover:
 
     async def _of_shard(
         self,
-        source: DataClient,
-        target: DataClient,
+        source: PushClient,
+        target: PushClient,
         plan: SignedPayload,
         sequence_id: int,
         new_id: int,
@@ -140,7 +218,7 @@ class PrefixMover:
             await self._there.abort_plan(number)
             plan = (await self._there.free(sequence_id)).plan
             if plan is not None:
-                for target in self._targets:
+                for target in self._undoing:
                     ran = await target.copy_blocks(self._there.grant, plan)
                     self._there.add_receipt(ran.receipt)
                 await self._there.submit_receipts()

@@ -3,9 +3,9 @@
 The sequence is admitted in the second pool too, and its plan says which slots to write. The first
 pool's data plane sends them to the second's, which writes them instead of computing them; its
 receipt publishes them as always. With two pools of one layout, whose data planes were started with
-``--push-bind 127.0.0.1:0 --push-to 127.0.0.1``:
+``--plug-ins push`` and KVPLANE_PUSH_BIND=127.0.0.1:0 KVPLANE_PUSH_TO=127.0.0.1 set:
 
-    python examples/prefill_elsewhere.py 127.0.0.1:50051 POOL OTHER-POOL
+    python -m kvplane.integrations.push.example 127.0.0.1:50051 POOL OTHER-POOL
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from kvplane import ControlClient, DataClient, Execution, Layout, PrefixMover, Session, Tensor
+from kvplane import ControlClient, DataClient, Execution, Layout, Session, Tensor
+
+from .client import PrefixMover
 
 
 async def prefill(session: Session, execution: Execution, prompt: Sequence[int]) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import grpc
 
 from data_plane.blocks_from_outside import BlockRange
-from data_plane.server.push import chunks
 from kvplane.errors import KvplaneError, PlaneUnavailableError
 from kvplane.transport.renewed import Renewed
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.protocol import CHANNEL_OPTIONS
+
+from . import chunks, push_pb2
+from .stubs import method
 
 Chunks = Iterator[tuple[BlockRange, memoryview]]
 
@@ -41,13 +42,13 @@ class GrpcTransport:
     def __init__(self, channels: PushChannels) -> None:
         self._channels = channels
 
-    def push(self, ticket: data_pb2.PushTicket, opening: push_pb2.OpenPush, blocks: Chunks) -> Push:
+    def push(self, ticket: push_pb2.PushTicket, opening: push_pb2.OpenPush, blocks: Chunks) -> Push:
         """Send ``blocks`` to who gave the ticket, as far as it takes them. They are taken from
         another thread, and must not raise. Raises KvplaneError.
         """
         channel = self._channels.open(ticket.address)
         requests = _requests(opening, blocks)
-        call = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks.future(requests)
+        call = method(channel, "PushBlocks").future(requests)
         return Push(call, channel)
 
 

@@ -1,44 +1,66 @@
-"""Both directions of one data plane, as its settings ask for them."""
+"""The plug-in: both directions of one data plane, as its settings ask for them, and the calls by
+which engines have blocks moved. The data plane hosts these beside its own.
+"""
 
 from __future__ import annotations
 
+import os
+from asyncio import wrap_future
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from data_plane.blocks_from_outside import BlocksFromOutside
-from data_plane.server.config import DataPlaneConfig
-from data_plane.server.push.counts import PushCounts
-from data_plane.server.push.grpc_transport import GrpcTransport, PushChannels
-from data_plane.server.push.receiver import BlockReceiver
-from data_plane.server.push.sender import BlockSender
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.access import AccessList
+from kvplane.serving.observability.metrics import Samples
+
+from . import push_pb2 as pb
+from .config import PushConfig
+from .grpc_transport import GrpcTransport, PushChannels
+from .metrics import DECLARATIONS, PushCounts
+from .receiver import BlockReceiver
+from .sender import BlockSender
+from .stubs import SERVICE, add_unary
 
 
-class PushEndpoint:
-    """Where a data plane takes blocks, and what sends them. ``receiver`` and ``sender`` raise where
-    the settings ask for none.
+class PushPlugIn:
+    """A ``data_plane.blocks_from_outside.PlugIn``. ``receiver`` and ``sender`` raise where the
+    settings ask for none.
     """
 
-    def __init__(self, config: DataPlaneConfig, outside: BlocksFromOutside) -> None:
-        """Bind the address. Raises OSError and, for TLS files, InvalidRequestError."""
-        self.outside = outside
+    service = SERVICE
+    declarations = DECLARATIONS
+
+    def __init__(self, outside: BlocksFromOutside, environ: Mapping[str, str] = os.environ) -> None:
+        """Bind the address. Raises OSError and, for TLS files and addresses that are not safe,
+        InvalidRequestError.
+        """
+        config, serving = PushConfig.read(environ), outside.serving
         self.counts = PushCounts()
+        self._outside = outside
         self._receiver: BlockReceiver | None = None
         self._sender: BlockSender | None = None
-        if config.push_to:
+        if config.to:
+            tls = outside.peer_tls
             self._sender = BlockSender(
                 outside,
-                GrpcTransport(PushChannels(config.push_tls)),
+                GrpcTransport(
+                    PushChannels(None if tls is None else replace(tls, server_name=config.name))
+                ),
                 self.counts,
-                hosts=config.push_to.split(","),
+                hosts=config.to.split(","),
                 max_pushes=config.max_pushes,
             )
-        if config.push_bind:
+        if config.bind:
+            serving.check_safe(config.bind, "KVPLANE_PUSH_BIND")
             self._receiver = BlockReceiver(
                 outside,
-                AccessList(config.access_file),
+                AccessList(serving.access_file),
                 self.counts,
-                bind=config.push_bind,
-                advertise=config.push_advertise,
-                tls=config.tls,
+                bind=config.bind,
+                advertise=config.advertise,
+                tls=serving.tls,
                 max_pushes=config.max_pushes,
             )
 
@@ -47,7 +69,7 @@ class PushEndpoint:
         """Raises InvalidRequestError where there is none."""
         if self._receiver is None:
             raise InvalidRequestError(
-                "this data plane takes no blocks from others: start it with --push-bind"
+                "this data plane takes no blocks from others: set KVPLANE_PUSH_BIND"
             )
         return self._receiver
 
@@ -56,14 +78,13 @@ class PushEndpoint:
         """Raises InvalidRequestError where there is none."""
         if self._sender is None:
             raise InvalidRequestError(
-                "this data plane sends no blocks to others: start it with --push-to"
+                "this data plane sends no blocks to others: set KVPLANE_PUSH_TO"
             )
         return self._sender
 
-    @property
-    def num_tickets(self) -> int:
-        """Tickets that were given and not used."""
-        return 0 if self._receiver is None else len(self._receiver.tickets)
+    def add_to(self, server: Any) -> None:
+        """Have a server of ``grpc.aio`` serve engines."""
+        add_unary(self, server)
 
     def start(self) -> None:
         """Take pushes."""
@@ -74,3 +95,26 @@ class PushEndpoint:
         """Take no more pushes; those under way have ``grace_s`` to end."""
         if self._receiver is not None:
             self._receiver.stop(grace_s)
+
+    def read(self, samples: Samples) -> None:
+        """Add the metrics to a scrape."""
+        receiver = self._receiver
+        self.counts.tell(samples, 0 if receiver is None else len(receiver.tickets))
+
+    async def ReceiveBlocks(
+        self, request: pb.ReceiveBlocksRequest, context: Any
+    ) -> pb.ReceiveBlocksResponse:
+        receiver, outside = self.receiver, self._outside
+        lane = await wrap_future(outside.open(request.grant))
+        started = await wrap_future(outside.start(lane, request.plan))
+        if started.receipt is not None:
+            return pb.ReceiveBlocksResponse(receipt=started.receipt)
+        blocks = await wrap_future(outside.span(lane, request.sequence_id, started.number))
+        ticket = receiver.give(lane, started.number, request.sequence_id, blocks)
+        return pb.ReceiveBlocksResponse(ticket=ticket)
+
+    async def SendBlocks(
+        self, request: pb.SendBlocksRequest, context: Any
+    ) -> pb.SendBlocksResponse:
+        sender = self.sender
+        return await sender.send(await wrap_future(self._outside.open(request.grant)), request)

@@ -23,10 +23,6 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from data_plane.blocks_from_outside import BlockRange, BlocksFromOutside, Lane
-from data_plane.server.push import chunks
-from data_plane.server.push.counts import PushCounts
-from data_plane.server.push.slots import NUM_RESERVED, PushSlots
-from data_plane.server.push.tickets import Ticket, Tickets
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -39,13 +35,15 @@ from kvplane.serving.certificates import ServerTls, credentials
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.server import most_connections
 from kvplane.shard import Shard
-from kvplane.v1 import data_pb2, push_pb2
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_codec import to_rich_status
 
+from . import chunks, push_pb2
+from .metrics import PushCounts
+from .stubs import PEERS, path
+from .tickets import NUM_RESERVED, PushSlots, Ticket, Tickets
+
 _LOGGER: Final = logging.getLogger(__name__)
-_SERVICE: Final = push_pb2.DESCRIPTOR.services_by_name["BlockPushService"]
-_PREFIX: Final = f"/{_SERVICE.full_name}/"
 # How long a sender may keep a push waiting in all, and how much longer for what it sends.
 STALL_S: Final = 15.0
 MIN_BYTES_PER_S: Final = 1 << 20
@@ -79,7 +77,7 @@ class BlockReceiver:
         """
         self.tickets = Tickets()
         self._outside = outside
-        self._gate = Gate(access, [_SERVICE])
+        self._gate = Gate(access, [PEERS])
         self._counts = counts
         most = chunks.max_chunk_bytes(outside.layout, outside.shard) + _OVERHEAD_BYTES
         self._slots = PushSlots(max_pushes)
@@ -118,7 +116,7 @@ class BlockReceiver:
         push: Any = grpc.stream_unary_rpc_method_handler(
             self._push, response_serializer=push_pb2.PushBlocksResponse.SerializeToString
         )
-        handler = grpc.method_handlers_generic_handler(_SERVICE.full_name, {"PushBlocks": push})
+        handler = grpc.method_handlers_generic_handler(PEERS.full_name, {"PushBlocks": push})
         self._server.add_generic_rpc_handlers((handler,))
 
     def start(self) -> None:
@@ -132,13 +130,13 @@ class BlockReceiver:
 
     def give(
         self, lane: Lane, plan_number: int, sequence_id: int, blocks: range
-    ) -> data_pb2.PushTicket:
+    ) -> push_pb2.PushTicket:
         """A ticket for ``blocks``, the span of a session's latest plan for a sequence. Raises
         QuotaExceededError.
         """
         size = chunks.num_bytes(self._outside.layout, self._outside.shard, len(blocks))
         secret = self.tickets.give(Ticket(lane, plan_number, sequence_id, blocks, size))
-        return data_pb2.PushTicket(
+        return push_pb2.PushTicket(
             address=self.address,
             secret=secret,
             first_block=blocks.start,
@@ -147,7 +145,7 @@ class BlockReceiver:
 
     def _push(self, received: Iterator[bytes], context: Any) -> push_pb2.PushBlocksResponse:
         try:
-            self._gate.admit(f"{_PREFIX}PushBlocks", context)
+            self._gate.admit(path("PushBlocks"), context)
             with _Silence(context) as silence:
                 requests = _decoded(silence.each(received))
                 answer = self._receive(requests, silence)
@@ -230,7 +228,7 @@ class BlockReceiver:
             self._counts.ended("received", "CANCELLED")
             context.abort(grpc.StatusCode.CANCELLED, "the sender is gone")
         if not isinstance(error, KvplaneError):
-            _LOGGER.error("unexpected error service=%s error=%s", _SERVICE.name, frames_of(error))
+            _LOGGER.error("unexpected error service=%s error=%s", PEERS.name, frames_of(error))
             error = InternalError("internal error; the receiving server's log has more")
         self._counts.ended("received", error.reason)
         context.abort_with_status(rpc_status.to_status(to_rich_status(error)))

@@ -16,17 +16,17 @@ from contextlib import suppress
 from typing import Any, Final
 
 from data_plane.blocks_from_outside import BlockRange, BlocksFromOutside, Lane
-from data_plane.server.push import chunks
-from data_plane.server.push.counts import PushCounts
-from data_plane.server.push.grpc_transport import Chunks, GrpcTransport
-from data_plane.server.push.slots import PushSlots
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
     NotPermittedError,
 )
-from kvplane.v1 import data_pb2, push_pb2
+
+from . import chunks, push_pb2
+from .grpc_transport import Chunks, GrpcTransport
+from .metrics import PushCounts
+from .tickets import PushSlots
 
 ANY_HOST: Final = "*"
 STALL_S: Final = 30.0
@@ -53,8 +53,8 @@ class BlockSender:
         self._slots = PushSlots(max_pushes)
 
     async def send(
-        self, lane: Lane, request: data_pb2.SendBlocksRequest
-    ) -> data_pb2.SendBlocksResponse:
+        self, lane: Lane, request: push_pb2.SendBlocksRequest
+    ) -> push_pb2.SendBlocksResponse:
         """Send table entries of a session's sequence.
 
         Raises as ``BlocksFromOutside.read``, NotPermittedError for a host that is not to be sent
@@ -72,13 +72,13 @@ class BlockSender:
                 raise
             finally:
                 self._counts.ended("sent", outcome)
-        return data_pb2.SendBlocksResponse(
+        return push_pb2.SendBlocksResponse(
             num_bytes=answer.num_bytes,
             receipt=answer.receipt if answer.HasField("receipt") else None,
         )
 
     async def _push(
-        self, lane: Lane, request: data_pb2.SendBlocksRequest
+        self, lane: Lane, request: push_pb2.SendBlocksRequest
     ) -> push_pb2.PushBlocksResponse:
         loop, ticket = asyncio.get_running_loop(), request.ticket
         blocks = range(ticket.first_block, ticket.first_block + ticket.num_blocks)
@@ -109,11 +109,11 @@ class BlockSender:
             raise reading.failure
         return push.result()
 
-    def _check(self, ticket: data_pb2.PushTicket) -> None:
+    def _check(self, ticket: push_pb2.PushTicket) -> None:
         if not may_send_to(ticket.address, self._hosts):
             host = ticket.address.rpartition(":")[0]
             raise NotPermittedError(
-                f"this data plane does not send to {host!r}: it is not in --push-to",
+                f"this data plane does not send to {host!r}: it is not in KVPLANE_PUSH_TO",
                 field="ticket.address",
             )
         if ticket.num_blocks < 1 or ticket.first_block < 0:

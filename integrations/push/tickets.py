@@ -1,7 +1,8 @@
 """Tickets: the holder of one may write the slots of one span of a plan, once.
 
 What a ticket permits is checked again with each write: the plan must still be its session's latest,
-and the blocks must have the generations that the plan gave them.
+and the blocks must have the generations that the plan gave them. How many pushes a caller can have
+at one time is bounded too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +23,8 @@ LIFETIME_S: Final = 30.0
 MAX_TICKETS: Final = 1024
 MAX_TICKETS_PER_SESSION: Final = 64
 _SECRET_BYTES: Final = 32
+NUM_RESERVED: Final = 1
+"""Pushes beside those of one caller, which only others can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +102,34 @@ class Tickets:
             if given_s > oldest_s:
                 return
             del self._open[secret]
+
+
+class PushSlots:
+    """One is always left to callers other than the busiest. Thread-safe."""
+
+    def __init__(self, max_pushes: int) -> None:
+        """``max_pushes``: of one caller."""
+        self._most_of_one = max_pushes
+        self._most = max_pushes + NUM_RESERVED
+        self._lock = threading.Lock()
+        self._of_callers: Counter[str] = Counter()
+
+    @contextmanager
+    def taken(self, caller: str) -> Iterator[None]:
+        """During a push for ``caller``. Raises QuotaExceededError."""
+        with self._lock:
+            num, of_one = self._of_callers.total(), self._of_callers[caller]
+            if num >= self._most or of_one >= self._most_of_one:
+                raise QuotaExceededError(
+                    f"{of_one} pushes of this caller and {num} in all are under way, which is the "
+                    "most: try again",
+                    retry_delay_s=0.1,
+                )
+            self._of_callers[caller] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._of_callers[caller] -= 1
+                if not self._of_callers[caller]:
+                    del self._of_callers[caller]

@@ -203,47 +203,6 @@ class DataClient:
         )
         return response
 
-    async def receive_blocks(
-        self,
-        grant: SignedPayload,
-        plan: SignedPayload,
-        sequence_id: int,
-        *,
-        timeout_s: float | None = None,
-    ) -> pb.ReceiveBlocksResponse:
-        """Start a plan, and let another data plane write its span for a sequence: a ticket for
-        that one's ``send_blocks``, or the receipt of a plan that has run.
-
-        Each call gives another ticket. Raises QuotaExceededError for too many.
-        """
-        request = pb.ReceiveBlocksRequest(grant=grant, plan=plan, sequence_id=sequence_id)
-        response: pb.ReceiveBlocksResponse = await self._connection.call(
-            self._stub.ReceiveBlocks, request, timeout_s
-        )
-        return response
-
-    async def send_blocks(
-        self,
-        grant: SignedPayload,
-        sequence_id: int,
-        ticket: pb.PushTicket,
-        *,
-        timeout_s: float | None = None,
-    ) -> pb.SendBlocksResponse:
-        """Send the table entries of a sequence that ``ticket`` names to the data plane that gave
-        it; returns when that one has written them.
-
-        Tried once: a ticket serves once. Raises PlanOutOfOrderError while the blocks are computed,
-        and what the other data plane refuses.
-        """
-        request = pb.SendBlocksRequest(grant=grant, sequence_id=sequence_id, ticket=ticket)
-        deadline = self._connection.deadline(timeout_s)
-        async with deadline.guard():
-            response: pb.SendBlocksResponse = await self._connection.attempt(
-                self._stub.SendBlocks, request, deadline
-            )
-        return response
-
     async def find_file_blocks(
         self, grant: SignedPayload, tokens: ops.Tokens, *, timeout_s: float | None = None
     ) -> int:

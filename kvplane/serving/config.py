@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.certificates import ServerTls
@@ -13,6 +13,9 @@ from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
 from kvplane.serving.server import MAX_CONNECTION_CALLS
 from kvplane.serving.settings import setting
+
+ANY_HOST: Final = ("0.0.0.0", "[::]", "::")
+"""Hosts that mean all addresses of a machine."""
 
 
 def bind_setting(default: str) -> Any:
@@ -115,7 +118,7 @@ class ServingConfig:
             raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
-        self._check_safe(self.bind, "bind")
+        self.check_safe(self.bind, "bind")
         if self.metrics_tls and self.tls is None:
             raise InvalidRequestError("needs --tls-certificate too", field="metrics_tls")
         host = self.metrics_host or self.bind.rpartition(":")[0]
@@ -127,7 +130,7 @@ class ServingConfig:
                 field="metrics_host",
             )
 
-    def _check_safe(self, address: str, field: str) -> None:
+    def check_safe(self, address: str, field: str) -> None:
         """Raise InvalidRequestError if others could listen to what is served there."""
         if self.tls is None and not self.insecure and not is_loopback(address):
             raise InvalidRequestError(

@@ -7,12 +7,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import ServiceDescriptor
 
 from kvplane.serving import server as serving
 from kvplane.serving.callers.access import AccessList
@@ -28,6 +29,7 @@ from kvplane.serving.requests import Admission
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
 _OURS: Final = "/kvplane."
+_CONTRACT: Final = "/kvplane.v1."
 
 
 class Service(Protocol):
@@ -56,8 +58,10 @@ class _WrongServiceInterceptor(grpc.aio.ServerInterceptor):
         service = wanted.rpartition("/")[0].rpartition(".")[2]
         if service == self._served:
             text = f"{service} has no such method here: update this server"
-        else:
+        elif wanted.startswith(_CONTRACT):
             text = f"{self._served} is served here: are the planes' addresses swapped?"
+        else:
+            text = f"{service} is a plug-in's, which was not loaded here"
 
         async def refuse(requests: Any, context: Any) -> AsyncIterator[bytes]:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
@@ -80,12 +84,14 @@ class PlaneServer:
         add_service: Callable[[Any, grpc.aio.Server], None],
         metrics: PlaneMetrics,
         *,
+        also_serve: Sequence[ServiceDescriptor] = (),
         max_counts: Mapping[str, int] | None = None,
         also_bind: str = "",
         quick: Mapping[str, Callable[[bytes], Any | None]] | None = None,
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
-        one. ``add_service``: the generated function that adds the servicer.
+        one. ``add_service``: the generated function that adds the servicer. ``also_serve``:
+        services whose servicers the caller adds to the server, with all that holds for the first.
         ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
         ``also_bind``: a second address, or empty. ``quick``: by method's name, see
         ``Admission.quick``.
@@ -94,14 +100,15 @@ class PlaneServer:
         InvalidRequestError when something is wrong in the access list.
         """
         self._config = config
-        self._service_name = service_name
         self._service = service
-        service_descriptor = descriptor_pool.Default().FindServiceByName(service_name)
+        services = [descriptor_pool.Default().FindServiceByName(service_name), *also_serve]
+        self._service_names = [each.full_name for each in services]
         self._access = AccessList(config.access_file)
-        self._gate = Gate(self._access, [service_descriptor])
+        self._gate = Gate(self._access, services)
         bounds = {
-            f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
-            for method in service_descriptor.methods
+            f"/{each.full_name}/{method.name}": MessageBounds(method.input_type, max_counts)
+            for each in services
+            for method in each.methods
         }
         quick = {f"/{service_name}/{name}": read for name, read in (quick or {}).items()}
         budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
@@ -161,14 +168,14 @@ class PlaneServer:
 
     async def _serve(self, *, serving: bool = True) -> None:
         """Take calls. ``serving``: what health says."""
-        await self._server.start([self._service_name], serving=serving)
+        await self._server.start(self._service_names, serving=serving)
         self._serving = serving
         self._lag = asyncio.create_task(_measure_lag(self._metrics))
 
     async def _set_serving(self, serving: bool) -> None:
         """Set what health says."""
         self._serving = serving
-        for service in ("", self._service_name):
+        for service in ("", *self._service_names):
             await self._server.set_serving(service, serving)
 
     def _is_serving(self) -> bool:

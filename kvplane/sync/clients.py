@@ -253,8 +253,6 @@ class DataClient(Portal[data_client.DataClient]):
     swap_blocks = blocking(data_client.DataClient.swap_blocks)
     read_blocks = blocking(data_client.DataClient.read_blocks)
     write_blocks = blocking(data_client.DataClient.write_blocks)
-    receive_blocks = blocking(data_client.DataClient.receive_blocks)
-    send_blocks = blocking(data_client.DataClient.send_blocks)
     find_file_blocks = blocking(data_client.DataClient.find_file_blocks)
     load_file_blocks = blocking(data_client.DataClient.load_file_blocks)
     close = blocking(data_client.DataClient.close)

@@ -85,16 +85,6 @@ class DataPlaneServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_data__pb2.WriteBlocksRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_data__pb2.WriteBlocksResponse.FromString,
                 _registered_method=True)
-        self.ReceiveBlocks = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/ReceiveBlocks',
-                request_serializer=kvplane_dot_v1_dot_data__pb2.ReceiveBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_data__pb2.ReceiveBlocksResponse.FromString,
-                _registered_method=True)
-        self.SendBlocks = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/SendBlocks',
-                request_serializer=kvplane_dot_v1_dot_data__pb2.SendBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_data__pb2.SendBlocksResponse.FromString,
-                _registered_method=True)
         self.FindFileBlocks = channel.unary_unary(
                 '/kvplane.v1.DataPlaneService/FindFileBlocks',
                 request_serializer=kvplane_dot_v1_dot_data__pb2.FindFileBlocksRequest.SerializeToString,
@@ -182,23 +172,6 @@ class DataPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReceiveBlocks(self, request, context):
-        """Lets another data plane write the slots of one span of a plan: starts the plan and gives a ticket, which serves once. Each call gives
-        another ticket. QUOTA_EXCEEDED when there are too many. INVALID_ARGUMENT where the data plane receives none (--push-bind).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SendBlocks(self, request, context):
-        """Sends blocks of a sequence's table to the data plane that gave a ticket, between the session's other commands; answers when that one
-        has written all of them. The blocks must be written here: PLAN_OUT_OF_ORDER while the session's latest plan computes any of them.
-        What the other data plane refuses is refused here with its error. Not to be repeated, because the ticket serves once: get another.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def FindFileBlocks(self, request, context):
         """How much of a prompt this shard has in files, of the session's tenant and namespace. Changes nothing. INVALID_ARGUMENT where there is
         no file tier (--file-tier-dir).
@@ -257,16 +230,6 @@ def add_DataPlaneServiceServicer_to_server(servicer, server):
                     servicer.WriteBlocks,
                     request_deserializer=kvplane_dot_v1_dot_data__pb2.WriteBlocksRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_data__pb2.WriteBlocksResponse.SerializeToString,
-            ),
-            'ReceiveBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReceiveBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_data__pb2.ReceiveBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_data__pb2.ReceiveBlocksResponse.SerializeToString,
-            ),
-            'SendBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.SendBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_data__pb2.SendBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_data__pb2.SendBlocksResponse.SerializeToString,
             ),
             'FindFileBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.FindFileBlocks,
@@ -506,60 +469,6 @@ class DataPlaneService(object):
             '/kvplane.v1.DataPlaneService/WriteBlocks',
             kvplane_dot_v1_dot_data__pb2.WriteBlocksRequest.SerializeToString,
             kvplane_dot_v1_dot_data__pb2.WriteBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReceiveBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.DataPlaneService/ReceiveBlocks',
-            kvplane_dot_v1_dot_data__pb2.ReceiveBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_data__pb2.ReceiveBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SendBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.DataPlaneService/SendBlocks',
-            kvplane_dot_v1_dot_data__pb2.SendBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_data__pb2.SendBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,7 +26,6 @@ from tests.helpers.tools import needs
 
 POOL = "default"
 NUM_BLOCKS = 96
-PUSHES = "needs two data planes that push blocks to each other"
 FILES = "needs a folder for files"
 NOT_SEEN_HERE = {
     "kvplane_cleared_blocks_total": "needs blocks that pass from one tenant to another",
@@ -39,9 +38,6 @@ NOT_SEEN_HERE = {
     "kvplane_file_tier_write_errors_total": FILES,
     "kvplane_local_device_regions": "needs a GPU",
     "kvplane_missing_receipts": "needs a pool of several shards, one of which is silent",
-    "kvplane_push_tickets": PUSHES,
-    "kvplane_pushed_bytes_total": PUSHES,
-    "kvplane_pushes_total": PUSHES,
 }
 TRAFFIC: dict[str, Any] = {"duration_s": 15, "num_sequences": 24, "num_prefixes": 12}
 PATIENCE_S = 60.0

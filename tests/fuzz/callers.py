@@ -11,14 +11,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from data_plane.execution.table_blocks import BlockRange
-from data_plane.server.push import chunks
+from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane import ops
+from kvplane.integrations.push import chunks
+from kvplane.integrations.push import push_pb2 as ppb
 from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import data_pb2 as dpb
-from kvplane.v1 import push_pb2 as ppb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
 from tests.helpers.data.plan_author import (
@@ -205,12 +205,12 @@ class Client:
         self.blocks = range(lane * NUM_BLOCKS, (lane + 1) * NUM_BLOCKS)
         self.host_block = lane * NUM_HOST_BLOCKS + 1
         self.grant = author.grant(session_id)
-        self.ticket = dpb.PushTicket(secret=bytes(32), num_blocks=1)
+        self.ticket = ppb.PushTicket(secret=bytes(32), num_blocks=1)
 
     def heard(self, method: str, answer: bytes) -> None:
         """What a unary call was answered."""
         if method == "ReceiveBlocks":
-            self.ticket = dpb.ReceiveBlocksResponse.FromString(answer).ticket
+            self.ticket = ppb.ReceiveBlocksResponse.FromString(answer).ticket
 
     def requests(self, rng: random.Random) -> tuple[str, list[Message]]:
         """One call that the data plane would answer."""
@@ -229,10 +229,10 @@ class Client:
                 dpb.WriteBlocksRequest(grant=grant, plan=self._plan(rng), sequence_id=1)
             ],
             "ReceiveBlocks": lambda: [
-                dpb.ReceiveBlocksRequest(grant=grant, plan=self._computing(1), sequence_id=1)
+                ppb.ReceiveBlocksRequest(grant=grant, plan=self._computing(1), sequence_id=1)
             ],
             "SendBlocks": lambda: [
-                dpb.SendBlocksRequest(grant=grant, sequence_id=1, ticket=self.ticket)
+                ppb.SendBlocksRequest(grant=grant, sequence_id=1, ticket=self.ticket)
             ],
             "PushBlocks": self._push,
             "FindFileBlocks": lambda: [dpb.FindFileBlocksRequest(grant=grant, token_ids=PROMPT)],

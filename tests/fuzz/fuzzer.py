@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import grpc.aio
 from google.protobuf.message import Message
 
-from data_plane.server.push import chunks
-from kvplane.v1 import push_pb2 as ppb
+from kvplane.integrations.push import chunks
+from kvplane.integrations.push import push_pb2 as ppb
 from kvplane.v1 import types_pb2 as tpb
 from tests.fuzz.callers import sent
 from tests.fuzz.mutator import Mutator

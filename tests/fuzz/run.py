@@ -15,8 +15,9 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
 from kvplane import ops
+from kvplane.integrations.push import push_pb2
 from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import control_pb2_grpc, data_pb2_grpc, push_pb2
+from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as dpb
 from kvplane.wire import protocol
 from tests.fuzz.callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
@@ -96,9 +97,10 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
     flags += ["--layout", str(write_layout(folder)), "--num-threads", "1"]
     flags += ["--num-device-blocks", str(NUM_LANES * NUM_BLOCKS)]
     flags += ["--num-host-blocks", str(NUM_LANES * NUM_HOST_BLOCKS)]
-    flags += ["--push-bind", push_address, "--push-to", "127.0.0.1"]
+    flags += ["--plug-ins", "push"]
+    pushing = {"KVPLANE_PUSH_BIND": push_address, "KVPLANE_PUSH_TO": "127.0.0.1"}
     flags += ["--file-tier-dir", str(folder / "files"), "--file-tier-bytes", str(1 << 24)]
-    with PlaneProcess("data_plane", folder, *flags) as plane:
+    with PlaneProcess("data_plane", folder, *flags, variables=pushing) as plane:
         async with asyncio.timeout(PATIENCE_S):
             await side.accepted.wait()
         author = PlanAuthor(side.hellos[-1].epoch, side.incarnation, side.key)
@@ -122,6 +124,7 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
 
             fuzzer = Fuzzer(side.key, probe)
             _serve(fuzzer, "DataPlaneService", channel)
+            _serve(fuzzer, "PushService", channel)
             _serve(fuzzer, "BlockPushService", pushes)
             await probe()  # before grants that are changed and signed again can open the session
             begin_bytes = plane.begin_peak()

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ _ATTEMPTS = 5
 class PlaneProcess:
     """A plane as an operator starts it."""
 
-    def __init__(self, program: str, folder: Path, *flags: str) -> None:
+    def __init__(
+        self, program: str, folder: Path, *flags: str, variables: Mapping[str, str] | None = None
+    ) -> None:
         port_file = folder / f"{program}.port"
         self.log_file = folder / f"{program}.log"
         with self.log_file.open("wb") as log:
@@ -50,7 +52,7 @@ class PlaneProcess:
                     *flags,
                 ],
                 cwd=ROOT,
-                env=environment(),
+                env={**environment(), **(variables or {})},
                 stderr=log,
             )
         until_s = time.monotonic() + START_S

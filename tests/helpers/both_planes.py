@@ -57,8 +57,6 @@ class Planes:
             num_threads=1,
             metrics_port=-1,
             grace_s=1.0,
-            push_bind="127.0.0.1:0",
-            push_to="127.0.0.1",
         )
         self.data = await DataPlaneServer.start(config)
         await asyncio.wait_for(self.data.registered.wait(), 10)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,23 @@ import xxhash
 from data_plane.execution import table_blocks
 from data_plane.execution.executor import Executor
 from data_plane.execution.shards.shard_kernels import ShardKernels
-from data_plane.server.push import chunks, receiver, sender
-from data_plane.server.push.receiver import BlockReceiver
-from data_plane.server.push.sender import BlockSender
-from data_plane.server.push.slots import PushSlots
-from data_plane.server.push.tickets import Ticket, Tickets
-from kvplane import PrefixMover
 from kvplane.errors import InvalidRequestError
+from kvplane.integrations.push import chunks, receiver, sender
+from kvplane.integrations.push.client import PrefixMover
+from kvplane.integrations.push.push_pb2 import OpenPush, PushBlocksResponse
+from kvplane.integrations.push.receiver import BlockReceiver
+from kvplane.integrations.push.sender import BlockSender
+from kvplane.integrations.push.tickets import PushSlots, Ticket, Tickets
 from kvplane.serving.callers.identity import Gate
-from kvplane.v1.push_pb2 import OpenPush, PushBlocksResponse
-from tests.helpers.patched_faults import Run, alone, load
-from tests.helpers.patched_faults import assert_noticed as assert_patch_noticed
-from tests.helpers.source_faults import Fault, assert_noticed
-from tests.helpers.two_pools import two_pools
+from tests.helpers.patched_faults import Run, alone, assert_noticed, load
 
-PUSHES = load("rpc/test_pushes.py")
-SLOW = load("attacks/test_slow_pushes.py")
-ACCESS = load("rpc/test_push_access.py")
-TICKETS = load("unit/executor/test_tickets.py")
+PUSHES, SLOW, ACCESS, TICKETS, SILENCE, ADDRESSES = (
+    load(f"../integrations/push/tests/test_{name}.py")
+    for name in (
+        *("pushes", "slow_pushes", "push_access"),
+        *("tickets", "silent_senders", "push_addresses"),
+    )
+)
 
 
 def checksums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -192,12 +192,49 @@ def anybody_pushes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(receiver, "Gate", Open)
 
 
+def the_receivers_time_is_the_senders(patch: pytest.MonkeyPatch) -> None:
+    """A sender is cut off since the receiver is busy."""
+
+    @contextmanager
+    def waiting(self: receiver._Silence) -> Iterator[None]:
+        began_s = receiver.time.monotonic()
+        self._until_s = began_s + self._left_s
+        yield
+        self._left_s -= receiver.time.monotonic() - began_s
+
+    patch.setattr(receiver._Silence, "waiting", waiting)
+
+
+def what_does_not_parse_is_an_internal_error(patch: pytest.MonkeyPatch) -> None:
+    """Bytes that are no request are the receiver's fault."""
+    patch.setattr(receiver, "DecodeError", ZeroDivisionError)
+
+
+def any_host_may_be_a_scheme(patch: pytest.MonkeyPatch) -> None:
+    """What gRPC takes for a path or a scheme counts as a host."""
+
+    def may_send_to(address: str, hosts: Any) -> bool:
+        host = address.rpartition(":")[0]
+        return host != "" and "/" not in host and not {host, "*"}.isdisjoint(hosts)
+
+    patch.setattr(ADDRESSES, "may_send_to", may_send_to)
+
+
+def busy_receiver(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    SILENCE.test_the_receivers_own_time_is_no_silence(SILENCE.patched_clock(patch))
+
+
+def no_request(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    test = ACCESS.test_bytes_that_are_no_request_are_refused_by_name
+    asyncio.run(test(folder, b"\xff"))
+
+
 def in_pools(name: str, *more: Any, tests: Any = PUSHES) -> Run:
     """A test that takes two pools."""
 
     def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
         async def in_both() -> None:
-            async with two_pools(folder) as pools:
+            async with PUSHES.two_pools(folder) as pools:
                 test = getattr(tests, name)
                 takes_patch = (
                     "monkeypatch" in test.__code__.co_varnames[: test.__code__.co_argcount]
@@ -252,6 +289,9 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
         "test_what_is_prefilled_here_is_decoded_there_bit_for_bit", chunks.CHUNK_BYTES
     ),
     anybody_pushes: over_tls,
+    the_receivers_time_is_the_senders: busy_receiver,
+    what_does_not_parse_is_an_internal_error: no_request,
+    any_host_may_be_a_scheme: alone(lambda: ADDRESSES.test_only_hosts_are_sent_to("unix:a:1")),
 }
 
 
@@ -259,34 +299,4 @@ NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
 def test_a_fault_of_pushes_is_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert_patch_noticed(fault, NOTICED_BY[fault], monkeypatch, tmp_path)
-
-
-RECEIVER = "data_plane/server/push/receiver.py"
-SENDER = "data_plane/server/push/sender.py"
-IN_SOURCES = {
-    "the_receivers_time_is_the_senders": Fault(
-        RECEIVER,
-        "            self._until_s = None\n            self._left_s",
-        "            self._left_s",
-        "tests/unit/executor/test_silent_senders.py::test_the_receivers_own_time_is_no_silence",
-    ),
-    "what_does_not_parse_is_an_internal_error": Fault(
-        RECEIVER,
-        "except DecodeError as error:",
-        "except ZeroDivisionError as error:",
-        "tests/rpc/test_push_access.py",
-        "no_request",
-    ),
-    "any_host_may_be_a_scheme": Fault(
-        SENDER,
-        'and (":" not in host or host.startswith("["))',
-        "",
-        "tests/unit/executor/test_push_addresses.py::test_only_hosts_are_sent_to",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", IN_SOURCES)
-def test_a_fault_in_the_sources_of_pushes_is_noticed(name: str, tmp_path: Path) -> None:
-    assert_noticed(IN_SOURCES[name], tmp_path)
+    assert_noticed(fault, NOTICED_BY[fault], monkeypatch, tmp_path)

@@ -87,35 +87,6 @@ async def test_the_router_sends_a_prompt_where_most_of_it_is(two_pools: ControlC
     await router.stop()
 
 
-async def test_what_is_prefilled_in_one_pool_is_read_bit_for_bit_in_the_other(
-    two_pools: ControlClient, capsys: pytest.CaptureFixture[str]
-) -> None:
-    address = two_pools._connection.target
-    await example("prefill_elsewhere").main(address, *POOLS)
-    printed = capsys.readouterr().out
-    assert "the same there: True" in printed
-    assert "cached in west: 24 tokens" in printed
-
-
-async def test_the_example_of_prefill_waits_for_both_pools(
-    start_control_plane: StartServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planes = Planes(start_control_plane, tmp_path)
-    await planes.start(POOLS[0])
-    first = planes.data
-    prefilling = asyncio.create_task(
-        example("prefill_elsewhere").main(planes.control.address, *POOLS)
-    )
-    await asyncio.sleep(0.5)
-    await planes.start_data("127.0.0.1:0", POOLS[1])
-    try:
-        await prefilling
-        assert "the same there: True" in capsys.readouterr().out
-    finally:
-        await first.stop()
-        await planes.data.stop()
-
-
 def unpaged(model: Any, tokens: list[int]) -> int:
     """The token after ``tokens``, from attention over arrays that are made anew."""
     hidden = model.embed(tokens, range(len(tokens)))

@@ -21,8 +21,7 @@ from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
 from kvplane.v1.control_pb2 import Operation
-from tests.helpers.tier_files import in_order
-from tests.helpers.two_pools import (
+from tests.helpers.planes_in_process import (
     LAYOUT,
     NUM_BLOCKS,
     PROMPT,
@@ -34,6 +33,7 @@ from tests.helpers.two_pools import (
     side,
     write_layout,
 )
+from tests.helpers.tier_files import in_order
 
 POOL = "files"
 PATIENCE_S = 30.0

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvplane import ControlClient, PrefixLoader, ShardedDataClient, Tensor, ops
+from tests.helpers.planes_in_process import PROMPT, made_up
 from tests.helpers.sharded_pool import LAYOUT, POOL, ShardedPool, by_heads
 from tests.helpers.tier_files import in_order
-from tests.helpers.two_pools import PROMPT, made_up
 
 PATIENCE_S = 30.0
 NUM_FULL = 3

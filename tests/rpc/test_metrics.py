@@ -32,7 +32,6 @@ WITHOUT_SAMPLES = {
     "kvplane_device_memory_bytes",
     "kvplane_file_tier_misses_total",
     "kvplane_file_tier_write_errors_total",
-    "kvplane_pushes_total",
 }
 
 Families = dict[str, Metric]
@@ -50,7 +49,6 @@ async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
             control.address,
             metrics_port=0,
             num_device_blocks=64,
-            push_bind="127.0.0.1:0",
             file_tier_dir=tmp_path / "files",
             file_tier_bytes=2**20,
         )

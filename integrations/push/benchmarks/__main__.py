@@ -1,6 +1,6 @@
 """Measures how fast blocks get from one data plane to another, beside what the machine could do.
 
-    python -m benchmarks.block_transfer [--mebibytes 64] [--rounds 7] [--json OUT]
+    python -m integrations.push.benchmarks [--mebibytes 64] [--rounds 7] [--json OUT]
 
 The same bytes go by turns, over loopback, between two processes:
 
@@ -24,20 +24,16 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.block_transfer.sinks import (
-    by_grpc,
-    by_tcp,
-    grpc_sink,
-    sink,
-    tcp_sink,
-)
 from benchmarks.common.block_rates import Rates, report_rates
 from benchmarks.common.planes import BLOCK_BYTES, LAYOUT, planes
 from kvplane import ControlClient, DataClient, Session, Tensor, ops
 from kvplane.wire.protocol import CHANNEL_OPTIONS
 
+from ..client import PushClient
+from .sinks import by_grpc, by_tcp, grpc_sink, sink, tcp_sink
+
 POOLS: Final = ("prefill", "decode")
-PUSHES: Final = ("--push-bind", "127.0.0.1:0", "--push-to", "127.0.0.1")
+PUSHES: Final = {"KVPLANE_PUSH_BIND": "127.0.0.1:0", "KVPLANE_PUSH_TO": "127.0.0.1"}
 SEQUENCE: Final = 1
 # What a client reads and writes at a time.
 CLIENT_BYTES: Final = 4 * 1024 * 1024
@@ -47,10 +43,15 @@ class Mover:
     """A sequence in the first pool, moved to the second again and again."""
 
     def __init__(
-        self, sessions: Sequence[Session], clients: Sequence[DataClient], num_blocks: int
+        self,
+        sessions: Sequence[Session],
+        clients: Sequence[DataClient],
+        pushes: Sequence[PushClient],
+        num_blocks: int,
     ) -> None:
         self._here, self._there = sessions
         self._source, self._target = clients
+        self._push_source, self._push_target = pushes
         self._num_blocks = num_blocks
         self._tokens = [i % 1000 for i in range(num_blocks * LAYOUT.block_size_tokens)]
 
@@ -67,9 +68,10 @@ class Mover:
     async def pushed(self) -> float:
         """Seconds."""
         plan = await self._admit()
-        ticket = (await self._target.receive_blocks(self._there.grant, plan, SEQUENCE)).ticket
+        receiving = self._push_target.receive_blocks(self._there.grant, plan, SEQUENCE)
+        ticket = (await receiving).ticket
         begin_s = time.perf_counter()
-        sent = await self._source.send_blocks(self._here.grant, SEQUENCE, ticket)
+        sent = await self._push_source.send_blocks(self._here.grant, SEQUENCE, ticket)
         took_s = time.perf_counter() - begin_s
         await self._free(sent.receipt)
         return took_s
@@ -117,14 +119,16 @@ async def measure(address: str, num_blocks: int, num_rounds: int) -> Rates:
         channel = grpc.insecure_channel(f"127.0.0.1:{grpc_port}", [*CHANNEL_OPTIONS])
         stack.enter_context(channel)
         control = await stack.enter_async_context(ControlClient(address, timeout_s=60))
-        sessions, clients = [], []
+        sessions, clients, pushes = [], [], []
         for pool_id in POOLS:
             await control.wait_ready(pool_id, timeout_s=180)
             session = await control.open_session(pool_id, LAYOUT)
             sessions.append(await stack.enter_async_context(session))
             client = DataClient(session.shards[0].address, timeout_s=60)
             clients.append(await stack.enter_async_context(client))
-        mover = Mover(sessions, clients, num_blocks)
+            push = PushClient(session.shards[0].address, timeout_s=60)
+            pushes.append(await stack.enter_async_context(push))
+        mover = Mover(sessions, clients, pushes, num_blocks)
         await mover.prefill()
         ways: dict[str, Callable[[], Any]] = {
             "raw TCP": lambda: asyncio.to_thread(timed, by_tcp, connection, data),
@@ -155,7 +159,8 @@ def of_raw_tcp(rates: Rates, median: float) -> str:
 
 def main() -> None:
     def run(folder: Path, num_blocks: int, num_rounds: int) -> Rates:
-        with planes(folder, num_blocks, POOLS, *PUSHES) as address:
+        os.environ.update(PUSHES)
+        with planes(folder, num_blocks, POOLS, "--plug-ins", "push") as address:
             return asyncio.run(measure(address, num_blocks, num_rounds))
 
     report_rates(__doc__, run, "of raw TCP", of_raw_tcp, num_rounds=7)

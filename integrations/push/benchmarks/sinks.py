@@ -12,9 +12,11 @@ from typing import Any
 
 import grpc
 
-from data_plane.server.push.chunks import CHUNK_BYTES
-from kvplane.v1 import push_pb2, push_pb2_grpc
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES
+
+from .. import push_pb2
+from ..chunks import CHUNK_BYTES
+from ..stubs import PEERS, method
 
 
 def tcp_sink(pipe: Connection) -> None:
@@ -30,16 +32,21 @@ def tcp_sink(pipe: Connection) -> None:
                 connection.sendall(b"!")
 
 
-class _Drop(push_pb2_grpc.BlockPushServiceServicer):
-    def PushBlocks(self, request_iterator: Iterator[Any], context: Any) -> Any:
-        return push_pb2.PushBlocksResponse(num_bytes=sum(1 for _ in request_iterator))
+def _drop(requests: Iterator[Any], context: Any) -> Any:
+    return push_pb2.PushBlocksResponse(num_bytes=sum(1 for _ in requests))
 
 
 def grpc_sink(pipe: Connection) -> None:
     """Take messages and drop them, until the pipe has something."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
     server = grpc.server(ThreadPoolExecutor(1), options=options)
-    push_pb2_grpc.add_BlockPushServiceServicer_to_server(_Drop(), server)
+    drop = grpc.stream_unary_rpc_method_handler(
+        _drop,
+        push_pb2.PushBlocksRequest.FromString,
+        push_pb2.PushBlocksResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler(PEERS.full_name, {"PushBlocks": drop})
+    server.add_generic_rpc_handlers((handler,))
     pipe.send(server.add_insecure_port("127.0.0.1:0"))
     server.start()
     pipe.recv()
@@ -73,4 +80,4 @@ def by_grpc(channel: grpc.Channel, data: bytes) -> None:
         )
         for at in range(0, len(data), CHUNK_BYTES)
     )
-    push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks(chunks)
+    method(channel, "PushBlocks")(chunks)

@@ -15,25 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from two_pools import HERE, PUSHING, THERE, data_plane, push_of, settings_of, variables
 
-from data_plane.execution.table_blocks import BlockRange
-from data_plane.server.push import chunks
+from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, LayerGroup, Layout, Session, Tensor
 from kvplane.errors import KvplaneError, UnavailableError
-from kvplane.v1.data_pb2 import PushTicket
-from kvplane.v1.push_pb2 import BlockChunk
-from kvplane.v1.types_pb2 import SignedPayload
-from tests.helpers.two_pools import (
-    HERE,
-    THERE,
-    control_plane,
-    data_plane,
-    settings_of,
-    write_layout,
-)
+from kvplane.integrations.push import chunks
+from kvplane.integrations.push.client import PushClient
+from kvplane.integrations.push.push_pb2 import BlockChunk, PushTicket
+from tests.helpers.planes_in_process import control_plane, write_layout
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LAYOUT = Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1), 8, 64),))
 NUM_BLOCKS = 256
 PROMPT = list(range(16 * NUM_BLOCKS))
@@ -50,7 +43,11 @@ def process(
     layout = write_layout(folder, LAYOUT)
     settings = settings_of(pool_id, control, layout, num_device_blocks=300, **more)
     flags = [x for name, at in settings.items() for x in (f"--{name.replace('_', '-')}", str(at))]
-    started = subprocess.Popen([sys.executable, "-m", "data_plane", *flags], cwd=ROOT)
+    started = subprocess.Popen(
+        [sys.executable, "-m", "data_plane", *flags],
+        cwd=ROOT,
+        env=os.environ | variables(**PUSHING),
+    )
     try:
         yield started
     finally:
@@ -76,10 +73,16 @@ async def compute(session: Session, data: DataClient) -> None:
     await session.submit_receipts()
 
 
-async def ticket_of(session: Session, data: DataClient) -> tuple[SignedPayload, PushTicket]:
+async def ticket_of(session: Session) -> PushTicket:
     plan = (await session.admit(1, PROMPT)).plan
     assert plan is not None
-    return plan, (await data.receive_blocks(session.grant, plan, 1)).ticket
+    async with PushClient(session.shards[0].address, timeout_s=PATIENCE_S) as pushes:
+        return (await pushes.receive_blocks(session.grant, plan, 1)).ticket
+
+
+async def send(session: Session, ticket: PushTicket) -> None:
+    async with PushClient(session.shards[0].address, timeout_s=PATIENCE_S) as pushes:
+        await pushes.send_blocks(session.grant, 1, ticket)
 
 
 async def num_cached(session: Session) -> int:
@@ -93,8 +96,7 @@ async def opened(control: ControlClient, pool_id: str) -> tuple[Session, DataCli
 
 
 def moved(plane: DataPlaneServer, direction: str) -> int:
-    assert plane.push is not None
-    return plane.push.counts.num_bytes[direction]
+    return push_of(plane).counts.num_bytes[direction]
 
 
 async def receiver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
@@ -116,8 +118,8 @@ async def receiver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **
                 with process(tmp_path, THERE, server.address, more) as receiver:
                     there, target = await opened(control, THERE)
                     async with target:
-                        _, ticket = await ticket_of(there, target)
-                        sending = asyncio.create_task(source.send_blocks(here.grant, 1, ticket))
+                        ticket = await ticket_of(there)
+                        sending = asyncio.create_task(send(here, ticket))
                         await until(lambda: moved(plane, "sent") > NUM_BYTES // 2)
                         receiver.kill()
                         with pytest.raises(UnavailableError):
@@ -148,16 +150,15 @@ async def sender_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **mo
                     here, source = await opened(control, HERE)
                     async with source:
                         await compute(here, source)
-                        _, ticket = await ticket_of(there, target)
-                        sending = asyncio.create_task(source.send_blocks(here.grant, 1, ticket))
+                        ticket = await ticket_of(there)
+                        sending = asyncio.create_task(send(here, ticket))
                         await until(lambda: moved(plane, "received") > 0)
                         sender.kill()
                         with pytest.raises(KvplaneError):
                             await sending
                         await here.detach()
                 may_go_on.set()
-                assert plane.push is not None
-                counts = plane.push.counts
+                counts = push_of(plane).counts
                 await until(lambda: counts.num_pushes.total() == 1)
                 assert not counts.num_pushes["received", "OK"]
                 assert 0 < moved(plane, "received") < NUM_BYTES

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from tests.helpers.killed_pushes import receiver_is_killed, sender_is_killed
+from killed_pushes import receiver_is_killed, sender_is_killed
 
 
 async def test_the_receiver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import grpc.aio
 import pytest
+from two_pools import HERE, PUSHING, THERE, data_plane, push_of, settings_of, variables
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
-from data_plane.execution.table_blocks import BlockRange
-from data_plane.server.config import DataPlaneConfig
-from data_plane.server.push import chunks
+from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, PrefixMover, Session, Tensor, TlsOptions
+from kvplane import ControlClient, DataClient, Session, Tensor, TlsOptions
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -24,13 +26,15 @@ from kvplane.errors import (
     StaleGenerationError,
     UnauthenticatedError,
 )
+from kvplane.integrations.push import chunks, push_pb2
+from kvplane.integrations.push.client import PrefixMover, PushClient
+from kvplane.integrations.push.stubs import method, path
 from kvplane.transport.connection import typed_errors
 from kvplane.transport.tls import open_channel
-from kvplane.v1 import push_pb2, push_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import set_blocks, span
 from tests.helpers.listed_peers import Peers, listed
-from tests.helpers.two_pools import HERE, LAYOUT, PROMPT, SEQUENCE, THERE, settings_of, write_layout
+from tests.helpers.planes_in_process import LAYOUT, PROMPT, SEQUENCE, write_layout
 
 POOLS = f'["{HERE}", "{THERE}"]'
 
@@ -49,23 +53,24 @@ class TlsPools(Peers):
         )
         plane = self.tls("plane")
         self.planes = {}
+        self._stack = AsyncExitStack()
         for pool_id in (HERE, THERE):
             values = settings_of(
                 pool_id,
                 self.control.address,
                 write_layout(self.folder),
-                push_name=plane.server_name,
                 control_plane_tls=True,
                 control_plane_ca=plane.ca_file,
                 control_plane_name=plane.server_name,
                 control_plane_token_file=plane.token_file,
                 **self.serving(),
             )
-            self.planes[pool_id] = await DataPlaneServer.start(DataPlaneConfig(**values))
+            started = data_plane({**PUSHING, "name": str(plane.server_name)}, **values)
+            self.planes[pool_id] = await self._stack.enter_async_context(started)
 
     async def stop(self) -> None:
-        for server in (*self.planes.values(), self.control):
-            await server.stop()
+        await self._stack.aclose()
+        await self.control.stop()
 
 
 @pytest.fixture
@@ -119,63 +124,75 @@ async def test_a_ticket_is_of_no_use_to_who_is_no_data_plane(
     async with (
         await ready(peers, "engine-a") as control,
         await control.open_session(THERE, LAYOUT) as there,
-        DataClient(there.shards[0].address, tls=tls) as data,
-        open_channel(peers.planes[THERE].push.receiver.address, peers.tls(name)) as channel,
+        PushClient(there.shards[0].address, tls=tls) as pushes,
+        open_channel(push_of(peers.planes[THERE]).receiver.address, peers.tls(name)) as channel,
     ):
         plan = (await there.admit(SEQUENCE, PROMPT)).plan
-        ticket = (await data.receive_blocks(there.grant, plan, SEQUENCE)).ticket
+        ticket = (await pushes.receive_blocks(there.grant, plan, SEQUENCE)).ticket
         opening = push_pb2.OpenPush(secret=ticket.secret)
-        stub: Any = push_pb2_grpc.BlockPushServiceStub(channel)
+        call = method(channel, "PushBlocks")
         with pytest.raises(error), typed_errors():
-            await stub.PushBlocks(iter([push_pb2.PushBlocksRequest(open=opening)]), timeout=60)
-        assert len(peers.planes[THERE].push.receiver.tickets) == 1
+            await call(iter([push_pb2.PushBlocksRequest(open=opening)]), timeout=60)
+        assert len(push_of(peers.planes[THERE]).receiver.tickets) == 1
 
 
 async def test_another_tenant_gets_no_ticket(peers: TlsPools) -> None:
     async with (
         await ready(peers, "engine-a") as control,
         await control.open_session(THERE, LAYOUT) as there,
-        DataClient(there.shards[0].address, tls=peers.tls("engine-b")) as data,
+        PushClient(there.shards[0].address, tls=peers.tls("engine-b")) as pushes,
     ):
         plan = (await there.admit(SEQUENCE, PROMPT)).plan
         with pytest.raises(NotPermittedError, match="another tenant"):
-            await data.receive_blocks(there.grant, plan, SEQUENCE)
+            await pushes.receive_blocks(there.grant, plan, SEQUENCE)
+
+
+@asynccontextmanager
+async def taking(folder: Path) -> AsyncIterator[tuple[DataPlaneServer, Any]]:
+    """As ``serving``, with the plug-in."""
+    async with AsyncExitStack() as stack:
+        with patch.dict(os.environ, variables(bind="127.0.0.1:0")):
+            served = await stack.enter_async_context(serving(folder, plug_ins="push"))
+        yield served
 
 
 async def test_a_block_that_was_allocated_again_is_not_written(tmp_path: Path) -> None:
-    async with serving(tmp_path, push_bind="127.0.0.1:0") as (server, side):
+    async with (
+        taking(tmp_path) as (server, side),
+        PushClient(server.address) as pushes,
+    ):
         author, executor = author_of(server, side), server.executor
-        async with DataClient(server.address) as data:
-            plan = author.plan(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 16)])
-            ticket = (await data.receive_blocks(author.grant(1), plan, 1)).ticket
-            taking = author.plan(1, session_id=2, changes=[set_blocks(1, [(1, 2)])])
-            executor.start(author.grant(2), taking)
-            before = executor.pools.device_tier.numpy().tobytes()
-            shape = (2, 2, 2, 2, 8, 16)
-            chunk = chunks.chunk_of(
-                BlockRange(1, 0, 2, 0, 0, 2), b"\1" * Tensor.size_bytes("float32", shape)
-            )
-            opening = push_pb2.OpenPush(
-                secret=ticket.secret,
-                source=executor.block_source(),
-                shard=executor.shard.to_proto(),
-            )
-            requests = [
-                push_pb2.PushBlocksRequest(open=opening),
-                push_pb2.PushBlocksRequest(chunk=chunk),
-            ]
-            async with grpc.aio.insecure_channel(ticket.address) as channel:
-                stub: Any = push_pb2_grpc.BlockPushServiceStub(channel)
-                with pytest.raises(StaleGenerationError), typed_errors():
-                    await stub.PushBlocks(iter(requests), timeout=60)
-            assert executor.pools.device_tier.numpy().tobytes() == before
+        plan = author.plan(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 16)])
+        ticket = (await pushes.receive_blocks(author.grant(1), plan, 1)).ticket
+        retaking = author.plan(1, session_id=2, changes=[set_blocks(1, [(1, 2)])])
+        executor.start(author.grant(2), retaking)
+        before = executor.pools.device_tier.numpy().tobytes()
+        shape = (2, 2, 2, 2, 8, 16)
+        chunk = chunks.chunk_of(
+            BlockRange(1, 0, 2, 0, 0, 2), b"\1" * Tensor.size_bytes("float32", shape)
+        )
+        opening = push_pb2.OpenPush(
+            secret=ticket.secret,
+            source=executor.block_source(),
+            shard=executor.shard.to_proto(),
+        )
+        requests = [
+            push_pb2.PushBlocksRequest(open=opening),
+            push_pb2.PushBlocksRequest(chunk=chunk),
+        ]
+        async with grpc.aio.insecure_channel(ticket.address) as channel:
+            call = method(channel, "PushBlocks")
+            with pytest.raises(StaleGenerationError), typed_errors():
+                await call(iter(requests), timeout=60)
+        assert executor.pools.device_tier.numpy().tobytes() == before
 
 
 @pytest.mark.parametrize("first", [b"\xff", b"\x0a\x05\x0a"])
 async def test_bytes_that_are_no_request_are_refused_by_name(tmp_path: Path, first: bytes) -> None:
-    async with serving(tmp_path, push_bind="127.0.0.1:0") as (server, _):
-        assert server.push is not None
-        async with grpc.aio.insecure_channel(server.push.receiver.address) as channel:
-            push = channel.stream_unary("/kvplane.v1.BlockPushService/PushBlocks")
-            with pytest.raises(InvalidRequestError), typed_errors():
-                await push(iter([first]), timeout=60)
+    async with (
+        taking(tmp_path) as (server, _),
+        grpc.aio.insecure_channel(push_of(server).receiver.address) as channel,
+    ):
+        push = channel.stream_unary(path("PushBlocks"))
+        with pytest.raises(InvalidRequestError), typed_errors():
+            await push(iter([first]), timeout=60)

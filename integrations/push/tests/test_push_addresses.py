@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_plane.server.push.sender import ANY_HOST, may_send_to
+from kvplane.integrations.push.sender import ANY_HOST, may_send_to
 
 
 @pytest.mark.parametrize("address", ["host:1", "10.0.0.1:1", "[::1]:1"])

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from data_plane.server.push import chunks
 from kvplane.errors import ChecksumMismatchError
+from kvplane.integrations.push import chunks
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from two_pools import PUSHING, THERE, TwoPools, push, side, two_pools, variables
 
 from data_plane.execution.executor import Executor
-from data_plane.server.push import chunks, receiver
-from kvplane import ControlClient, DataClient, PrefixMover, ShardedDataClient, Tensor, ops
+from kvplane import ControlClient, DataClient, ShardedDataClient, Tensor, ops
 from kvplane.errors import (
     ChecksumMismatchError,
     InvalidRequestError,
@@ -24,26 +24,15 @@ from kvplane.errors import (
     QuotaExceededError,
     SessionExpiredError,
 )
-from kvplane.v1 import push_pb2_grpc
+from kvplane.integrations.push import chunks, receiver
+from kvplane.integrations.push.client import PrefixMover
+from kvplane.integrations.push.push_pb2 import BlockChunk, PushBlocksRequest
+from kvplane.integrations.push.stubs import method
 from kvplane.v1 import types_pb2 as pb
-from kvplane.v1.push_pb2 import (
-    BlockChunk,
-    PushBlocksRequest,
-)
+from tests.helpers.planes_in_process import NUM_BLOCKS, PROMPT, SEQUENCE, Side
 from tests.helpers.sharded_pool import LAYOUT as SHARDED_LAYOUT
 from tests.helpers.sharded_pool import POOL as SHARDED_POOL
 from tests.helpers.sharded_pool import ShardedPool, by_heads
-from tests.helpers.two_pools import (
-    NUM_BLOCKS,
-    PROMPT,
-    SEQUENCE,
-    THERE,
-    Side,
-    TwoPools,
-    push,
-    side,
-    two_pools,
-)
 
 Requests = list[PushBlocksRequest]
 ADMIT = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
@@ -82,11 +71,10 @@ async def test_what_is_prefilled_here_is_decoded_there_bit_for_bit(
     for position in (28, 29):
         token = ops.append(SEQUENCE, [position], num_slots=1, first_position=position)
         assert await there.run(token, [position]) == await here.run(token, [position])
-    for plane, direction in ((here.plane, "sent"), (there.plane, "received")):
-        assert plane.push is not None
-        assert plane.push.counts.num_bytes[direction] == moved.num_bytes
-        assert plane.push.counts.num_pushes[direction, "OK"] == 1
-        assert plane.push.num_tickets == 0
+    for pool, direction in ((here, "sent"), (there, "received")):
+        assert pool.push.counts.num_bytes[direction] == moved.num_bytes
+        assert pool.push.counts.num_pushes[direction, "OK"] == 1
+        assert len(pool.push.receiver.tickets) == 0
 
 
 async def test_what_is_cached_there_is_not_sent_again(pools: TwoPools) -> None:
@@ -209,7 +197,7 @@ async def test_a_ticket_serves_once(pools: TwoPools) -> None:
     with pytest.raises(NotPermittedError, match="no such ticket"):
         await push(ticket, requests)
     assert plan is not None
-    again = await there.data.receive_blocks(there.session.grant, plan, SEQUENCE)
+    again = await there.pushes.receive_blocks(there.session.grant, plan, SEQUENCE)
     assert again.HasField("receipt")
     assert not again.HasField("ticket")
 
@@ -305,7 +293,7 @@ async def test_a_silent_sender_is_cut_off(pools: TwoPools, monkeypatch: pytest.M
     requests = await pools.chunks()
     requests[0].open.secret = ticket.secret
     async with grpc.aio.insecure_channel(ticket.address) as channel:
-        call: Any = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks()
+        call: Any = method(channel, "PushBlocks")()
         with monkeypatch.context() as patch:
             patch.setattr(receiver, "STALL_S", 0.5)
             # On a busy machine it is cut off before it has said so much.
@@ -314,8 +302,7 @@ async def test_a_silent_sender_is_cut_off(pools: TwoPools, monkeypatch: pytest.M
                 await call.write(requests[1])
             async with asyncio.timeout(PATIENCE_S):
                 await call.code()
-    assert there.plane.push is not None
-    counts = there.plane.push.counts
+    counts = there.push.counts
     await until(lambda: counts.num_pushes.total() == 1)
     await push(await there.receive(plan), await pools.chunks())
 
@@ -327,9 +314,8 @@ async def test_a_sender_that_dies_leaves_nothing_to_be_found(pools: TwoPools) ->
     requests = await pools.chunks()
     requests[0].open.secret = ticket.secret
     channel = grpc.aio.insecure_channel(ticket.address)
-    call: Any = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks()
-    assert there.plane.push is not None
-    counts = there.plane.push.counts
+    call: Any = method(channel, "PushBlocks")()
+    counts = there.push.counts
     for request in requests[:-1]:
         await call.write(request)
     await until(lambda: counts.num_bytes["received"] == 3 * BLOCK_BYTES)
@@ -347,41 +333,41 @@ async def test_blocks_go_only_where_they_may(pools: TwoPools) -> None:
     ticket = await there.receive(plan)
     for address in ("localhost:1", "127.0.0.2:1", "unix:/tmp/127.0.0.1:1", ""):
         other = type(ticket)(address=address, secret=ticket.secret, num_blocks=1)
-        with pytest.raises(NotPermittedError, match="--push-to"):
-            await here.data.send_blocks(here.session.grant, SEQUENCE, other)
+        with pytest.raises(NotPermittedError, match="KVPLANE_PUSH_TO"):
+            await here.pushes.send_blocks(here.session.grant, SEQUENCE, other)
 
 
 async def test_pushes_at_one_time_are_bounded(pools: TwoPools) -> None:
     here, there = pools.here, pools.there
     plan = (await there.session.step([ADMIT])).raise_for_status().plan
     ticket = await there.receive(plan)
-    assert here.plane.push is not None
-    slots = here.plane.push.sender._slots
+    slots = here.push.sender._slots
     with ExitStack() as stack:
         for caller in "abcde":
             stack.enter_context(slots.taken(caller))
         with pytest.raises(QuotaExceededError):
-            await here.data.send_blocks(here.session.grant, SEQUENCE, ticket)
-    await here.data.send_blocks(here.session.grant, SEQUENCE, ticket)
+            await here.pushes.send_blocks(here.session.grant, SEQUENCE, ticket)
+    await here.pushes.send_blocks(here.session.grant, SEQUENCE, ticket)
 
 
 async def test_a_data_plane_neither_sends_nor_takes_blocks_unless_told_to(tmp_path: Path) -> None:
-    async with two_pools(tmp_path, push_bind="", push_to="") as pools:
-        with pytest.raises(InvalidRequestError, match="--push-bind"):
+    async with two_pools(tmp_path, {}) as pools:
+        with pytest.raises(InvalidRequestError, match="KVPLANE_PUSH_BIND"):
             async with PrefixMover(pools.here.session, pools.there.session) as mover:
                 await mover.move(SEQUENCE, PROMPT)
-        with pytest.raises(InvalidRequestError, match="--push-to"):
+        with pytest.raises(InvalidRequestError, match="KVPLANE_PUSH_TO"):
             async with PrefixMover(pools.there.session, pools.here.session) as mover:
                 await mover.move(SEQUENCE, PROMPT, there_id=2)
 
 
-async def test_each_shard_pushes_its_part(tmp_path: Path) -> None:
-    pushing: dict[str, Any] = {"push_bind": "127.0.0.1:0", "push_to": "127.0.0.1"}
+async def test_each_shard_pushes_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables(**PUSHING).items():
+        monkeypatch.setenv(name, value)
     async with AsyncExitStack() as stack:
         sessions, executions = [], []
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
-            shards = [{**ranges, **pushing} for ranges in by_heads(2)]
+            shards: list[Any] = [{**ranges, "plug_ins": "push"} for ranges in by_heads(2)]
             pool = await stack.enter_async_context(ShardedPool(tmp_path / name, shards))
             control = await stack.enter_async_context(ControlClient(pool.address))
             await control.wait_ready(SHARDED_POOL, timeout_s=PATIENCE_S)

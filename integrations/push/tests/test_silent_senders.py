@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data_plane.server.push import receiver
+from kvplane.integrations.push import receiver
 
 PATIENCE_S = 60.0
 LOOKS_S = 0.2  # in which the watcher looks several times
@@ -35,6 +35,10 @@ class Call:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return patched_clock(monkeypatch)
+
+
+def patched_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(receiver, "time", clock)
     for name in ("OPEN_S", "STALL_S"):

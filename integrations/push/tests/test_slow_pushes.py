@@ -10,14 +10,15 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from two_pools import THERE, TwoPools, push, side, two_pools
 
-from data_plane.server.push import sender
-from kvplane import PrefixMover, ops
+from kvplane import ops
 from kvplane.errors import DeadlineExceededError, QuotaExceededError
-from kvplane.v1 import push_pb2_grpc
-from kvplane.v1.data_pb2 import PushTicket
-from kvplane.v1.push_pb2 import PushBlocksRequest
-from tests.helpers.two_pools import PROMPT, SEQUENCE, THERE, TwoPools, push, side, two_pools
+from kvplane.integrations.push import sender
+from kvplane.integrations.push.client import PrefixMover
+from kvplane.integrations.push.push_pb2 import PushBlocksRequest, PushTicket
+from kvplane.integrations.push.stubs import PEERS, method
+from tests.helpers.planes_in_process import PROMPT, SEQUENCE
 
 ADMIT = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
 PATIENCE_S = 60.0
@@ -35,7 +36,7 @@ async def begin(
     """A push that says no more than its first request."""
     own = [("grpc.use_local_subchannel_pool", 1)]  # a connection for each
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(ticket.address, own))
-    call: Any = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks()
+    call: Any = method(channel, "PushBlocks")()
     if first is None:
         await call.wait_for_connection()
     else:
@@ -68,8 +69,7 @@ async def test_one_caller_cannot_hold_all_pushes(pools: TwoPools) -> None:
         AsyncExitStack() as stack,
         side(pools.control, there.plane, THERE) as other,
     ):
-        assert there.plane.push is not None
-        slots = there.plane.push.receiver._slots
+        slots = there.push.receiver._slots
         for num in range(1, 5):
             last = await begin(stack, await ticket_of(pools, plan), requests[0])
             async with asyncio.timeout(PATIENCE_S):
@@ -80,7 +80,7 @@ async def test_one_caller_cannot_hold_all_pushes(pools: TwoPools) -> None:
             await push(ticket, await pools.chunks())
         others_plan = (await other.session.step([ADMIT])).raise_for_status().plan
         await push(await other.receive(others_plan), await pools.chunks())
-        assert there.plane.push.counts.num_pushes["received", "QUOTA_EXCEEDED"] == 1
+        assert there.push.counts.num_pushes["received", "QUOTA_EXCEEDED"] == 1
         last.cancel()
         async with asyncio.timeout(PATIENCE_S):
             while slots._of_callers.total() == 4:
@@ -96,9 +96,10 @@ async def deaf() -> AsyncIterator[str]:
         await asyncio.Event().wait()
 
     server = grpc.aio.server()
-    service = "kvplane.v1.BlockPushService"
     handlers = {"PushBlocks": grpc.stream_unary_rpc_method_handler(never)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(PEERS.full_name, handlers),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -121,11 +122,10 @@ async def test_a_receiver_that_takes_nothing_is_given_up(
             patch.setattr(sender, "STALL_S", 0.5)
             async with asyncio.timeout(PATIENCE_S / 2):
                 with pytest.raises(DeadlineExceededError, match="takes nothing"):
-                    await here.data.send_blocks(
+                    await here.pushes.send_blocks(
                         here.session.grant, SEQUENCE, ticket, timeout_s=PATIENCE_S
                     )
-    assert here.plane.push is not None
-    assert here.plane.push.counts.num_pushes["sent", "DEADLINE_EXCEEDED"] == 1
+    assert here.push.counts.num_pushes["sent", "DEADLINE_EXCEEDED"] == 1
     await there.session.abort_plan(there.session.last_number)
     async with PrefixMover(here.session, there.session) as mover:
         await mover.move(SEQUENCE, PROMPT, there_id=2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from data_plane.blocks_from_outside import Lane
-from data_plane.server.push import tickets
-from data_plane.server.push.tickets import Ticket, Tickets
 from kvplane.errors import NotPermittedError, QuotaExceededError
+from kvplane.integrations.push import tickets
+from kvplane.integrations.push.tickets import Ticket, Tickets
 
 
 class Clock:

@@ -7,6 +7,54 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ReceiveBlocksRequest(_message.Message):
+    __slots__ = ("grant", "plan", "sequence_id")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    sequence_id: int
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ...) -> None: ...
+
+class ReceiveBlocksResponse(_message.Message):
+    __slots__ = ("ticket", "receipt")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    ticket: PushTicket
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, ticket: _Optional[_Union[PushTicket, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class PushTicket(_message.Message):
+    __slots__ = ("address", "secret", "first_block", "num_blocks")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    secret: bytes
+    first_block: int
+    num_blocks: int
+    def __init__(self, address: _Optional[str] = ..., secret: _Optional[bytes] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class SendBlocksRequest(_message.Message):
+    __slots__ = ("grant", "sequence_id", "ticket")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    sequence_id: int
+    ticket: PushTicket
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., ticket: _Optional[_Union[PushTicket, _Mapping]] = ...) -> None: ...
+
+class SendBlocksResponse(_message.Message):
+    __slots__ = ("num_bytes", "receipt")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, num_bytes: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
 class PushBlocksRequest(_message.Message):
     __slots__ = ("open", "chunk")
     OPEN_FIELD_NUMBER: _ClassVar[int]

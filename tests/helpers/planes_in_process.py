@@ -1,4 +1,4 @@
-"""Two pools of one layout and a session in each, between which a test moves blocks."""
+"""Planes in this process, and a session that has computed a prompt there."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ import json
 import random
 import struct
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
-from data_plane.execution.table_blocks import BlockRange
 from data_plane.server.config import DataPlaneConfig
-from data_plane.server.push import chunks
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
-from kvplane.transport.connection import typed_errors
-from kvplane.v1 import control_pb2, data_pb2, push_pb2, push_pb2_grpc
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor
+from kvplane.v1 import control_pb2
 
 LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
 PROMPT = tuple(random.Random(7).choices(range(1000), k=28))  # three blocks and a half
 NUM_BLOCKS = 4
-HERE, THERE = "here", "there"
 SEQUENCE = 1
 
 
 def settings_of(pool_id: str, control_plane: str, layout: Path, **settings: Any) -> dict[str, Any]:
-    """Of a data plane that sends to this machine and takes from it."""
     return {
         "control_plane": control_plane,
         "bind": "127.0.0.1:0",
@@ -43,8 +35,6 @@ def settings_of(pool_id: str, control_plane: str, layout: Path, **settings: Any)
         "num_threads": 1,
         "metrics_port": -1,
         "grace_s": 0.5,
-        "push_bind": "127.0.0.1:0",
-        "push_to": "127.0.0.1",
         **settings,
     }
 
@@ -100,53 +90,10 @@ class Side:
         tensor = made_up(layer, positions)
         return bytes((await self.execution.layer(layer, tensor, tensor, tensor)).data)
 
-    async def receive(self, plan: SignedPayload | None) -> data_pb2.PushTicket:
-        assert plan is not None
-        answer = await self.data.receive_blocks(self.session.grant, plan, SEQUENCE)
-        return answer.ticket
-
     async def num_cached(self) -> int:
         """Tokens of the prompt that a session would find."""
         found = await self.session.lookup_prefix([*PROMPT, 0])
         return found.num_cached_tokens
-
-
-class TwoPools:
-    """``here`` has computed the prompt as the sequence ``SEQUENCE``."""
-
-    def __init__(self, control: ControlClient, here: Side, there: Side) -> None:
-        self.control = control
-        self.here = here
-        self.there = there
-
-    async def chunks(self) -> list[push_pb2.PushBlocksRequest]:
-        """What ``here`` would send: the ticket's place is empty, and a chunk for each block."""
-        opening = push_pb2.OpenPush(
-            source=self.here.plane.executor.block_source(),
-            shard=self.here.plane.executor.shard.to_proto(),
-        )
-        requests = [push_pb2.PushBlocksRequest(open=opening)]
-        for block in range(NUM_BLOCKS):
-            read = await self.here.data.read_blocks(
-                self.here.session.grant, SEQUENCE, first_block=block
-            )
-            place = BlockRange(SEQUENCE, block, 1, 0, 0, 3)
-            chunk = chunks.chunk_of(place, read.blocks.data)
-            requests.append(push_pb2.PushBlocksRequest(chunk=chunk))
-        return requests
-
-
-async def push(
-    ticket: data_pb2.PushTicket, requests: Sequence[push_pb2.PushBlocksRequest]
-) -> push_pb2.PushBlocksResponse:
-    """Push as a data plane would, with the ticket in the first request."""
-    if requests[0].HasField("open"):
-        requests[0].open.secret = ticket.secret
-    async with grpc.aio.insecure_channel(ticket.address) as channel:
-        stub: Any = push_pb2_grpc.BlockPushServiceStub(channel)
-        with typed_errors():
-            answer: push_pb2.PushBlocksResponse = await stub.PushBlocks(iter(requests), timeout=60)
-    return answer
 
 
 def made_up(layer: int, positions: Sequence[int]) -> Tensor:
@@ -166,24 +113,3 @@ async def side(control: ControlClient, plane: DataPlaneServer, pool_id: str) -> 
     data = DataClient(session.shards[0].address, timeout_s=60)
     async with session, data, await data.open(session.grant) as execution:
         yield Side(session, data, execution, plane)
-
-
-@asynccontextmanager
-async def two_pools(folder: Path, **there_settings: Any) -> AsyncIterator[TwoPools]:
-    """``there_settings``: of the data plane that does not send."""
-    layout = write_layout(folder)
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(control_plane())
-        planes = [
-            await stack.enter_async_context(
-                data_plane(**settings_of(pool_id, server.address, layout, **settings))
-            )
-            for pool_id, settings in ((HERE, {}), (THERE, there_settings))
-        ]
-        control = await stack.enter_async_context(ControlClient(server.address, timeout_s=60))
-        here = await stack.enter_async_context(side(control, planes[0], HERE))
-        there = await stack.enter_async_context(side(control, planes[1], THERE))
-        pools = TwoPools(control, here, there)
-        prompt = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
-        await here.run(prompt, range(len(PROMPT)))
-        yield pools
