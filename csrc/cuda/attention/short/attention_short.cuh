@@ -55,8 +55,9 @@ constexpr int kFewStages = kHeadSize * sizeof(Kv) <= 128 ? 4 : 2;
 // Turns scores into probabilities and updates the rows' maxima and sums. `first` is the position of
 // the tile's first token. The outputs so far are to be multiplied by `rescale`.
 template <int kColumns>
-__device__ void online_softmax(const Work& work, Span seen, int32_t first, float (&scores)[kColumns][4],
-                       RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
+__device__ void online_softmax(const Work& work, Span seen, int32_t first,
+                               float (&scores)[kColumns][4], RowsOfThread<kColumns>& rows,
+                               float (&rescale)[kColumns][2]) {
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
   const SoftCap cap = soft_cap(work);
 #pragma unroll
@@ -92,7 +93,7 @@ __device__ void online_softmax(const Work& work, Span seen, int32_t first, float
 // Stores a warp's results of the eight rows of a column: [8, kOutPitch] outputs, then states.
 template <typename Kv, int kHeadSize, int kColumns>
 __device__ void store_partials(const float (&out)[kHeadSize / 16][kColumns][4], int c,
-                             const RowsOfThread<kColumns>& rows, float* left) {
+                               const RowsOfThread<kColumns>& rows, float* left) {
   constexpr int kOutPitch = kHeadSize + 4;
   constexpr int kDimsApart = kIs8Bits<Kv> ? 2 : 1;  // of rows g and g + 1 of a factor
   constexpr int kHalf = kIs8Bits<Kv> ? 1 : 8;       // of rows g and g + 8
@@ -126,7 +127,7 @@ __device__ void store_partials(const float (&out)[kHeadSize / 16][kColumns][4], 
 // left its results.
 template <typename Kv, int kHeadSize, bool kIsShared, int kWarps>
 __device__ void merge_partials(const Work& work, const Item& item, int32_t split, int32_t first,
-                             int32_t count, const float* const (&left)[kWarps]) {
+                               int32_t count, const float* const (&left)[kWarps]) {
   constexpr int kOutPitch = kHeadSize + 4;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
   const bool is_whole = !kIsShared && item.sequence.cut.splits == 1;
@@ -191,7 +192,7 @@ __device__ void end_split(const Work& work, const Item& item, int32_t split, int
       left[w] = reinterpret_cast<const float*>(shared + places[w]);
     }
     merge_partials<Kv, kHeadSize, kIsShared>(work, item, split, first_row + 8 * c,
-                                           min_of(8, num_rows - 8 * c), left);
+                                             min_of(8, num_rows - 8 * c), left);
     __syncthreads();  // Until the results have been read.
   }
 }
