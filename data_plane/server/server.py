@@ -112,6 +112,8 @@ class DataPlaneServer(PlaneServer):
                 folder=config.file_tier_dir,
                 max_bytes=config.file_tier_bytes,
             )
+        outside = BlocksFromOutside(self.executor, worker, config, config.peer_tls)
+        self.plug_ins = load_plug_ins(config.plug_ins, outside)
         self.local: LocalEndpoint | None = None
         """Where engines on this machine get shared memory; None where none do."""
         if config.num_local_regions > 0:
@@ -124,8 +126,6 @@ class DataPlaneServer(PlaneServer):
                 num_device_regions=config.num_local_device_regions,
                 on_error=self._count_rejection,
             )
-        outside = BlocksFromOutside(self.executor, worker, config, config.peer_tls)
-        self.plug_ins = load_plug_ins(config.plug_ins, outside)
         self.metrics.watch(
             self.executor, lambda: worker.num_waiting, self.local, self.files, self.plug_ins
         )
