@@ -39,7 +39,7 @@ NUM_PLACES: Final = 4
 
 
 def measure(num_threads: int, num_rounds: int) -> dict[float, list[float]]:
-    """Seconds of each call, by the idleness before it in ms."""
+    """Return the seconds of each call, by the idle time before it in ms."""
     blocks_of_call = BATCH * CONTEXT_TOKENS // BLOCK_SIZE
     pages = random_pool(NUM_PLACES * blocks_of_call, torch.bfloat16)[:, 0]
     places = torch.randperm(len(pages)).view(NUM_PLACES, BATCH, -1)

@@ -31,7 +31,7 @@ from benchmarks.attention_cpu.report import machine
 from benchmarks.attention_cpu.rows import prefill_rows
 from data_plane.kernels.backends.cpu import cpu_isa
 
-# For each instruction set: what torch's own kernels, oneDNN and MKL may use.
+# The limits of torch's own kernels, oneDNN and MKL, by instruction set.
 LIMITS: Final = {
     "avx2": ("avx2", "AVX2", "AVX2"),
     "avx512": ("avx512", "AVX512_CORE", "AVX512"),
@@ -43,7 +43,7 @@ Side = tuple[str, Callable[[], float]]
 
 
 def sides_of(num_tokens: int, num_threads: int) -> list[Side]:
-    """Calls that return the number of products that they computed."""
+    """Return the calls to time; each returns the number of products that it computed."""
     rows.KERNELS.num_threads = num_threads
     products = products_of_prefill(num_tokens)
 
@@ -62,7 +62,7 @@ def sides_of(num_tokens: int, num_threads: int) -> list[Side]:
 
 
 def measure(sides: Sequence[Side], num_rounds: int) -> dict[str, list[float]]:
-    """Products a second of CPU time of each call; the first round does not count."""
+    """Return each call's products per second of CPU time; the first round does not count."""
     rates: dict[str, list[float]] = {name: [] for name, _ in sides}
     for round in range(1 + num_rounds):
         for name, call in sides:
@@ -107,8 +107,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def restarted(words: Sequence[str]) -> dict[str, str] | None:
-    """The environment to start this program again with, which torch reads when it is loaded; None
-    where it has what ``--isa`` asks for.
+    """Return the environment to start this program again with, because torch reads it when it is
+    loaded; None if it already has the settings that ``--isa`` needs.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--isa", choices=sorted(LIMITS))

@@ -5,15 +5,15 @@
 The batch of ``benchmarks.attention_cpu`` is measured with its pages in three places: in the cache
 (all tables have the same few blocks, so only arithmetic limits it), in memory in order, and in
 memory in random order; and beside it the speed of reading memory. Before each call whose pages are
-to be in memory, other memory is read until no cache holds them; this is not timed. All of it with
-one thread and with all threads. A row that reaches neither limit waits for memory latency.
+to be in memory, other memory is read until no cache holds them; this is not timed. All of it runs
+with one thread and with all threads. A row that reaches neither limit waits for memory latency.
 
-All rates count unique bytes (in the cache: bytes read), and are those of one core: the median call
-per second of CPU time, so that the time of other programs does not count. With ``--runs`` it is the
-median of the passes' medians, with the lowest and the highest beside it. But if other programs keep
-threads from running at the same time, the threads do not share the memory's speed either: what two
-threads reach together needs a machine with nothing else running, and ``clock`` (wall time) shows
-it. Only rows of one run can be compared.
+Rates count unique bytes (in the cache: bytes read) and are per core: of the median call, per second
+of CPU time, so that the time of other programs does not count. With ``--runs`` it is the median of
+the passes' medians, with the lowest and the highest beside it. If other programs keep threads from
+running at the same time, the threads do not share the memory's speed either. The rate of two
+threads together needs an otherwise idle machine; ``clock`` (wall time) shows it. Only rows of one
+run can be compared.
 
 ``by row`` estimates the share of a call that does not depend on the head size: softmax, sums over
 lanes, finding pages. The times of head sizes 64 and 128, both in the cache, are extrapolated
@@ -58,7 +58,7 @@ PLACES = ("cache", "in order", "random")
 def attend(
     pages: torch.Tensor, tables: torch.Tensor, group: int, num_threads: int, *, is_warm: bool
 ) -> Calls:
-    """A call with one query token for each row of the tables."""
+    """Return a call with one query token for each row of the tables."""
     batch, context_tokens = tables.shape[0], tables.shape[1] * BLOCK_SIZE
     shape = (batch, NUM_KV_HEADS * group, pages.shape[-1])
     query = torch.randn(shape).to(query_dtype_of(pages.dtype))
@@ -74,7 +74,7 @@ def attend(
 
 @dataclass
 class Decode:
-    """One type, group and number of threads, with its pages in each place."""
+    """A decode of one dtype, head group and number of threads, with its pages in each place."""
 
     name: str
     group: int
@@ -85,7 +85,7 @@ class Decode:
 
     @classmethod
     def all_of(cls, name: str, dtype: torch.dtype, tokens: int, threads: list[int]) -> list[Decode]:
-        """Every group, on the same pages."""
+        """Return every group, on the same pages."""
         num_blocks = BATCH * tokens // BLOCK_SIZE
         pages = random_pool(num_blocks, dtype)[:, 0]
         num_cached = CACHE_BYTES // pages[0].nbytes
@@ -119,11 +119,11 @@ class Decode:
 
     @property
     def flop_per_byte(self) -> float:
-        """Per byte of keys and values: a product and a sum for each element and query head."""
+        """Operations per byte of KV: a product and a sum for each element and query head."""
         return 2 * self.group / self.element_bytes
 
     def rate(self, place: str) -> float:
-        """GB/s per second of CPU time."""
+        """Return GB/s per second of CPU time."""
         return self.places[place].rate_of_core().middle
 
     @property
@@ -134,7 +134,7 @@ class Decode:
         return max(0.0, (2 * half - whole) / whole)
 
     def as_json(self, read: float) -> dict[str, object]:
-        """``read``: GB/s at which one core reads memory."""
+        """Return the figures. ``read``: GB/s at which one core reads memory."""
         return {
             "name": f"decode/{self.name}/g{self.group}",
             "threads": self.num_threads,
@@ -152,18 +152,18 @@ class Decode:
         }
 
     def limit(self, read: float) -> str:
-        """Which of the two limits is lower."""
+        """Return the lower of the two limits."""
         return "memory" if read < self.rate("cache") else "arithmetic"
 
     def of_limit(self, read: float) -> float:
-        """The share of the lower limit that random pages reach."""
+        """Return the share of the lower limit that random pages reach."""
         return self.rate("random") / min(read, self.rate("cache"))
 
 
 def measure(
     sizes: Sizes, *, threads: list[int], num_passes: int
 ) -> tuple[list[Decode], dict[int, Calls]]:
-    """Measure all rows by turns. Returns them, and the speed of reading memory by threads."""
+    """Measure all rows by turns. Return them, and the speed of reading memory by threads."""
     reads = {n: Memory(sizes.memory_bytes, n).read_calls() for n in threads}
     decodes = [
         decode
@@ -177,7 +177,7 @@ def measure(
 
 
 def table(decodes: list[Decode], reads: dict[int, Calls]) -> Iterator[str]:
-    """A roofline in Markdown, in GB/s of one core; ``clock``: random pages, of all threads."""
+    """Return a roofline in Markdown, in GB/s per core; ``clock``: random pages, all threads."""
     heads = ["GB/s of one core", "threads", "FLOP/byte", "read", *PLACES, "GFLOP/s"]
     heads += ["by row", "of limit", "limit", "clock"]
     yield f"| {' | '.join(heads)} |"
@@ -194,7 +194,7 @@ def table(decodes: list[Decode], reads: dict[int, Calls]) -> Iterator[str]:
 
 
 def _spread(rate: Spread) -> str:
-    """The median and, with more than one pass, the lowest and the highest figure."""
+    """Return the median and, with more than one pass, the lowest and the highest figure."""
     if rate.lowest == rate.highest:
         return f"{rate.middle:.1f}"
     return f"{rate.middle:.1f} ({rate.lowest:.1f} to {rate.highest:.1f})"

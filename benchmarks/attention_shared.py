@@ -1,11 +1,11 @@
-"""Measures what it gains to read blocks that sequences share once for all of them.
+"""Measures the gain of reading shared blocks once for all sequences that share them.
 
     python -m benchmarks.attention_shared [--sequences N] [--prefix N] [--own N] [--rounds N]
         [--threads N] [--json OUT]
 
 One decode call of sequences whose first ``--prefix`` tokens are in the same blocks, and whose
-``--own`` further ones are not; by the CPU kernels, with reads shared and without (``apart``, the
-same call otherwise, of which caches keep some for the next sequence), and without a common block
+``--own`` further ones are not. The CPU kernels run it with shared reads, with separate reads
+(``apart``, where caches still keep some pages for the next sequence), and without a common block
 (``copies``). The three take turns in each round, and before each call other memory is read, so that
 no cache holds the pages. Figures are milliseconds: the median by wall time, and the CPU time of all
 threads in the call that took the least, which other programs disturb least.
@@ -53,16 +53,16 @@ class Case:
     )
 
     def median_ms(self, side: str) -> float:
-        """By wall time."""
+        """Return the median wall time."""
         return 1000 * statistics.median(self.seconds[side])
 
     def cpu_ms(self, side: str) -> float:
-        """CPU time of the call that took the least."""
+        """Return the CPU time of the call that took the least."""
         return 1000 * min(self.cpu_seconds[side])
 
 
 def cases_of(name: str, num_sequences: int, prefix: int, own: int, num_threads: int) -> list[Case]:
-    """All groups on the same pages. ``prefix``, ``own``: tokens, multiples of the block size."""
+    """Return all groups on the same pages. ``prefix``, ``own``: tokens, in whole blocks."""
     dtype = DTYPES[name]
     num_common, num_own = prefix // BLOCK_SIZE, own // BLOCK_SIZE
     pages = random_pool(num_sequences * (num_common + num_own), dtype)[:, 0]

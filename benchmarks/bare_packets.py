@@ -1,12 +1,12 @@
-"""What a packet there and back takes between two processes that do nothing else: the least that a
-layer through shared memory takes.
+"""Measures the round trip of a packet between two processes that do nothing else: the least time of
+a layer through shared memory.
 
-Both ends either sleep until a packet is there, so that the system has to wake them up, or look for
-it for as long as a client and a data plane do before they sleep.
+Both ends either sleep until a packet arrives, so that the system has to wake them up, or first poll
+for as long as a client and a data plane do.
 
     python -m benchmarks.bare_packets FD SPIN_S
 
-answers packets on a socket with themselves until its other end is closed: the child of ``Echo``.
+echoes packets on a socket until its other end is closed: the child of ``Echo``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TIMEOUT_S = 30.0
 
 
 class Echo:
-    """A process that answers packets with themselves, while the context is open."""
+    """A process that echoes packets while the context is open."""
 
     def __init__(self, spin_s: float) -> None:
-        """``spin_s``: how long both ends look before they sleep."""
+        """``spin_s``: how long both ends poll before they sleep."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(spin_s)]
         with theirs:
@@ -55,7 +55,7 @@ class Echo:
 
 
 def serve(fd: int, spin_s: float) -> None:
-    """Answer until the other end is closed."""
+    """Echo until the other end is closed."""
     peer = socket.socket(fileno=fd)
     answers = AnswerSocket(fd=fd, spin_s=spin_s)
     while True:

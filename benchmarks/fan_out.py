@@ -1,4 +1,4 @@
-"""Measures what it costs to run a plan on several shards: the same plans on pools of 1, 2, 4 and 8.
+"""Measures the cost of running a plan on several shards: the same plans on pools of 1, 2, 4 and 8.
 
     python -m benchmarks.fan_out [--shards 1 2 4 8] [--steps N] [--tokens N]
 
@@ -44,7 +44,7 @@ PROMPT_TOKENS: Final = 64
 
 @contextmanager
 def planes(folder: Path, counts: list[int]) -> Iterator[str]:
-    """A control plane with a pool for each count of shards; its address."""
+    """Run a control plane with a pool for each count of shards; yield its address."""
     layout = folder / "layout.json"
     layout.write_text(json.dumps(asdict(LAYOUT)))
     with ExitStack() as stack:
@@ -81,7 +81,7 @@ class Engine:
         await self._run(operations, defaultdict(list))
 
     async def decode(self, times: dict[str, list[float]]) -> None:
-        """One step; adds its microseconds."""
+        """Run one step; add its microseconds."""
         num = len(self._ids)
         append = ops.appends(self._ids, [self._length] * num, [1] * num, [1] * num, [7] * num)
         self._length += 1

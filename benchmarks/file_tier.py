@@ -1,4 +1,4 @@
-"""Measures how fast blocks come from files into a pool, beside what it takes to write them anew.
+"""Measures how fast blocks are loaded from files into a pool, beside writing them anew.
 
     python -m benchmarks.file_tier [--mebibytes 64] [--rounds 5] [--json OUT]
 
@@ -9,7 +9,7 @@ The same blocks, by turns:
     written            keys and values sent by a client on this machine: what computing them again
                        costs without the model's own arithmetic
 
-Files that were just written are in the page cache; of a disk's own speed this says nothing.
+Files just written are in the page cache, so this does not measure a disk's speed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Bench:
         self._key = Tensor("float32", shape, os.urandom(Tensor.size_bytes("float32", shape)))
 
     async def fill(self) -> None:
-        """Have the prompt computed, found, and written to files."""
+        """Compute the prompt, look it up, and have it written to files."""
         await self.written(skip_prefix_lookup=False)
         await self._session.submit_receipts()
         result = await self._session.step([ops.admit(SEQUENCE, [*self._tokens, 0])])
@@ -57,7 +57,7 @@ class Bench:
             await asyncio.sleep(0.05)
 
     async def files_alone(self) -> float:
-        """Seconds."""
+        """Read the files once; return the seconds."""
         begin_s = time.perf_counter()
         for path in self._paths():
             content = Disk().read(path, HEADER_BYTES + BLOCK_BYTES)
@@ -65,7 +65,7 @@ class Bench:
         return time.perf_counter() - begin_s
 
     async def loaded(self) -> float:
-        """Seconds."""
+        """Load the files once; return the seconds."""
         plan = await self._admit(skip_prefix_lookup=True)
         begin_s = time.perf_counter()
         answer = await self._data.load_file_blocks(
@@ -76,7 +76,7 @@ class Bench:
         return took_s
 
     async def written(self, *, skip_prefix_lookup: bool = True) -> float:
-        """Seconds."""
+        """Write the prompt once; return the seconds."""
         plan = await self._admit(skip_prefix_lookup=skip_prefix_lookup)
         begin_s = time.perf_counter()
         async with await self._data.open(self._session.grant) as execution:
@@ -103,7 +103,7 @@ class Bench:
 
 
 async def measure(address: str, files: Path, num_blocks: int, num_rounds: int) -> Rates:
-    """All ways by turns."""
+    """Time all ways by turns."""
     rates: Rates = {name: [] for name in WAYS}
     async with ControlClient(address, timeout_s=60) as control:
         await control.wait_ready(POOL, timeout_s=180)
@@ -122,7 +122,7 @@ async def measure(address: str, files: Path, num_blocks: int, num_rounds: int) -
 
 
 def tokens_per_s(rates: Rates, median: float) -> str:
-    """The median as tokens."""
+    """Return the median in tokens a second."""
     return f"{median * 1e9 / (BLOCK_BYTES // LAYOUT.block_size_tokens):.0f}"
 
 

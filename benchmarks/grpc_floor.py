@@ -4,7 +4,7 @@
 
 Server and client are processes of their own, on uvloop as ours are. Servers of ``grpc.aio`` and of
 ``grpc`` (a thread for each stream) take turns, each with and without gRPC's EventEngine; the client
-is ``grpc.aio`` and has what the server has. Of each variant the round with the best median is
+is ``grpc.aio`` and has what the server has. The best round of each variant, by its median, is
 printed.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.control_plane.report import quantile
 
 METHOD = "/floor.Echo/Echo"
 MESSAGE = bytes(500)
-# gRPC's own default, and what the control plane sets.
+# gRPC's own default, and the control plane's setting.
 EXPERIMENTS = {"on": "event_engine_client", "off": "-event_engine_client,-event_engine_listener"}
 Result = tuple[float, float, float, float, float]
 
@@ -65,7 +65,7 @@ def _serve_sync() -> None:
 
 
 async def _drive(port: int, num_streams: int, seconds: float) -> list[float]:
-    """Seconds of each round trip. Each stream sends its next message when it has the answer."""
+    """Return the seconds of each round trip. Each stream sends again when it has the answer."""
     latencies_s: list[float] = []
 
     async def stream(channel: grpc.aio.Channel, end_s: float) -> None:
@@ -85,7 +85,7 @@ async def _drive(port: int, num_streams: int, seconds: float) -> list[float]:
 
 
 def _used(pid: int) -> tuple[float, int]:
-    """Seconds of a process's threads on a core, and how often they were switched."""
+    """Return the CPU seconds of a process's threads, and their number of context switches."""
     seconds, switches = 0.0, 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         seconds += int((thread / "schedstat").read_text().split()[0]) / 1e9
@@ -95,8 +95,8 @@ def _used(pid: int) -> tuple[float, int]:
 
 
 def _measure(server: str, event_engine: str, num_streams: int, seconds: float) -> Result:
-    """Median and 99th percentile in us, messages a second, and for each message the server's us of
-    CPU and its context switches.
+    """Return median and 99th percentile in us, messages a second, and for each message the server's
+    us of CPU and its context switches.
     """
     environ = {**os.environ, "GRPC_EXPERIMENTS": EXPERIMENTS[event_engine]}
     program = [sys.executable, "-m", "benchmarks.grpc_floor", "--role"]

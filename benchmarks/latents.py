@@ -3,11 +3,11 @@ in one layer of DeepSeek V3, on the CPU.
 
     python -m benchmarks.latents [--rounds N] [--threads N]
 
-128 query heads in bf16; a latent has 512 numbers and 64 with rotary positions, expanded each head
-has a key of 192 and a value of 128. Both take turns, and other memory is read before every call so
-that no cache holds what it needs. Figures are milliseconds of the fastest tenth of the calls (p10),
-which other programs disturb least. The projections that make keys and values of new tokens, or
-absorb them into queries and outputs, are not part of either.
+There are 128 query heads in bf16. A latent has 512 numbers and 64 with rotary positions; expanded,
+each head has a key of 192 and a value of 128. Both take turns, and other memory is read before
+every call so that no cache holds what it needs. Figures are milliseconds of the fastest tenth of
+the calls (p10), which other programs disturb least. The projections that make keys and values of
+new tokens, or absorb them into queries and outputs, are not part of either.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CASES: Final = (
 
 
 def calls(case: Case, kind: str, kernels: CpuKernels) -> Calls:
-    """One layer's attention. ``kind``: of ``GROUPS``."""
+    """Return one layer's attention. ``kind``: one of ``GROUPS``."""
     group = GROUPS[kind]
     page = PageShape(group, group.num_kv_heads, BLOCK_SIZE)
     num_blocks = case.num_sequences * case.context_tokens // BLOCK_SIZE
@@ -77,7 +77,7 @@ def calls(case: Case, kind: str, kernels: CpuKernels) -> Calls:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""What a scrape of the control plane costs its steps, with a pool whose blocks are all in use.
+"""Measures what a scrape costs the control plane's steps, with all blocks of a pool in use.
 
     python -m benchmarks.scrape [--num-blocks 100000] [--interval-s 15]
 
@@ -29,7 +29,7 @@ NUM_REPEATS = 200
 
 
 async def measure(num_blocks: int) -> tuple[float, float, float, int]:
-    """Medians in seconds: a decode step, reading the core, a whole scrape; and the text's bytes."""
+    """Return medians in seconds: step, reading the core, whole scrape; and the text's bytes."""
     async with InProcess().pool(num_blocks) as pool:
         engine = await pool.engine()
         for seed in engine.new_ids(num_blocks // PROMPT_BLOCKS):
@@ -52,7 +52,7 @@ async def measure(num_blocks: int) -> tuple[float, float, float, int]:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     begin_s = time.perf_counter()
     call()
     return time.perf_counter() - begin_s

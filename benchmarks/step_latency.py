@@ -4,7 +4,7 @@
 
 ``step`` is one Step on the stream: the control plane plans, encodes and signs. ``execute`` runs the
 plan at the data plane, with one layer of one head, so that the protocol is measured and not
-attention. Nothing is memoised: every step has content of its own.
+attention. No two steps have the same content, so nothing is memoised.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Bench:
         self._ids = itertools.count(1)
 
     def new_ids(self, num: int) -> list[int]:
-        """Sequence ids that were not used before."""
+        """Return sequence ids that were not used before."""
         return list(itertools.islice(self._ids, num))
 
     async def run(
         self, operations: Sequence[pb.Operation], num_tokens: int | None = None
     ) -> tuple[float, float]:
-        """Seconds of the step and of its plan's execution. All operations must succeed.
-        ``num_tokens``: that the plan computes, where it is known.
+        """Return the seconds of the step and of its plan's execution. All operations must succeed.
+        ``num_tokens``: tokens that the plan computes, where known.
         """
         began = time.perf_counter()
         result = await self._session.step(operations)
@@ -85,7 +85,7 @@ class Bench:
         return stepped - began, time.perf_counter() - stepped
 
     async def decode(self, num_sequences: int, num_steps: int) -> Latencies:
-        """Steps that append one token to each of ``num_sequences``."""
+        """Time steps that append one token to each of ``num_sequences``."""
         ids = self.new_ids(num_sequences)
         await self.run([ops.admit(i, prompt(i, 2 * BLOCK_SIZE_TOKENS)) for i in ids])
         ones = [1] * num_sequences
@@ -98,7 +98,7 @@ class Bench:
         return Latencies(f"decode of {num_sequences}", *zip(*times, strict=True))
 
     async def admit(self, num_tokens: int, num_steps: int, *, cached: bool) -> Latencies:
-        """Steps that admit a prompt of ``num_tokens``; if ``cached``, one published before."""
+        """Time steps that admit a prompt of ``num_tokens``; if ``cached``, one published before."""
         times = []
         tokens = prompt(next(self._ids), num_tokens)
         if cached:
@@ -118,12 +118,12 @@ class Bench:
 
 
 def prompt(seed: int, num_tokens: int) -> bytes:
-    """Packed token ids, which differ from those of any other seed in the first block already."""
+    """Return packed token ids. Prompts of different seeds differ in the first block."""
     return ops.pack_tokens([seed, *range(1, num_tokens)])
 
 
 async def measure(control: str, data: str, num_steps: int) -> list[Latencies]:
-    """All kinds of steps, in one session."""
+    """Time all kinds of steps, in one session."""
     async with ControlClient(control) as metadata, DataClient(data, shared_memory=False) as memory:
         await metadata.wait_ready("default", 60.0)
         async with (
@@ -139,13 +139,13 @@ async def measure(control: str, data: str, num_steps: int) -> list[Latencies]:
 
 
 def quantile_us(seconds: Sequence[float], quantile: float) -> float:
-    """A quantile by the nearest rank, in microseconds."""
+    """Return a quantile by the nearest rank, in microseconds."""
     ordered = sorted(seconds)
     return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
 
 def as_json(latencies: Sequence[Latencies]) -> dict[str, object]:
-    """The figures of the table, for programs."""
+    """Return the figures of the table, for programs."""
     return {
         "machine": {
             "cpu_count": os.cpu_count(),
@@ -167,7 +167,7 @@ def as_json(latencies: Sequence[Latencies]) -> dict[str, object]:
 
 
 def print_table(latencies: Sequence[Latencies]) -> None:
-    """One line for each kind of step, in microseconds."""
+    """Print one line for each kind of step, in microseconds."""
     print(f"{'':32}{'step':>20}{'execute':>20}")
     print(f"{'microseconds':32}{'p50':>10}{'p99':>10}{'p50':>10}{'p99':>10}")
     for each in latencies:

@@ -1,16 +1,15 @@
-"""Measures how long a fleet is without a control plane when the one that leads dies or hangs.
+"""Measures how long a fleet has no control plane when the leader dies or hangs.
 
     python -m benchmarks.takeover [--election file etcd] [--how kill stop] [--rounds N] [--ttl-s N]
                                   [--etcd-folder FOLDER...] [--json OUT]
 
 Two control planes and a data plane are processes of their own, etcd is three members, all on
-loopback. A client with both addresses asks who leads, again and again. Timed from the signal:
-until the next leader answers it (takeover), and until sessions can be opened on the pool (ready).
-The next leader is ended only once the other stands by: a process that is still starting follows
-nobody. etcd writes each change to two members' disks before it answers, so a takeover lasts
-as long as that: ``--etcd-folder /dev/shm`` leaves disks out of it. With several folders each is
-measured. "kill" is SIGKILL; "stop" is SIGSTOP, after which nothing tells of the end but the
-lease's.
+loopback. A client with both addresses polls for the leader. Timed from the signal: until the next
+leader answers it (takeover), and until sessions can be opened on the pool (ready). The next leader
+is ended only once the other stands by: a starting process can't take over. etcd writes each change
+to two members' disks before it answers, which a takeover waits for; ``--etcd-folder /dev/shm``
+leaves disks out. Several folders are each measured. "kill" is SIGKILL; "stop" is SIGSTOP, after
+which only the lease's expiry reveals the failure.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class ControlPlanes:
         return ",".join(self._binds)
 
     async def leader(self) -> int:
-        """Which of the two leads; waits until one does."""
+        """Wait until one of the two leads; return which."""
         while True:
             for i, address in enumerate(self._binds):
                 async with ControlClient(address, timeout_s=0.2) as client:
@@ -82,7 +81,7 @@ class ControlPlanes:
                         await asyncio.sleep(0.05)
 
     async def wait_for_standby(self, index: int) -> None:
-        """Until it stands by, and has connected to the leader."""
+        """Wait until it stands by, and has connected to the leader."""
         while True:
             try:
                 if await check(self._binds[index], timeout_s=0.2) == "NOT_SERVING":
@@ -111,7 +110,7 @@ class ControlPlanes:
 
 
 async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
-    """Seconds until another leads, and until the pool is ready."""
+    """Return the seconds until another leads, and until the pool is ready."""
     leader = await planes.leader()
     async with (
         ControlClient(planes.addresses) as client,
@@ -140,7 +139,7 @@ async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
 def measure(
     kind: str, ttl_s: int, hows: list[str], rounds: int, etcd_folder: str | None
 ) -> Iterator[dict[str, Any]]:
-    """All rounds with one elector; a row for each way to end, as in the JSON."""
+    """Run all rounds with one elector; return a row for each way to end, as in the JSON."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         election = f"file:{folder}/leader"
@@ -162,7 +161,7 @@ def measure(
         stack.callback(data.kill)
         for how in hows:
             if kind == "file" and how == "stop":
-                continue  # whoever holds the lock leads
+                continue  # the holder of the lock leads
             times = [asyncio.run(one_round(planes, how)) for _ in range(rounds)]
             took, ready = ([each[i] for each in times] for i in (0, 1))
             yield {
@@ -177,7 +176,7 @@ def measure(
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Of the table."""
+    """Return a line of the table."""
     took, ready = row["takeover_s"], row["ready_s"]
     held = "yes" if row["takeover_p95_s"] <= row["goal_p95_s"] else "no"
     return (

@@ -1,18 +1,18 @@
-"""Measures how an engine's layers get to a data plane: in the same process, through shared memory
-and over gRPC.
+"""Measures the ways of an engine's layers to a data plane: in the same process, through shared
+memory and over gRPC.
 
     python -m benchmarks.transport [--steps 200] [--threads 1] [--json OUT]
 
-Both planes are processes, but for "embedded". Each side has a session of its own and the same
+Both planes are processes, except with "embedded". Each side has a session of its own and the same
 decode steps, by turns: a plan, then eight layers of 8 heads of 64, whose tensors are made up. Only
 "grpc, waiting" waits for a plan's answer before it sends the first layer. The layer's time is the
-whole of it, attention over 64 tokens and more included; "kernel" is what writing and attending take
-of it, in the embedded data plane. "between" is how long the engine computes between two layers, as
-it does in its model: the data plane may have gone to sleep.
+whole call, attention over 64 tokens and more included; "kernel" is the part that writing and
+attending take, in the embedded data plane. "between" is how long the engine computes between two
+layers, as it does in its model: the data plane may have gone to sleep.
 
 "empty" layers have one head of 16 over a few tokens, so that there is next to nothing to copy and
-to compute. "bare packets" are sent by a process to another and back, as a layer's are, with nothing
-else: "asleep" where both wait in the kernel, so that the system has to wake them up.
+to compute. "bare packets" go from a process to another and back, as a layer's do, with nothing
+else; "asleep": both wait in the kernel, so that the system has to wake them up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OPTIONS = AttentionOptions()
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer's tensors, and of the prompts that are decoded after."""
+    """The shape of a layer's tensors, and of the prompts that are decoded after."""
 
     num_heads: int
     num_kv_heads: int
@@ -60,7 +60,7 @@ class Shape:
 
     @property
     def layout(self) -> Layout:
-        """A pool's for such layers."""
+        """The layout of a pool for such layers."""
         return Layout(
             model_id="benchmark",
             block_size_tokens=16,
@@ -78,18 +78,18 @@ USUAL = Shape(num_heads=8, num_kv_heads=4, head_size=64, prompt_tokens=64)
 
 @dataclass
 class Times:
-    """Of one side in one case, in seconds."""
+    """Times of one side in one case, in seconds."""
 
     plan_s: list[float] = field(default_factory=list)
     layer_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
-    """From the plan's start to the receipt, without what is between the layers."""
+    """From the plan's start to the receipt, without the pauses between layers."""
     kernel_s: list[float] = field(default_factory=list)
     """Of each layer, where the data plane is in this process."""
 
 
 class Side:
-    """A session, and what carries out its plans."""
+    """A session, and the backend that runs its plans."""
 
     def __init__(self, name: str, shape: Shape, link: ControlLink, backend: DataBackend) -> None:
         self.name = name
@@ -102,10 +102,10 @@ class Side:
         self._next_id = 1
 
     def admit(self, num_sequences: int) -> list[int]:
-        """New sequences, with their prompts computed."""
+        """Admit new sequences, and compute their prompts."""
         ids = list(range(self._next_id, self._next_id + num_sequences))
         self._next_id += num_sequences
-        # No other side's, which may have the same pool and would find them cached.
+        # Unlike any other side's: one on the same pool would find them cached.
         first = [hash((self.name, i)) % 2**31 for i in ids]
         length = self._shape.prompt_tokens
         prompts = [ops.pack_tokens([token, *range(1, length)]) for token in first]
@@ -114,14 +114,14 @@ class Side:
         return ids
 
     def decode(self, ids: list[int], step: int, between_s: float, times: Times) -> None:
-        """One token more of each sequence, which have decoded ``step`` so far."""
+        """Decode one token more of each sequence, which have decoded ``step`` so far."""
         ones = [1] * len(ids)
         position = self._shape.prompt_tokens + step
         append = ops.appends(ids, [position] * len(ids), ones, ones, ones)
         self._run(self._link.step([append]).plan, len(ids), between_s, times)
 
     def free(self, ids: list[int]) -> None:
-        """Give the blocks back."""
+        """Free the sequences."""
         plan = self._link.step([ops.free(ids)]).plan
         self._link.add_receipts(self._backend.start(plan).receipts)
 
@@ -145,25 +145,25 @@ class Side:
         self._link.add_receipts(self._backend.finish())
 
     def _kernel_s(self) -> float:
-        """So far; 0 where they run in another process."""
+        """Return the kernels' seconds so far; 0 where they run in another process."""
         if not isinstance(self._backend, EmbeddedBackend):
             return 0.0
         return sum(self._backend._executor.counters.kernel_s.values())
 
 
 class Bare:
-    """Packets in place of a plan's layers."""
+    """Sends packets in place of a plan's layers."""
 
     def __init__(self, name: str, echo: Echo) -> None:
         self.name = name
         self._echo = echo
 
     def admit(self, num_sequences: int) -> list[int]:
-        """There are no sequences."""
+        """Do nothing: there are no sequences."""
         return []
 
     def decode(self, ids: list[int], step: int, between_s: float, times: Times) -> None:
-        """As many packets as a step has layers."""
+        """Send as many packets as a step has layers."""
         for _ in range(NUM_LAYERS):
             compute(between_s)
             began_s = time.perf_counter()
@@ -171,7 +171,7 @@ class Bare:
             times.layer_s.append(time.perf_counter() - began_s)
 
     def free(self, ids: list[int]) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there are no sequences."""
 
 
 def compute(seconds: float) -> None:
@@ -183,13 +183,13 @@ def compute(seconds: float) -> None:
 
 @contextmanager
 def sides(shape: Shape, num_threads: int) -> Iterator[list[Side | Bare]]:
-    """All sides, over planes of their own."""
+    """Yield all sides, over planes of their own."""
     with ExitStack() as closing, tempfile.TemporaryDirectory() as folder:
         layout = Path(folder) / "layout.json"
         layout.write_text(json.dumps(asdict(shape.layout)))
         flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
         flags += ["--num-threads", str(num_threads)]
-        # First of all: a process with gRPC's threads in it should not fork.
+        # Before gRPC has threads: a process with them should not fork.
         planes = closing.enter_context(Planes(Path(folder), flags))
         found: list[Side | Bare] = []
         for name, spin_s in (("bare packets, asleep", 0.0), ("bare packets", SPIN_S)):
@@ -220,7 +220,7 @@ def sides(shape: Shape, num_threads: int) -> Iterator[list[Side | Bare]]:
 def measure(
     of: Sequence[Side | Bare], batch: int, between_s: float, num_steps: int
 ) -> dict[str, Times]:
-    """Steps of all sides, by turns. The first tenth warms up and is not counted."""
+    """Time steps of all sides, by turns. The first tenth warms up and is not counted."""
     times = {side.name: Times() for side in of}
     ids = {side.name: side.admit(batch) for side in of}
     for step in range(num_steps + num_steps // 10):
@@ -233,7 +233,7 @@ def measure(
 
 
 def quantile_us(seconds: Sequence[float], quantile: float) -> float | None:
-    """By the nearest rank, in microseconds; None where nothing was measured."""
+    """Return a quantile by the nearest rank, in microseconds; None where nothing was measured."""
     ordered = sorted(seconds)
     if not any(ordered):
         return None
@@ -241,7 +241,7 @@ def quantile_us(seconds: Sequence[float], quantile: float) -> float | None:
 
 
 def row_of(times: Times) -> dict[str, float | None]:
-    """A line's figures, in microseconds."""
+    """Return a line's figures, in microseconds."""
     return {
         "layer_p10": quantile_us(times.layer_s, 0.1),
         "layer_p50": quantile_us(times.layer_s, 0.5),
@@ -253,7 +253,7 @@ def row_of(times: Times) -> dict[str, float | None]:
 
 
 def cells(texts: Sequence[str]) -> str:
-    """The columns of figures."""
+    """Return the columns of figures."""
     return "".join(f"{text:>11}" for text in texts)
 
 

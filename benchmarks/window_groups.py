@@ -1,9 +1,9 @@
-"""The blocks that one long sequence holds in each layer group of models that mix layers with an
-attention window and layers that see everything, and what it would hold if all saw everything.
+"""Counts the blocks that one long sequence holds in each layer group of models with windowed and
+full attention, and the blocks it would hold with full attention everywhere.
 
     python -m benchmarks.window_groups [NUM_TOKENS]
 
-The control plane's core decides, as in a server; there is no model and no memory of a pool, so this
+The control plane's core decides, as in a server. There is no model and no pool memory, so this
 takes seconds. The prompt comes in parts of 2048 tokens, then one token is decoded.
 """
 
@@ -40,7 +40,7 @@ MODELS: Final = {
         sliding_window=128,
     ),
 }  # fmt: skip
-"""Configs that have the published models' layers, KV heads, head sizes and windows."""
+"""Configs with the published models' layers, KV heads, head sizes and windows."""
 _TENANT: Final = "tenant"
 
 
@@ -75,13 +75,13 @@ class _Core:
         return 0.0
 
     def num_held(self) -> dict[int, int]:
-        """Device blocks that sequences hold, by layer group."""
+        """Return the device blocks that sequences hold, by layer group."""
         tiers = self._core.describe_pool(messages.POOL).usage.tiers
         return {usage.group: usage.num_held_blocks for usage in tiers if usage.num_held_blocks}
 
 
 def layout_of(name: str) -> Layout:
-    """Of one of ``MODELS``, in bfloat16."""
+    """Return the layout of one of ``MODELS``, in bfloat16."""
     return Layout(
         model_id=name,
         block_size_tokens=messages.BLOCK_SIZE_TOKENS,
@@ -92,7 +92,7 @@ def layout_of(name: str) -> Layout:
 
 
 async def held_blocks(layout: Layout, num_tokens: int) -> dict[int, int]:
-    """Blocks by layer group, of a sequence of ``num_tokens`` tokens and one that was decoded."""
+    """Return by layer group the blocks of ``num_tokens`` prompt tokens and a decoded one."""
     core = _Core(layout, num_tokens // layout.block_size_tokens + 1)
     engine, tokens = core.engine, range(num_tokens + 1)
     (sequence,) = engine.new_ids(1)
@@ -106,7 +106,7 @@ async def held_blocks(layout: Layout, num_tokens: int) -> dict[int, int]:
 
 
 def table(num_tokens: int) -> str:
-    """A row for each layer group, and one for the whole of each model."""
+    """Return a row for each layer group, and one for the whole of each model."""
     lines = [
         "| model | layers | window | blocks held | of | MiB held | of |",
         "|---|---|---|---|---|---|---|",

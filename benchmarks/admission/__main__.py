@@ -3,14 +3,14 @@
     python -m benchmarks.admission --trace FILE [--case NAME] [--seeds N] [--duration-s S]
                                    [--json OUT]
 
-Blocks of 16 tokens. Whole prefixes of 512 tokens, the trace's hash ids, are shared and stay cached.
-An engine prefills 10,000 tokens a second, decodes a block in 0.32 s, keeps up to 4 sequences, and
-always has another request. Freed blocks come back 30 ms later, with the receipt. An engine that is
-asked to yield frees the sequence and admits it again, with what was generated.
+A block has 16 tokens. Whole chunks of 512 prompt tokens, the trace's hash ids, are shared and stay
+cached. An engine prefills 10,000 tokens a second, decodes a block in 0.32 s, keeps up to 4
+sequences, and always has another request. Freed blocks come back 30 ms later, with the receipt. An
+engine that is asked to yield frees the sequence and admits it again, with what was generated.
 
 Goodput is the prompt and output tokens of the requests that honest engines finish, by the second of
-simulated time. A wait is from a request's first ask to its admission, and counts also when it has
-not ended. Recomputed tokens are those prefilled again after a cut. An engine is served when it is
+simulated time. A wait lasts from a request's first ask to its admission; waits that have not ended
+count too. Recomputed tokens are those prefilled again after a cut. An engine is served when it is
 admitted between the 60th and the 120th second. Time is simulated, so figures do not depend on the
 machine.
 """
@@ -27,7 +27,7 @@ from control_plane.admission.decisions import AdmissionConfig
 
 
 def print_table(results: dict[str, list[dict[str, float]]]) -> None:
-    """One line for each case, with the mean over its seeds."""
+    """Print one line for each case, with the mean over its seeds."""
     print(
         f"{'':22}{'goodput':>9}{'of normal':>10}{'served':>10}{'wait p50':>9}{'p99':>7}"
         f"{'recomputed':>11}{'hostile':>9}{'yields':>8}{'cuts':>6}{'ends':>6}"
@@ -46,7 +46,7 @@ def print_table(results: dict[str, list[dict[str, float]]]) -> None:
 
 
 def mean(runs: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each figure."""
+    """Return the mean of each figure."""
     return {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
 
 

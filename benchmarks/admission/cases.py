@@ -1,4 +1,4 @@
-"""Which engines there are in each case, and what is measured."""
+"""The engines of each case, and the figures measured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES: Final[dict[str, dict[str, int]]] = {
 def measure(
     name: str, rows: list[dict[str, Any]], *, seed: int, duration_s: float, config: AdmissionConfig
 ) -> dict[str, float]:
-    """The figures of one case."""
+    """Return the figures of one case."""
     random.seed(seed)
     trace = itertools.cycle(rows[random.randrange(len(rows)) :] + rows if seed else rows)
     kinds = [kind for kind, num in CASES[name].items() for _ in range(num)]
@@ -61,7 +61,7 @@ def measure(
 
 
 def requests(kind: str, trace: Iterator[dict[str, Any]]) -> Callable[[], Request]:
-    """What an engine asks for, one request after another."""
+    """Return a function that makes an engine's next request."""
     if kind == "idle":
         return lambda: Request([], 32_000, 10**6)
     if kind == "greedy":
@@ -79,5 +79,5 @@ def requests(kind: str, trace: Iterator[dict[str, Any]]) -> Callable[[], Request
 
 
 def quantile(ordered: list[float], share: float) -> float:
-    """A quantile by the nearest rank."""
+    """Return a quantile by the nearest rank."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

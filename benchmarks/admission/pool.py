@@ -16,7 +16,7 @@ NUM_BLOCKS: Final = 36_000
 
 @dataclass(slots=True)
 class Request:
-    """``num_seen``: tokens that were computed before, once."""
+    """A prompt and its output. ``num_seen``: tokens that were computed before, once."""
 
     ids: list[int]
     num_prompt: int
@@ -99,17 +99,17 @@ class Blocks:
         return entries[0][0] if entries else None
 
     def hits(self, request: Request) -> list[int]:
-        """Leading chunks that are there; the last token is always computed."""
+        """Return the number of leading chunks that are there. The last token is always computed."""
         at_most = (request.num_prompt - 1) // CHUNK_TOKENS
         return list(itertools.takewhile(self.references.__contains__, request.ids[:at_most]))
 
     def num_needed(self, request: Request, hits: list[int]) -> int:
-        """Blocks to obtain: all but the hits in use."""
+        """Return the number of blocks to obtain: all but the hits in use."""
         num_in_use = sum(self.references[chunk] > 0 for chunk in hits)
         return -(-request.num_tokens // BLOCK_TOKENS) - CHUNK_BLOCKS * num_in_use
 
     def take(self, session: int, num_blocks: int) -> None:
-        """Allocate: free and evictable blocks first, then the session's own retired ones."""
+        """Allocate free and evictable blocks first, then the session's own retired ones."""
         num_own = max(0, num_blocks - self._num_free())
         self._unretire(session, num_own)
         self.num_used += num_blocks
@@ -123,7 +123,7 @@ class Blocks:
             self.references[chunk] += 1
 
     def release(self, live: Live, now_s: float) -> list[float]:
-        """Retire what only this sequence held; returns the entry for ``receipt``."""
+        """Retire the blocks that only this sequence held; return the entry for ``receipt``."""
         num_blocks = live.num_own
         for chunk in reversed(live.chunks):
             self.references[chunk] -= 1
@@ -139,7 +139,7 @@ class Blocks:
         return entry
 
     def receipt(self, session: int, entry: list[float]) -> None:
-        """What is left of an entry can be allocated by all."""
+        """Let every session allocate the blocks that are left of an entry."""
         if entry in self._retired[session]:
             self._unretire(session, int(entry[1]))
 

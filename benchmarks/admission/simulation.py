@@ -135,7 +135,7 @@ class Simulation:
             self._at(self.now_s + DECODE_BLOCK_S, self._decoded, live)
 
     def _decoded(self, live: Live) -> None:
-        """A block was filled: the sequence ends, or needs another."""
+        """Note a filled block: the sequence ends, or needs another."""
         if live.gone:
             return
         engine, request = live.engine, live.request
@@ -171,7 +171,7 @@ class Simulation:
         self._serve()
 
     def _again(self, live: Live) -> None:
-        """What was cut or given up is asked for again, before other requests."""
+        """Ask again for a sequence that was cut or given up, before the engine's other requests."""
         self._drop(live)
         live.engine.again.append(live.request)
         self._at(self.now_s, self._ask, live.engine)
@@ -188,7 +188,7 @@ class Simulation:
             assert request is not None
             num = self.blocks.num_needed(request, self.blocks.hits(request))
             must_wait = None
-            if num > grant.num_blocks:  # what it had found cached was evicted
+            if num > grant.num_blocks:  # cached chunks that it had found were evicted
                 must_wait = self.queue.admit(
                     engine.session, grant.sequence, num, self.now_s, wait=True
                 )

@@ -4,16 +4,15 @@
 
 All measurements take turns in rounds, so that noise from elsewhere affects them alike: compare rows
 of one run, not of two. ``--runs``: the number of passes over all rounds; each row's figure is the
-median of the passes' medians. Before every call, torch's too, other memory is read so that no cache
-holds what the call needs. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE, unless
-the environment says otherwise), and freed memory stays with the process: otherwise a call of some
-milliseconds could take twice as long because it is the one in which the allocator returns what
-calls before it freed. A decode is a step of four layers. ``GB/s`` count each byte once: the keys
-and values that decode reads, and the bytes that a copy copies, not both its read and its write.
-``read_bandwidth`` and ``read_pages`` read and do nothing else, on the kernels' own threads: memory
-in order, and pages in the order of decode, which is the limit of any kernel over them;
-``fused_products`` multiplies and adds in registers. The last table has the shares of these limits
-(limits.py).
+median of the passes' medians. Before every call, torch's included, other memory is read so that no
+cache holds the call's data. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE,
+unless the environment says otherwise), and freed memory stays with the process: otherwise a call of
+some milliseconds could take twice as long because the allocator returns the memory of earlier calls
+in it. A decode is a step of four layers. ``GB/s`` count each byte once: the keys and values that
+decode reads, and the bytes that a copy copies, not both its read and its write. ``read_bandwidth``
+and ``read_pages`` read and do nothing else, on the kernels' own threads: memory in order, and pages
+in the order of decode, which is the limit of any kernel over them; ``fused_products`` multiplies
+and adds in registers. The last table has the shares of these limits (limits.py).
 """
 
 from __future__ import annotations
@@ -80,11 +79,11 @@ def main(words: Sequence[str] | None = None) -> None:
 def restart_quietly() -> None:
     """Restart this program with settings that are read when it starts, or when torch is loaded:
     idle threads of torch sleep, as otherwise they would spin after a call, on the cores that the
-    next call needs; and memory is not given back.
+    next call needs; and freed memory stays with the process.
     """
     settings = {
         "OMP_WAIT_POLICY": "PASSIVE",
-        # For glibc: it keeps what is freed, and takes from the heap what is below 32 MiB.
+        # glibc keeps freed memory, and takes allocations below 32 MiB from the heap.
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     }

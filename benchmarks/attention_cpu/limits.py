@@ -1,4 +1,4 @@
-"""What bare loops reach, beside what the kernels reach that do more: the limits of this machine.
+"""Compares the kernels with bare loops, which show the limits of this machine.
 
     python -m benchmarks.attention_cpu.limits JSON
 
@@ -30,13 +30,13 @@ FUSED_TYPES = ("bf16", "e4m3")  # pages over which products and sums are fused
 
 
 def products_of_prefill(num_tokens: float) -> float:
-    """Of queries with keys, and of weights with values, where queries see keys."""
+    """Count products of queries with keys and weights with values, where queries see keys."""
     num_seen = num_tokens * (num_tokens + 1) / 2
     return num_seen * NUM_KV_HEADS * PREFILL_GROUP * 2 * HEAD_SIZE
 
 
 def bare_rows(num_threads: int) -> list[Calls]:
-    """The bare loop of products; none where the instruction set has no fused products."""
+    """Return the bare loop of products; no row where the instruction set has no fused products."""
 
     def multiply() -> int:
         return kvplane_kernels.fused_products(num_rounds=BARE_ROUNDS, num_threads=num_threads)
@@ -48,7 +48,7 @@ def bare_rows(num_threads: int) -> list[Calls]:
 
 
 def limits(rows: Sequence[Calls]) -> Iterator[str]:
-    """A table in Markdown, by wall time; nothing without the bare loop of products."""
+    """Return a table in Markdown, by wall time; an empty one without the bare loop of products."""
     rates = {row.name: row.rate() for row in rows}
     if "fused_products" not in rates:
         return
@@ -75,7 +75,7 @@ def _line(name: str, reached: float, pages: Spread | None, by_products: float) -
 
 
 def saved_rows(saved: Path) -> list[Calls]:
-    """The rows of a saved run, with the medians of their passes' medians."""
+    """Return the rows of a saved run, with the medians of their passes' medians."""
     rows = []
     for row in json.loads(saved.read_text())["rows"]:
         name, unit, rate = row["name"], row["unit"], row["p50"]
@@ -86,7 +86,7 @@ def saved_rows(saved: Path) -> list[Calls]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Print the table of a saved run, which must not have been a quick one."""
+    """Print the table of a saved run, which must not be a quick one."""
     parser = argparse.ArgumentParser(description="Compare a run with its bare loops.")
     parser.add_argument("json", type=Path, help="as benchmarks.attention_cpu saved it")
     print(*limits(saved_rows(parser.parse_args(words).json)), sep="\n")

@@ -14,7 +14,7 @@ from data_plane.kernels.backends.cpu import cpu_isa
 
 
 def machine(num_threads: int, num_passes: int) -> dict[str, object]:
-    """The machine and the settings of this run."""
+    """Return the machine and the settings of this run."""
     return {
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -31,7 +31,7 @@ def machine(num_threads: int, num_passes: int) -> dict[str, object]:
 
 
 def as_json(rows: list[Calls], described: dict[str, object]) -> dict[str, object]:
-    """The figures of the tables, for programs. ``p99``: the rate that 99 of 100 calls reach."""
+    """Return the tables' figures, for programs. ``p99``: the rate that 99 of 100 calls reach."""
     return {
         "machine": described,
         "rows": [

@@ -1,4 +1,4 @@
-"""What is measured of the CPU kernels, and torch's attention beside them."""
+"""The measurements of the CPU kernels, with torch's attention beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KERNELS = CpuKernels()
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of what is measured, and the number of rounds."""
+    """The sizes of the measurements, and the number of rounds."""
 
     context_tokens: int = 4096
     memory_bytes: int = 256 << 20
@@ -38,8 +38,8 @@ QUICK = Sizes(512, 64 << 20, 256, 512, 3)
 def random_pool(
     num_blocks: int, dtype: torch.dtype, head_size: int = HEAD_SIZE, num_layers: int = 1
 ) -> torch.Tensor:
-    """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size], allocated as by the data
-    plane.
+    """Return a random pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_size],
+    allocated as the data plane allocates it.
     """
     shape = (num_blocks, num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, head_size)
     pool = huge_pages.empty(shape, dtype)
@@ -49,13 +49,13 @@ def random_pool(
 
 
 def query_dtype_of(pages_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of queries for pages of a dtype."""
+    """Return the dtype of queries for pages of a dtype."""
     return torch.bfloat16 if pages_dtype.itemsize == 1 else pages_dtype
 
 
 def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Calls]:
-    """One query token for each sequence in each layer, over pages in random order; torch over
-    contiguous KV.
+    """Measure one query token for each sequence in each layer, over pages in random order; torch
+    over contiguous KV.
 
     Queries of fp8 pages are bf16. Torch has no attention over fp8 to compare with.
     """
@@ -94,7 +94,7 @@ def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Call
 
 
 def prefill_rows(num_tokens: int) -> list[Calls]:
-    """One prompt in bf16, nothing cached; torch with its causal flag, and its own grouping."""
+    """Measure one prompt in bf16, nothing cached; torch with its causal flag and own grouping."""
     dtype, num_heads = torch.bfloat16, NUM_KV_HEADS * PREFILL_GROUP
     num_blocks = num_tokens // BLOCK_SIZE
     pages = random_pool(num_blocks, dtype)[:, 0]
@@ -121,7 +121,7 @@ def prefill_rows(num_tokens: int) -> list[Calls]:
 
 
 def block_rows(num_blocks: int) -> list[Calls]:
-    """Blocks in bf16, in random order: inside a pool, between pools, and written token by token."""
+    """Measure bf16 blocks in random order: inside a pool, between pools, and written by token."""
     dtype = torch.bfloat16
     device, host = random_pool(2 * num_blocks, dtype), random_pool(num_blocks, dtype)
     ids = torch.randperm(2 * num_blocks)

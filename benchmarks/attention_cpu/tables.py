@@ -16,8 +16,8 @@ HEADS = ("lowest to highest", "of memory", "goal", "torch", "× torch", "goal")
 
 
 def tables(rows: Sequence[Calls], isa: str) -> str:
-    """Two tables: by wall time, and by CPU time. ``isa``: the instruction set, which has goals of
-    its own.
+    """Return two tables: by wall time, and by CPU time. ``isa``: the instruction set, which has
+    goals of its own.
     """
     clock = _table("GB/s", isa, rows, Calls.rate)
     core = _table("GB/s a core", isa, rows, Calls.best_rate_of_core)
@@ -32,7 +32,7 @@ def tables(rows: Sequence[Calls], isa: str) -> str:
 
 
 def goal_of_torch(name: str) -> float | None:
-    """How many times as fast as torch a row has to be."""
+    """Return how many times as fast as torch a row has to be."""
     return TIMES_TORCH.get(name.rpartition("/")[0] or name)
 
 
@@ -55,7 +55,7 @@ def _cells(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
 
 
 def _of_memory(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
-    """The share of the memory's rate in the same passes, and the goal."""
+    """Return the share of the memory's rate in the same passes, and the goal."""
     if row.unit != "GB/s" or row.name in ("read_bandwidth", "memcpy"):
         return ["", ""]
     whole = "read" if row.name.startswith(("decode", "read")) else "memcpy"
@@ -67,7 +67,7 @@ def _of_memory(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
 
 
 def _of_torch(row: Calls, rates: dict[str, Spread]) -> list[str]:
-    """Torch's figure, our figure divided by it, and the goal."""
+    """Return torch's figure, our figure divided by it, and the goal."""
     torch = rates.get("torch_prefill" if row.name == "prefill" else _torchs(row.name))
     if torch is None:
         return ["", "", ""]

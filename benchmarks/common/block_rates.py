@@ -1,4 +1,4 @@
-"""What is common to the measurements of moved blocks: their flags, their table, their JSON."""
+"""The flags, table and JSON that all measurements of moved blocks share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.common.cpu import machine_now
 from benchmarks.common.planes import BLOCK_BYTES
 
 Rates = dict[str, list[float]]
-"""GB/s of each way, of each round."""
+"""GB/s of each round, by way."""
 
 
 def report_rates(
@@ -24,8 +24,8 @@ def report_rates(
     *,
     num_rounds: int,
 ) -> None:
-    """Measure, print the table, write the JSON. ``measure``: with an empty folder, of how many
-    blocks, in how many rounds. ``cell``: of the last column, from all rates and a way's median.
+    """Measure, print the table, write the JSON. ``measure`` gets an empty folder and the numbers of
+    blocks and rounds. ``cell`` makes the last column from all rates and a way's median.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--mebibytes", type=int, default=64, help="of blocks")

@@ -36,7 +36,7 @@ class Calls:
     """One measurement. ``amount``: bytes, tokens or products of one call; ``unit``: "GB/s",
     "tokens/s" or BILLIONS_OF_PRODUCTS.
 
-    ``is_warm``: its data may be in a cache; for all others the caches are emptied first.
+    ``is_warm``: its data may be in a cache; for the others the caches are emptied first.
     """
 
     name: str
@@ -58,19 +58,19 @@ class Calls:
             self.passes[-1].cpu_seconds.append(cpu_seconds)
 
     def rate(self) -> Spread:
-        """By wall time, of the median call of each pass."""
+        """Return the rate by wall time, of the median call of each pass."""
         return Spread.of([self._rate(statistics.median(p.seconds)) for p in self.passes])
 
     def rate_of_core(self) -> Spread:
-        """Per second of CPU time, of the median call of each pass: other programs do not count."""
+        """Return the rate per second of CPU time, of the median call of each pass."""
         return Spread.of([self._rate(statistics.median(p.cpu_seconds)) for p in self.passes])
 
     def best_rate_of_core(self) -> Spread:
-        """Per second of CPU time, of the best call of each pass."""
+        """Return the rate per second of CPU time, of the best call of each pass."""
         return Spread.of([self._rate(min(p.cpu_seconds)) for p in self.passes])
 
     def quantile(self, quantile: float) -> float:
-        """A quantile of all calls' rates, by the nearest rank: 0 = the slowest call's."""
+        """Return a quantile of all calls' rates, by the nearest rank: 0 is the slowest call's."""
         slowest_first = sorted((s for p in self.passes for s in p.seconds), reverse=True)
         at = min(len(slowest_first) - 1, int(quantile * len(slowest_first)))
         return self._rate(slowest_first[at])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The processor's model name."""
+    """Return the processor's model name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -16,6 +16,6 @@ def cpu_name() -> str:
 
 
 def machine_now() -> str:
-    """The machine, and what it has to do at the moment."""
+    """Return the machine and its present load."""
     load = os.getloadavg()[0]
     return f"{cpu_name()}, {os.cpu_count()} virtual processors, load {load:.1f} at the beginning"

@@ -1,4 +1,4 @@
-"""What earlier cases left behind: it is no part of what is measured next."""
+"""Drops what earlier cases left behind, so that it does not count in the next measurement."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import gc
 
 
 def drop_leftovers() -> None:
-    """Collect garbage, uncounted, and give freed memory back to the kernel: glibc does that when
-    the last of it is freed, all at once, and 300 MB take 25 ms wherever that happens to be.
+    """Collect garbage, untimed, and return freed memory to the kernel. glibc would return 300 MB at
+    once, which takes 25 ms, in whichever call frees the last of it.
     """
     counting = gc.callbacks[:]
     gc.callbacks.clear()
     gc.collect()
     gc.callbacks.extend(counting)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

@@ -16,14 +16,14 @@ from data_plane.memory import huge_pages
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNKNOWN_CACHE_BYTES = 64 << 20
-EVICTING_CACHES = 8  # as many times the last level's bytes are read to empty it
+EVICTING_CACHES = 8  # bytes read to empty the last level, as a multiple of its size
 RUN_BYTES: Final = 4096
 _RUNS_OF_ITEM: Final = 64
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Memory:
-    """Memory to read and copy on all threads at once: reads on those of the kernels."""
+    """Memory to read and copy on all threads at once. Reads run on the kernels' threads."""
 
     def __init__(self, num_bytes: int, num_threads: int) -> None:
         num_bytes = num_bytes // RUN_BYTES * RUN_BYTES
@@ -33,7 +33,7 @@ class Memory:
         self._share = num_bytes // num_threads
 
     def read(self) -> None:
-        """Everything, one address after another."""
+        """Read everything in address order."""
         read_runs(self._source, self._in_order, RUN_BYTES, self._num_threads)
 
     def read_calls(self) -> Calls:
@@ -54,7 +54,7 @@ class Memory:
 
 def read_runs(memory: torch.Tensor, offsets: torch.Tensor, run_bytes: int, num_threads: int) -> int:
     """Read runs of memory in this order, 64 of them by one thread. offsets: int64 [num_runs], bytes
-    from the memory's first. Returns the exclusive or of all words of 8 bytes.
+    from the memory's first. Return the exclusive or of all words of 8 bytes.
     """
     return kvplane_kernels.read_runs(
         memory=memory.data_ptr(),
@@ -67,9 +67,9 @@ def read_runs(memory: torch.Tensor, offsets: torch.Tensor, run_bytes: int, num_t
 
 
 def page_offsets(pool: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Where a decode step reads a pool [num_blocks, num_layers, 2, num_kv_heads, block_size,
-    head_size], in its order: layer by layer, two blocks at a time, of each KV head the keys and
-    then the values. int64 [num_runs], bytes.
+    """Return the addresses that a decode step reads in a pool [num_blocks, num_layers, 2,
+    num_kv_heads, block_size, head_size], in its order: layer by layer, two blocks at a time, of
+    each KV head the keys and then the values. int64 [num_runs], bytes.
     """
     _, num_layers, _, num_kv_heads, _, _ = pool.shape
     blocks = tables.reshape(1, -1, 1, 1, 2)  # [layer, pair, KV head, K or V, block of the pair]
@@ -82,12 +82,12 @@ def page_offsets(pool: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def last_level_cache_bytes(caches: Path = CACHES) -> int:
-    """As the kernel reports it; a guess where it does not."""
+    """Return the size that the kernel reports; a guess where it reports none."""
     sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
     known = [int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size[-1:] in _UNITS]
     return max(known, default=UNKNOWN_CACHE_BYTES)
 
 
 def cold_caches(num_threads: int) -> Callable[[], None]:
-    """A call that reads so much other memory that no cache holds what it held before."""
+    """Return a call that reads other memory until no cache holds what it held before."""
     return Memory(EVICTING_CACHES * last_level_cache_bytes(), num_threads).read

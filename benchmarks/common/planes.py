@@ -1,4 +1,4 @@
-"""A control plane and pools as processes, whose blocks are moved."""
+"""Starts a control plane and pools as processes, for measurements of moved blocks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BLOCK_BYTES: Final = 4 * 2 * 8 * 16 * 64 * 4
 
 @contextmanager
 def planes(folder: Path, num_blocks: int, pools: Sequence[str], *flags: str) -> Iterator[str]:
-    """A control plane and pools with room for ``num_blocks`` twice; the address of the first.
-    ``flags``: of the data planes.
+    """Run a control plane and pools with room for ``num_blocks`` twice; yield the control plane's
+    address. ``flags``: of the data planes.
     """
     layout, port = folder / "layout.json", folder / "port"
     layout.write_text(json.dumps(asdict(LAYOUT)))

@@ -1,4 +1,4 @@
-"""All cases, and where each is measured."""
+"""All cases, and the worlds where each is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine: one session, whose steps are timed, whatever carries them to the control plane."""
+"""An engine: one session, whose steps are timed over any wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvplane.v1 import types_pb2 as tpb
 
 
 class Wire(Protocol):
-    """Carries one session's requests. Each call gives the answer and the seconds it took."""
+    """Carries one session's requests. Each call returns the answer and the seconds it took."""
 
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]: ...
 
@@ -20,11 +20,11 @@ class Wire(Protocol):
 
 
 class Engine:
-    """One session. Every plan gets its receipt at once, which goes with the next step. Steps may be
-    sent before others are answered.
+    """One session. Every plan gets its receipt at once, which the next step carries. Steps may be
+    sent before earlier ones are answered.
 
-    Ids of sequences begin at ``first_id``; they are the seeds of prompts too, so engines of one
-    pool begin far apart.
+    Ids of sequences begin at ``first_id``. They also seed the prompts, so engines of one pool begin
+    far apart.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Engine:
         self._last_plan = 0
 
     def new_ids(self, num: int) -> list[int]:
-        """Sequence ids that were not used before."""
+        """Return sequence ids that were not used before."""
         return list(itertools.islice(self._ids, num))
 
     async def step(self, *operations: cpb.Operation, is_receipted: bool = True) -> float:
-        """Seconds of a step that carries the receipts of those before. All of it must succeed.
+        """Take a step with earlier steps' receipts, all of which must succeed; return the seconds.
 
         ``is_receipted``: whether its plan gets a receipt.
         """
@@ -66,11 +66,11 @@ class Engine:
         return seconds
 
     async def settle(self) -> float:
-        """Seconds of a step without operations, which carries the receipt of the last one."""
+        """Return the seconds of a step without operations, which carries the last one's receipt."""
         return await self.step()
 
     async def abort(self) -> float:
-        """Seconds to abort the last plan, which has no receipt."""
+        """Abort the last plan, which has no receipt; return the seconds."""
         request = cpb.AbortPlanRequest(
             session=self._session, number=next(self._numbers), plan_number=self._last_plan
         )
@@ -81,13 +81,13 @@ class Pool(Protocol):
     """A pool that is ready."""
 
     async def engine(self) -> Engine:
-        """A session of its own."""
+        """Open a session of its own."""
         ...
 
 
 class World(Protocol):
-    """Where the control plane runs. ``name``: what its rows begin with. ``gc_s``: pauses of its
-    garbage collector while there was a pool, in seconds.
+    """Where the control plane runs. ``name``: prefix of its rows. ``gc_s``: garbage collector
+    pauses while there was a pool, in seconds.
     """
 
     name: str
@@ -96,5 +96,5 @@ class World(Protocol):
     def pool(
         self, num_device_blocks: int, num_host_blocks: int = 0
     ) -> AbstractAsyncContextManager[Pool]:
-        """A control plane of its own, with one pool."""
+        """Run a control plane of its own, with one pool."""
         ...

@@ -2,8 +2,8 @@
 
     python -m benchmarks.control_plane.gc_pauses FILE on|off FLAGS
 
-runs ``python -m control_plane FLAGS`` with the collector on or off, and when that ends writes the
-pauses to FILE.
+runs ``python -m control_plane FLAGS`` with the collector on or off, and writes the pauses to FILE
+when it ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Pauses:
 
 
 def main() -> None:
-    """Run a control plane until it is told to stop, or whoever started it is gone."""
+    """Run a control plane until a signal stops it or its parent process is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     out, state = Path(sys.argv.pop(1)), sys.argv.pop(1)
     if state == "off":

@@ -1,7 +1,7 @@
 """The control plane's core in this process: packed requests in, packed answers out.
 
-What is timed is what the gRPC service does for a request before it answers: parse it, call the
-core, ask whom else it concerns, and serialise the answer.
+Timed is the gRPC service's work for a request before it answers: parse it, call the core, collect
+the notified sessions, and serialise the answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CorePool:
     """A core with one pool, and all its sessions."""
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int = 0) -> None:
-        """The pool is ready when its report was given by ``report``."""
+        """Make the pool, which is ready once ``report`` has given its report."""
         self.core = ControlPlane(
             incarnation=time.time_ns(), config=CoreConfig(lease_s=3600.0), clock=time.monotonic
         )
@@ -39,16 +39,16 @@ class CorePool:
         self.on_outgoing: Callable[[list[cpb.RegisterResponse]], None] = lambda outgoing: None
         """Gets the messages for the data plane."""
         self.announce_s: list[float] = []
-        """Seconds that it took to tell the data plane what a step published, after its answer."""
+        """Seconds that it took to send the data plane a step's publications, after its answer."""
 
     def report(self, part: bytes) -> float:
-        """Seconds to take a part of the data plane's report, a serialised RegisterRequest."""
+        """Take a part of the data plane's report, a serialised RegisterRequest; return seconds."""
         began = time.perf_counter()
         self.core.report(POOL, 0, EPOCH, cpb.RegisterRequest.FromString(part).report)
         return time.perf_counter() - began
 
     def work(self) -> float | None:
-        """Seconds that a slice of the core's long work takes; None when nothing is left."""
+        """Do a slice of the core's long work; return its seconds, or None when nothing is left."""
         began = time.perf_counter()
         self.core.take_notified()
         if not self.core.has_work():
@@ -107,11 +107,11 @@ class CorePool:
         return seconds
 
     def num_touched(self) -> int:
-        """How often a block of the pool, or an entry of its index, was looked at so far."""
+        """Return how often a block of the pool or an entry of its index was looked at so far."""
         return sum(group.num_touched for group in self.core._pools[POOL].groups)
 
     def description(self) -> cpb.DescribePoolResponse:
-        """The pool as it is now."""
+        """Return the pool's present description."""
         return self.core.describe_pool(POOL)
 
 

@@ -27,15 +27,15 @@ _TEXT: Final = array("i", random.Random(0).choices(range(128_000), k=_TEXT_TOKEN
 
 
 def prompt(seed: int, num_tokens: int) -> bytes:
-    """Packed token ids, at most 32,768, which differ from those of any other seed in the first
-    block already.
+    """Return packed token ids, at most 32,768. Prompts of different seeds differ in the first
+    block.
     """
     start = seed * 9_973 % (_TEXT_TOKENS // 2)
     return array("i", [seed]).tobytes() + _TEXT[start + 1 : start + num_tokens].tobytes()
 
 
 def hello(num_device_blocks: int, num_host_blocks: int) -> cpb.Hello:
-    """The one shard of the pool."""
+    """Return the Hello of the pool's one shard."""
     return cpb.Hello(
         protocol=protocol.supported(),
         pool_id=POOL,
@@ -49,7 +49,7 @@ def hello(num_device_blocks: int, num_host_blocks: int) -> cpb.Hello:
 
 
 def open_session() -> cpb.OpenSessionRequest:
-    """A session on the pool."""
+    """Return a request for a session on the pool."""
     return cpb.OpenSessionRequest(
         pool_id=POOL, protocol=protocol.supported(), layout=LAYOUT.to_proto()
     )
@@ -58,7 +58,7 @@ def open_session() -> cpb.OpenSessionRequest:
 def receipt(
     key: bytes, session: tpb.SessionRef, number: int, plan: tpb.SignedPayload
 ) -> tpb.SignedPayload:
-    """The data plane's statement that the plan of step ``number`` ran."""
+    """Return the data plane's signed statement that the plan of step ``number`` ran."""
     payload = tpb.Receipt(
         version=protocol.PAYLOAD_VERSION,
         session=session,
@@ -72,7 +72,7 @@ def receipt(
 
 
 def report_part(publications: tpb.Publications) -> cpb.BlockReport:
-    """Blocks that were published, with their generations, as a part of a report."""
+    """Return a part of a report: published blocks with their generations."""
     blocks = tpb.Blocks(
         tier=tpb.TIER_DEVICE,
         indices=publications.indices,
@@ -94,12 +94,12 @@ class Decoding:
         self._num_steps = 0
 
     def admits(self) -> list[cpb.Operation]:
-        """The operations that start the sequences."""
+        """Return the operations that start the sequences."""
         pairs = zip(self.ids, self._num_tokens, strict=True)
         return [ops.admit(i, prompt(i, num_tokens)) for i, num_tokens in pairs]
 
     def append(self) -> cpb.Operation:
-        """The next token of each."""
+        """Return an append of the next token of each."""
         num, step = len(self.ids), self._num_steps
         self._num_steps += 1
         positions = [num_tokens + step for num_tokens in self._num_tokens]

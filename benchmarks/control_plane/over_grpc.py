@@ -65,7 +65,7 @@ class Connection:
     """A channel to a control plane, on which engines open sessions."""
 
     def __init__(self, address: str, key: bytes, *, first_engine: int = 0) -> None:
-        """``key``: the pool's. ``first_engine``: engines of other processes that come before."""
+        """``key``: the pool's. ``first_engine``: number of engines of other processes before."""
         self.address = address
         self.key = key
         self.stub: Any = None
@@ -80,7 +80,7 @@ class Connection:
         await self._channel.close()
 
     async def wait_ready(self) -> cpb.DescribePoolResponse:
-        """The pool's description as soon as it can be used."""
+        """Return the pool's description as soon as it can be used."""
         request = cpb.DescribePoolRequest(pool_id=messages.POOL)
         while not (description := await self.stub.DescribePool(request)).ready:
             await asyncio.sleep(0.002)
@@ -101,7 +101,7 @@ class DataPlane:
         self._hello = hello
 
     async def __aenter__(self) -> DataPlane:
-        """Registers. The pool is ready after ``report``."""
+        """Register. The pool is ready after ``report``."""
         self._tasks: list[asyncio.Task[None]] = []
         self._channel = open_channel(self._address, None)
         serialize = cpb.RegisterRequest.SerializeToString
@@ -120,7 +120,7 @@ class DataPlane:
         await self._channel.close()
 
     async def report(self, parts: Iterable[cpb.RegisterRequest]) -> None:
-        """Send a report, and follow the stream when it was accepted."""
+        """Send a report, and follow the stream once it was accepted."""
         for part in parts:
             await self._stream.write(part)
         if not (await self._read()).HasField("report_accepted"):
@@ -128,7 +128,7 @@ class DataPlane:
         self._tasks = [asyncio.create_task(self._drain()), asyncio.create_task(self._beat())]
 
     async def read(self) -> bytes:
-        """The next message, packed; only where no report was accepted on the stream."""
+        """Return the next message, packed; only where no report was accepted on the stream."""
         packed: bytes = await self._stream.read()
         return packed
 
@@ -149,8 +149,8 @@ class Server:
     """A control plane that runs as a process for as long as a block of code."""
 
     def __init__(self, world: OverGrpc, *flags: str) -> None:
-        """The world gets its pauses at the end: those after ``count_pauses`` was called. ``flags``:
-        more of the program.
+        """At its end the world gets the pauses since ``count_pauses``. ``flags``: more of the
+        program.
         """
         self._world = world
         self._flags = flags

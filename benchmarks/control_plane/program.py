@@ -5,12 +5,12 @@
 
 ``core/CASE``: packed request bytes in, parsed, planned, and the signed plan encoded into the
 answer's bytes; all of that is timed. ``grpc/CASE``: a Step on a stream, from the request message to
-the parsed answer, with the server in another process. Receipts are signed and verified. Every step
-has content of its own, so nothing is memoised. The data plane is simulated. The clients run as our
-engines do: on uvloop, and without gRPC's EventEngine unless GRPC_EXPERIMENTS says otherwise.
+the parsed answer, with the server in another process. Receipts are signed and verified. No two
+steps have the same content, so nothing is memoised. The data plane is simulated. The clients run as
+our engines do: on uvloop, and without gRPC's EventEngine unless GRPC_EXPERIMENTS says otherwise.
 
-On a machine that others share, ``--rounds`` measures all cases so often, by turns. Of each row the
-round with the best median is given, and the median of all rounds' medians beside it.
+``--rounds`` measures all cases that often, by turns, for machines that others share. Each row shows
+the round with the best median, and the median of all rounds' medians.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
 async def measure(
     only: str, *, quick: bool
 ) -> tuple[list[dict[str, object]], list[dict[str, str]]]:
-    """The rows of the cases whose names ``only`` is found in, and the cases that were skipped."""
+    """Measure the cases whose names ``only`` matches. Return their rows, and the skipped cases."""
     rows: list[dict[str, object]] = []
     skipped: list[dict[str, str]] = []
     sizes = QUICK if quick else FULL

@@ -35,13 +35,13 @@ async def hit_free_32k_pool100k(world: World, sizes: Sizes) -> list[Row]:
 
 async def miss_32k(world: World, sizes: Sizes) -> list[Row]:
     """Admit a new prompt to a pool that is full of others; each step carries the receipt of the
-    one before, and so publishes the prompt before.
+    step before, and so publishes that step's prompt.
     """
     return await _misses("miss_32k", world, sizes)
 
 
 async def miss_32k_followed(world: World, sizes: Sizes) -> list[Row]:
-    """``miss_32k`` while somebody follows the index, so that each change of it is kept."""
+    """Run ``miss_32k`` while a follower of the index makes the pool keep each change."""
     return (await _misses("miss_32k_followed", world, sizes))[:1]
 
 
@@ -70,7 +70,7 @@ async def _misses(name: str, world: World, sizes: Sizes) -> list[Row]:
 
 
 async def miss_32k_parts(world: World, sizes: Sizes) -> list[Row]:
-    """The two parts of ``miss_32k``: the admission, and the receipt that publishes it."""
+    """Measure the two parts of ``miss_32k``: the admission, and the receipt that publishes it."""
     admit_s, receipt_s = [], []
     async with world.pool(sizes.num_pool_blocks) as pool:
         engine = await pool.engine()
@@ -87,7 +87,7 @@ async def miss_32k_parts(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def empty_step(world: World, sizes: Sizes) -> list[Row]:
-    """A step that changes nothing: what carrying it costs."""
+    """Take a step that changes nothing: the cost of carrying it."""
     async with world.pool(sizes.num_pool_blocks) as pool:
         engine = await pool.engine()
         seconds = [await engine.step() for _ in range(sizes.num_decode_steps)]
@@ -95,7 +95,7 @@ async def empty_step(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def decode_step_256(world: World, sizes: Sizes) -> list[Row]:
-    """One token for each of 256 sequences, and the receipt of the step before."""
+    """Append one token to each of 256 sequences, with the receipt of the step before."""
     async with world.pool(sizes.num_pool_blocks) as pool:
         engine = await pool.engine()
         decoding = Decoding(engine.new_ids(_NUM_DECODING))
@@ -138,8 +138,8 @@ async def swap_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
-    """Abort a decode step of 256 sequences of 2,048 blocks each; the next step's plan says what
-    all tables are. Before that, once, abort the admissions themselves; the next step computes all
+    """Abort a decode step of 256 sequences of 2,048 blocks each; the next step's plan has all
+    tables whole. Before that, once, abort the admissions themselves; the next step computes all
     prompts again.
     """
     name, num = "abort_256x2048", sizes.num_aborted_sequences
@@ -175,7 +175,7 @@ async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def announce_32k(world: World, sizes: Sizes) -> list[Row]:
-    """Collect and serialise what the data plane is sent of a published prompt, after the answer."""
+    """Collect and serialise the publications of a prompt for the data plane, after the answer."""
     async with world.pool(sizes.num_pool_blocks) as pool:
         assert isinstance(pool, CorePool), "measured in process only"
         engine = await pool.engine()
@@ -199,7 +199,7 @@ async def _hits(name: str, engine: Engine, seeds: list[int], sizes: Sizes) -> Ro
 
 
 async def _fill(engine: Engine, sizes: Sizes) -> list[int]:
-    """Publish prompts until a pool holds no other; their seeds."""
+    """Publish prompts until a pool holds no other; return their seeds."""
     num_usable = sizes.num_pool_blocks * 98 // 100  # admissions leave some blocks free
     seeds = engine.new_ids(num_usable // sizes.prompt_blocks)
     for seed in seeds:

@@ -1,8 +1,8 @@
 """Steps per second of 64 sequences with many engines, and one engine beside another's prompts.
 
-Over gRPC the engines are spread over processes of their own, one fewer than there are cores, in
-which each sends its next step when it has the answer to the last one; an engine that plans ahead,
-when it has the answer to the one before; a paced one, when that is due besides.
+Over gRPC the engines are spread over processes of their own, one fewer than there are cores. Each
+sends its next step when it has the answer to the last one. An engine that plans ahead sends it when
+it has the answer to the one before the last; a paced engine also waits until the step is due.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _BARRIER_TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Client:
-    """What one client process does. ``prompt_tokens``: of prompts admitted without pause; 0 for
-    decode steps. ``num_steps_ahead``: an engine's decode steps on the way at a time. ``period_s``:
-    an engine's next step is due so long after the one before was; 0: it is due at once.
+    """The work of one client process. ``prompt_tokens``: length of prompts admitted without pause;
+    0 for decode steps. ``num_steps_ahead``: most unanswered steps of an engine. ``period_s``:
+    seconds between an engine's due times; 0: a step is due at once.
     """
 
     address: str
@@ -57,7 +57,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Samples:
-    """Steps of a client: when each was answered, and how long it took. The client was at work from
+    """Steps of a client: when each was answered, and its latency. The client was at work from
     ``begin_s`` to ``end_s``, on a clock that processes share.
     """
 
@@ -67,7 +67,7 @@ class Samples:
     seconds: array[float]
 
     def add(self, seconds: float) -> bool:
-        """Add a step that was answered now; returns whether there is time for another."""
+        """Add a step that was answered now; return whether there is time for another."""
         now_s = time.perf_counter()
         self.ends_s.append(now_s)
         self.seconds.append(seconds)
@@ -78,12 +78,12 @@ _barrier: Any = None
 
 
 def rate_name(num_engines: int) -> str:
-    """The name of the case of so many engines."""
+    """Return the case's name for so many engines."""
     return f"steps_per_s_{num_engines}_engine" + ("s" if num_engines > 1 else "")
 
 
 async def steps_per_s(world: World, sizes: Sizes, num_engines: int) -> list[Row]:
-    """Decode steps of 64 sequences each, with the receipts of the steps before."""
+    """Measure decode steps of 64 sequences each, with the receipts of the steps before."""
     name = rate_name(num_engines)
     async with world.pool(_NUM_POOL_BLOCKS) as pool:
         if not isinstance(pool, Connection):
@@ -94,8 +94,8 @@ async def steps_per_s(world: World, sizes: Sizes, num_engines: int) -> list[Row]
 
 
 async def steps_per_s_paced(world: World, sizes: Sizes) -> list[Row]:
-    """Decode steps of 64 sequences each, 5,000 a second of all engines together. A step that is
-    sent late, as the one before had no answer, counts from when it was due.
+    """Measure decode steps of 64 sequences each, 5,000 a second over all engines. A step that is
+    sent late, because the one before had no answer, counts from when it was due.
     """
     assert isinstance(world, OverGrpc), "measured over gRPC only"
     name = f"{rate_name(_NUM_PACED_ENGINES)}_paced"
@@ -107,7 +107,7 @@ async def steps_per_s_paced(world: World, sizes: Sizes) -> list[Row]:
 
 
 def _clients(pool: Connection, sizes: Sizes, num_engines: int) -> list[Client]:
-    """The engines' processes."""
+    """Return the clients that the engines are spread over."""
     num_processes = max(1, min(num_engines, (os.cpu_count() or 2) - 1))
     shares = [len(range(i, num_engines, num_processes)) for i in range(num_processes)]
     firsts = itertools.accumulate(shares, initial=0)
@@ -118,8 +118,8 @@ def _clients(pool: Connection, sizes: Sizes, num_engines: int) -> list[Client]:
 
 
 async def steps_per_s_1_engine_ahead(world: World, sizes: Sizes) -> list[Row]:
-    """Decode steps of 64 sequences of one engine that sends a step while the one before is planned,
-    as engines do that plan the next step while this one computes.
+    """Measure decode steps of 64 sequences of one engine that sends a step while the one before is
+    planned, as engines do that plan the next step while this one computes.
     """
     assert isinstance(world, OverGrpc), "measured over gRPC only"
     name = f"{rate_name(1)}_ahead"
@@ -130,7 +130,7 @@ async def steps_per_s_1_engine_ahead(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def decode_beside_32k_admissions(world: World, sizes: Sizes) -> list[Row]:
-    """A decode step of 64 sequences, while another engine admits prompts without pause."""
+    """Measure a decode step of 64 sequences while another engine admits prompts without pause."""
     assert isinstance(world, OverGrpc), "measured over gRPC only"
     name = "decode_beside_32k_admissions"
     async with world.pool(_NUM_POOL_BLOCKS) as pool:
@@ -141,7 +141,7 @@ async def decode_beside_32k_admissions(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def _rate_in_process(name: str, engines: Sequence[Engine], sizes: Sizes) -> Row:
-    """The rate that the core's time alone allows; engines by turns."""
+    """Return the rate that the core's time alone allows, engines by turns."""
     decodings = [await _start(engine) for engine in engines]
     seconds = []
     for _ in range(sizes.num_rate_steps // len(engines)):
@@ -216,7 +216,7 @@ async def _decode(engine: Engine, decoding: Decoding, samples: Samples, num_ahea
 async def _decode_paced(
     engine: Engine, decoding: Decoding, samples: Samples, period_s: float, first_due_s: float
 ) -> None:
-    """Without a round's end: the pool has blocks for all steps."""
+    """Decode until the time is over, without freeing: the pool has blocks for all steps."""
     for due_s in itertools.count(first_due_s, period_s):
         # Timers have whole milliseconds: a step is sent a little early rather than late.
         await asyncio.sleep(max(0, int(1e3 * (due_s - time.perf_counter()))) / 1e3)
@@ -226,7 +226,7 @@ async def _decode_paced(
 
 
 async def _admit(engine: Engine, num_tokens: int, samples: Samples) -> None:
-    """Each step frees the prompt before and admits a new one."""
+    """Free the prompt before and admit a new one in each step."""
     operations: list[cpb.Operation] = []
     while True:
         (sequence_id,) = engine.new_ids(1)
@@ -241,7 +241,7 @@ def _latencies(name: str, samples: Sequence[Samples]) -> Row:
 
 
 def _rate(name: str, samples: Sequence[Samples]) -> Row:
-    """All engines' steps per second, in windows of the time in which all were at work."""
+    """Return all engines' steps per second, by windows of the time in which all were at work."""
     begin_s = max(each.begin_s for each in samples)
     end_s = min(each.end_s for each in samples)
     ends_s = sorted(end for each in samples for end in each.ends_s)

@@ -1,5 +1,5 @@
-"""How long a control plane takes to learn a million published blocks from a report, to send them
-again, and to forget them.
+"""Measures how long a control plane takes to learn a million published blocks from a report, to
+send them again, and to forget them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIRST_BLOCK = prompt(0, BLOCK_SIZE_TOKENS)  # of all prompts
 
 
 async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
-    """Parts of 2,048 blocks until the pool is ready, and the longest time that others wait."""
+    """Measure reports in parts of 2,048 blocks, and the longest time that others wait."""
     num_entries = sizes.num_rebuilt_prompts * sizes.prompt_blocks + 1
     num_blocks = num_entries + num_entries // 32
     parts = await published(num_blocks, sizes)
@@ -89,7 +89,7 @@ def _check(description: cpb.DescribePoolResponse, num_entries: int) -> None:
 
 
 async def published(num_blocks: int, sizes: Sizes) -> list[cpb.RegisterRequest]:
-    """A report of prompts, which a control plane published in a pool of ``num_blocks``."""
+    """Return a report of prompts, which a control plane published in a pool of ``num_blocks``."""
     publications: list[cpb.PublishBlocks] = []
 
     def keep(outgoing: list[cpb.RegisterResponse]) -> None:

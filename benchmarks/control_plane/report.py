@@ -14,10 +14,10 @@ from benchmarks.common.cpu import cpu_name
 
 MICROSECONDS: Final = "us"
 STEPS_PER_S: Final = "steps/s"
-# Units of which more is better.
+# Units where a higher figure is better.
 _RATES: Final = {STEPS_PER_S}
 
-# For the median, by the row's name.
+# Goals for the median, by the row's name.
 GOALS: Final = {
     "core/hit_in_use_32k": 150.0,
     "core/miss_32k": 200.0,
@@ -76,20 +76,20 @@ class Row:
 
     @classmethod
     def of_seconds(cls, name: str, seconds: Sequence[float], unit: str = MICROSECONDS) -> Row:
-        """Latencies, in microseconds."""
+        """Return a row of latencies, in microseconds."""
         p50, p99 = (1e6 * quantile(seconds, q) for q in (0.5, 0.99))
         return cls(name, unit, p50, p99, len(seconds))
 
     @classmethod
     def of_one(cls, name: str, unit: str, value: float) -> Row:
-        """A figure that was measured once."""
+        """Return a row of a figure that was measured once."""
         return cls(name, unit, value, value, 1)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rows of one case in one world. ``gc_s``: pauses of the garbage collector of the process
-    that the control plane was in, while there was a pool.
+    """The rows of one case in one world. ``gc_s``: garbage collector pauses, while there was a
+    pool, of the process that the control plane ran in.
     """
 
     world: str
@@ -97,7 +97,7 @@ class Outcome:
     gc_s: Sequence[float] = ()
 
     def as_json(self) -> list[dict[str, object]]:
-        """The rows, for programs."""
+        """Return the rows, for programs."""
         rows = []
         for row in self.rows:
             name = f"{self.world}/{row.name}"
@@ -119,8 +119,8 @@ class Outcome:
 
 
 def best_of(rounds: Sequence[Sequence[dict[str, object]]]) -> list[dict[str, object]]:
-    """Of rows of ``Outcome.as_json``, for each name that of the round with the best ``p50``. Where
-    there are several rounds it has ``median_p50`` too, the median of all of them.
+    """Return for each name the row, of ``Outcome.as_json``'s, of the round with the best ``p50``.
+    With several rounds it also has ``median_p50``, the median of all of them.
     """
     by_name: dict[str, list[dict[str, object]]] = {}
     for row in (row for rows in rounds for row in rows):
@@ -136,13 +136,13 @@ def best_of(rounds: Sequence[Sequence[dict[str, object]]]) -> list[dict[str, obj
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """A quantile by the nearest rank."""
+    """Return a quantile by the nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
-    """Rows of ``Outcome.as_json`` as lines, goals beside the figures."""
+    """Return rows of ``Outcome.as_json`` as lines, with goals beside the figures."""
     head = ("", "unit", "p50", "goal", "p99", "goal", "gc pauses", "longest, us")
     lines = [head, *map(_cells, rows)]
     if any("median_p50" in row for row in rows):
@@ -187,7 +187,7 @@ def _number(value: object) -> str:
 
 
 def machine() -> dict[str, object]:
-    """The machine that this runs on."""
+    """Return the machine that this runs on."""
     return {
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),

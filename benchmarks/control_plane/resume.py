@@ -1,5 +1,5 @@
-"""How long a control plane takes to send a million publications again, to a data plane whose stream
-broke, and how long others wait meanwhile.
+"""Measures how long a control plane takes to send a million publications again, to a data plane
+whose stream broke, and how long others wait meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME: Final = "resume_1M_blocks"
 
 
 def in_process(pool: CorePool, num_blocks: int, num_entries: int) -> list[Row]:
-    """The calls of a pool that is built, in processor time of the thread."""
+    """Measure the calls for a full pool, in processor time of the thread."""
     hello = _hello(num_blocks, pool.core.incarnation, pool.key)
     pool.core.disconnect(POOL, 0, EPOCH)
     drop_leftovers()
@@ -51,7 +51,7 @@ def in_process(pool: CorePool, num_blocks: int, num_entries: int) -> list[Row]:
 async def over_grpc(
     connection: Connection, data_plane: DataPlane, num_blocks: int, num_entries: int
 ) -> list[Row]:
-    """Until the data plane has read everything. Another caller asks all the time."""
+    """Measure until the data plane has read everything, while another caller asks all the time."""
     hello = _hello(num_blocks, data_plane.welcome.incarnation, data_plane.key)
     drop_leftovers()
     async with (
@@ -72,7 +72,7 @@ async def over_grpc(
 
 @asynccontextmanager
 async def waits_of_another(stub: Any) -> AsyncIterator[list[float]]:
-    """Seconds that another caller, who asks all the time, waits for each answer meanwhile."""
+    """Collect the seconds that another caller, who asks all the time, waits for each answer."""
     waits_s: list[float] = []
     asking = asyncio.create_task(_ask_again_and_again(stub, waits_s))
     try:
@@ -80,7 +80,7 @@ async def waits_of_another(stub: Any) -> AsyncIterator[list[float]]:
     finally:
         asking.cancel()
         with suppress(asyncio.CancelledError):
-            await asking  # or its last wait would include what this process does next
+            await asking  # or its last wait would include this process's next work
 
 
 async def _ask_again_and_again(stub: Any, waits_s: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""What a block costs in pools of 1,000 to 1,000,000 blocks, in time and in memory."""
+"""Measures the cost of a block in pools of 1,000 to 1,000,000 blocks, in time and in memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _TOUCHED: Final = "looks/block"
 
 
 async def scale(world: World, sizes: Sizes) -> list[Row]:
-    """Admissions of 256 blocks and decode steps of 64 sequences in pools full of cached prompts,
-    and how many times as much the largest pool costs as the smallest. Beside the time, how often
-    they look at a block or at an entry of the index.
+    """Measure admissions of 256 blocks and decode steps of 64 sequences in pools full of cached
+    prompts, and the ratio of the largest pool's cost to the smallest's. Beside the time, count how
+    often they look at a block or at an entry of the index.
     """
     rows: list[Row] = []
     for num_blocks in sizes.scale_pools:
@@ -49,7 +49,7 @@ async def scale(world: World, sizes: Sizes) -> list[Row]:
 
 
 def _times(first: float, last: float) -> float:
-    """How many times as much; 1 where there was nothing to do, and is not."""
+    """Return how many times as much ``last`` is; for a ``first`` of 0 return 1 + ``last``."""
     return last / first if first else 1.0 + last
 
 
@@ -88,7 +88,7 @@ async def _costs(pool: CorePool, num_blocks: int, sizes: Sizes) -> list[Row]:
 async def _counted(
     pool: CorePool, operations: Sequence[Callable[[], Awaitable[float]]]
 ) -> tuple[list[float], list[int]]:
-    """What the operations return, and how often each looks at a block or an entry."""
+    """Return the operations' results, and how often each looks at a block or an entry."""
     seconds, touched = [], []
     for operation in operations:
         before = pool.num_touched()
@@ -102,7 +102,7 @@ async def _decode(engine: Engine, decoding: Decoding) -> float:
 
 
 async def _admit(engine: Engine, seed: int) -> float:
-    """Seconds to admit a prompt and to take its receipt; it is freed."""
+    """Admit a prompt, take its receipt and free it; return the seconds of the first two."""
     (sequence_id,) = engine.new_ids(1)
     seconds = await engine.step(ops.admit(sequence_id, prompt(seed, _PROMPT_TOKENS)))
     seconds += await engine.settle()
@@ -122,7 +122,7 @@ def _touched(name: str, touched: Sequence[int], num_blocks: int) -> Row:
 
 
 async def memory(world: World, sizes: Sizes) -> list[Row]:
-    """Memory of a block, and of what a published one has besides, its tokens included."""
+    """Measure the bytes of a block, and the additional ones of its publication and tokens."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
         loop = asyncio.get_running_loop()
@@ -134,13 +134,13 @@ async def memory(world: World, sizes: Sizes) -> list[Row]:
 
 
 def _measure_memory(sizes: Sizes) -> tuple[float, float]:
-    """Bytes per block and per published block, in this process, which does nothing else."""
+    """Measure bytes per block and per published block, in this process, which does nothing else."""
     return asyncio.run(_fill_and_measure(sizes))
 
 
 async def _fill_and_measure(sizes: Sizes) -> tuple[float, float]:
     async with InProcess().pool(1_000) as small:
-        await _admit(await small.engine(), 1)  # what a first use takes, once
+        await _admit(await small.engine(), 1)  # memory of a first use, once
     num_entries = sizes.num_rebuilt_prompts * sizes.prompt_blocks
     num_blocks = num_entries + num_entries // 32
     before = _resident_bytes()
@@ -160,7 +160,7 @@ async def _fill_and_measure(sizes: Sizes) -> tuple[float, float]:
 
 
 async def memory_per_session(world: World, sizes: Sizes) -> list[Row]:
-    """Memory of a session that has admitted a cached prompt which others have too."""
+    """Measure the memory of a session that has admitted a cached prompt which others have too."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
         loop = asyncio.get_running_loop()
@@ -189,7 +189,7 @@ async def _admit_and_measure(sizes: Sizes) -> float:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process, without what it could give back."""
+    """Return this process's memory, without the part that it could return to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])

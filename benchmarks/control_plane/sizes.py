@@ -1,4 +1,4 @@
-"""How much is measured."""
+"""The sizes of the measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS
 
 @dataclass(frozen=True)
 class Sizes:
-    """The defaults are what the names of the cases say; ``QUICK`` only shows that they run."""
+    """The defaults are those in the names of the cases; ``QUICK`` only shows that they run."""
 
     prompt_blocks: int = 2_048
     num_pool_blocks: int = 100_000

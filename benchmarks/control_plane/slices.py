@@ -1,6 +1,6 @@
-"""Cases of requests that take long: how long the longest of their slices holds others up.
+"""Cases of long requests: how long the longest of their slices delays others.
 
-In processor time of the thread, so that other work on the machine does not count.
+Seconds are processor time of the thread, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FORKS_A_STEP = 4_000
 
 
 async def slices(world: World, sizes: Sizes) -> list[Row]:
-    """Resync, abort and end a session of many forks; compute long prompts again after an abort,
-    publish them, and send their tables whole by a Resync; swap many prompts out, and abort that,
-    plan it again, receipt it and end the session: the longest slice of each. Without the request's
-    bytes and the answer's.
+    """Measure the longest slice of each of these: Resync, abort and end a session of many forks;
+    compute long prompts again after an abort, publish them, and send their tables whole by a
+    Resync; swap many prompts out, and abort that, plan it again, receipt it and end the session.
+    The request's and the answer's bytes do not count.
     """
     rows = []
     for name in ("resync", "abort", "close"):
@@ -81,7 +81,7 @@ async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
 
 
 async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, float, float]:
-    """Of so many prompts; one message holds 64 of 32,768 tokens unless it may be larger."""
+    """Compute, publish and send ``num`` prompts; one message holds 64 of 32,768 tokens or more."""
     async with world.pool(num * (sizes.prompt_blocks + 1) * 17 // 16) as pool:
         assert isinstance(pool, CorePool), "measured in process only"
         engine = await pool.engine()
@@ -135,14 +135,14 @@ async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
 
 
 def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
-    """The only session of the pool, and its next number."""
+    """Return the only session of the pool, and its next number."""
     (session,) = pool.core._sessions.values()
     return session.ref, session.numbers.last + 1
 
 
 def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
-    """The answer, and the seconds of the longest slice: all of it where the server answers a small
-    request at once.
+    """Return the answer, and the seconds of the longest slice: of the whole request where the
+    server answers a small one at once.
     """
     if not pool.core.takes_long(request):
         began_s = time.thread_time()

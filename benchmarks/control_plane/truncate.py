@@ -1,4 +1,4 @@
-"""The case that gives back rejected speculative tokens."""
+"""The case that drops rejected speculative tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_ACCEPTED_TOKENS = 2
 
 async def truncate(world: World, sizes: Sizes) -> list[Row]:
     """Shorten each of 256 sequences by 3 of 5 tokens that the step before computed; the step
-    carries that one's receipt.
+    carries that step's receipt.
     """
     async with world.pool(sizes.num_pool_blocks) as pool:
         engine = await pool.engine()

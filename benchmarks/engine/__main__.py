@@ -8,11 +8,10 @@ Sides: ``generate``, transformers' padded batch; ``generate_batch``, its continu
 ``plane_cache``, generate on a PlaneCache; ``embedded``, the engine with a data plane in this
 process; ``remote``, the engine with one beside it. All compute in this process with the same linear
 layers, and take turns: every run has new prompts, which each side answers before the next run.
-Models are random and made for this, in float32. ``service``: the share of an embedded decode step
-that is neither the model's own work nor the kernels that write and attend. Each number of threads
-is measured in a process of its own, because torch is told how its threads wait when it starts: as
-an engine with a remote data plane has it where ``remote`` is among the sides, else as an embedded
-one.
+Models are random, in float32. ``service``: the share of an embedded decode step that is neither the
+model's own work nor the kernels that write and attend. Each number of threads is measured in a
+process of its own, because torch reads how its threads wait when it starts: as for an engine with a
+remote data plane if ``remote`` is among the sides, else as for an embedded one.
 Each row is printed, and written to OUT, as soon as it is measured.
 """
 
@@ -60,14 +59,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run_each(numbers: Sequence[int], argv: Sequence[str]) -> None:
-    """Measure with each number of threads, one process after the other; their JSON as one."""
+    """Measure with each number of threads, in one process after the other, into one JSON file."""
     for place, number in enumerate(numbers):
         own = ["--threads", str(number), *(["--append"] if place else [])]
         subprocess.run([sys.executable, "-m", "benchmarks.engine", *argv, *own], check=True)
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure, print and write as it goes. Torch is imported here, once it is tuned."""
+    """Measure, print and write row by row. Torch is imported here, once it is tuned."""
     import torch
 
     from benchmarks.engine.measure import Rows, measure, print_row, workloads

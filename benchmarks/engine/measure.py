@@ -1,4 +1,4 @@
-"""Measures the sides on one workload after the other, and says how they stand."""
+"""Measures the sides on one workload after the other, and compares them with their goals."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from benchmarks.engine.sides import VOCABULARY, Prompts, Side
 from engine.threads import waiting
 from kvplane.sync.short_thread import call_in_short_thread
 
-# What a ratio of tokens a second is to be, at which batches; None: at all.
+# Goals for ratios of tokens a second, by batch; None: all batches.
 GOALS: tuple[tuple[str, str, float, tuple[int, ...] | None], ...] = (
     ("embedded", "generate", 1.0, None),
     ("embedded", "generate_batch", 1.0, None),
     ("remote", "embedded", 0.8, (8,)),
 )
 PREFIX_GOAL = ("embedded", "generate", 2.0)
-# The service's share of a step is to be at most this, by model and batch.
+# The most that the service's share of a step may be, by model and batch.
 SHARE_GOALS = {("31m", 1): 0.20, ("197m", 8): 0.10}
-# Tokens that each prompt is continued by: fewer where a step takes long.
+# New tokens of each prompt: fewer where a step takes long.
 NUM_NEW = {"tiny": 32, "31m": 48, "197m": 24}
 
 
@@ -46,7 +46,7 @@ class Workload:
     num_new: int
 
     def prompts(self, seed: int) -> Prompts:
-        """Of lengths that differ, so that a padded batch has padding."""
+        """Return prompts of different lengths, so that a padded batch has padding."""
         generator = torch.Generator().manual_seed(seed)
 
         def tokens(num: int) -> list[int]:
@@ -68,12 +68,12 @@ class Row:
     """Where a decode step of the embedded engine goes, if it is a side."""
 
     def tokens_per_s(self, side: str) -> float:
-        """The median run's."""
+        """Return the median run's rate."""
         num_tokens = self.workload.batch * self.workload.num_new
         return num_tokens / statistics.median(self.seconds[side])
 
     def goals(self) -> list[tuple[str, float, float]]:
-        """What is compared, how it stands, and how it should."""
+        """Return each comparison's name, its figure and its goal."""
         if self.workload.prefix:
             goals = [PREFIX_GOAL]
         else:
@@ -86,7 +86,7 @@ class Row:
 
     @property
     def share_goal(self) -> float | None:
-        """What the service's share is to be at most; None for no goal."""
+        """The most that the service's share may be; None for no goal."""
         if self.workload.prefix:
             return None
         return SHARE_GOALS.get((self.model, self.workload.batch))
@@ -100,8 +100,8 @@ def measure(
     num_runs: int,
     first_seed: int,
 ) -> Row:
-    """The first run warms up and is not counted. The sides take turns at being first. Each run has
-    a thread of its own, that no side computes beside the threads that torch keeps for another.
+    """Run the sides, taking turns at being first. The first run warms up and does not count. Each
+    run has a thread of its own, so that no side computes beside torch threads of another.
     """
     row = Row(model, workload, {name: [] for name in of}, dict.fromkeys(of, 0))
     for run in range(num_runs + 1):
@@ -122,7 +122,7 @@ def measure(
 
 
 def timed(side: Side, prompts: Prompts, num_new: int) -> tuple[Prompts, float]:
-    """A side's tokens, and the seconds that they took."""
+    """Return a side's tokens, and the seconds that they took."""
     with side() as answer:
         began_s = time.perf_counter()
         tokens = answer(prompts, num_new)
@@ -130,7 +130,7 @@ def timed(side: Side, prompts: Prompts, num_new: int) -> tuple[Prompts, float]:
 
 
 def print_row(row: Row) -> None:
-    """A workload's lines: tokens a second by side, then the goals."""
+    """Print a workload's lines: tokens a second by side, then the goals."""
     name = f"{row.model} {row.workload.name}"
     print(f"{name:28}" + "".join(f"{row.tokens_per_s(side):>15,.1f}" for side in row.seconds))
     num_runs = len(next(iter(row.seconds.values())))
@@ -147,17 +147,17 @@ def print_row(row: Row) -> None:
 
 
 class Rows:
-    """The figures, for programs. The file is whole after each row, whenever the run is cut off."""
+    """The figures, for programs. The file is complete after each row."""
 
     def __init__(self, file: Path | None, threads: int, linears: str, *, appends: bool) -> None:
-        """``file``: None for no file. ``appends``: to the rows that it has."""
+        """``file``: None for no file. ``appends``: keep the rows that the file has."""
         self._file, self._threads, self._linears = file, threads, linears
         self._rows: list[dict[str, Any]] = []
         if appends and file is not None and file.exists():
             self._rows = json.loads(file.read_text())["rows"]
 
     def add(self, row: Row) -> None:
-        """Add one, and write the file."""
+        """Add a row, and write the file."""
         self._rows.append(as_json(row, self._threads))
         if self._file is None:
             return
@@ -174,7 +174,7 @@ class Rows:
 
 
 def as_json(row: Row, threads: int) -> dict[str, Any]:
-    """A row as the file has it."""
+    """Return a row in the file's form."""
     return {
         "model": row.model,
         "threads": threads,
@@ -194,8 +194,8 @@ def as_json(row: Row, threads: int) -> dict[str, Any]:
 
 
 def workloads(model: str, batches: Sequence[int], part: int) -> list[Workload]:
-    """Those of a model: one part of the whole. The largest has no shared prefix, which would
-    take minutes to compute again and again.
+    """Return a model's workloads, in which each prefix is one part. The largest model has no shared
+    prefix, which would take minutes to compute again and again.
     """
     num_new = NUM_NEW[model] // part
     made = [Workload(f"decode, batch {n}", n, 0, num_new) for n in batches]

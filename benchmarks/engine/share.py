@@ -1,5 +1,5 @@
-"""Where an embedded engine's step goes, and the service's share of it: all but the model's own work
-and the kernels that write and attend.
+"""Measures the parts of an embedded engine's step, and the service's share: all but the model's own
+work and the kernels that write and attend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from engine import LLM
 
-# Parts of a step: by which methods of what. Model and layer calls are told apart below.
+# Parts of a step, by the methods that do them. Model and layer calls are separated below.
 _METHODS: Final = {
     "ask for the next plan": ("_core", "_ask"),
     "wait for a plan, apply it": ("_core", "_take_answer"),
@@ -42,8 +42,8 @@ class StepTimes:
         core.step = self._timed_step(core.step)
 
     def take(self, num_tokens: int) -> dict[str, float]:
-        """Mean seconds of each part, and of all, in the steps so far that computed so many tokens;
-        then they are forgotten. Not medians: a plan is asked for in one step of several.
+        """Return the mean seconds of each part, and of all, over the steps since the last call that
+        computed that many tokens. Not medians: one step of several asks for a plan.
         """
         steps = [parts for num, parts in self._steps if num == num_tokens]
         self._steps.clear()
@@ -85,5 +85,5 @@ class StepTimes:
 
 
 def service_share(parts: dict[str, float]) -> float:
-    """Of a step as ``StepTimes.take`` gives it."""
+    """Return the service's share of a step, which ``StepTimes.take`` returned."""
     return 1 - sum(parts[name] for name in OURS) / parts["all"]

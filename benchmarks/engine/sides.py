@@ -21,9 +21,9 @@ from kvplane.transformers import PlaneCache, close_planes
 
 VOCABULARY = 8192
 NUM_BLOCKS = 2048  # of 16 tokens
-# Packed weights have no versions that could be watched, so their prefixes are named here.
+# Packed weights have no versions to watch, so their prefixes are named here.
 POOL: Final = {"num_device_blocks": NUM_BLOCKS, "namespace": "packed"}
-NUM_PAGES = 128  # of 256 tokens: what transformers takes by itself
+NUM_PAGES = 128  # of 256 tokens, transformers' default
 MAX_POSITIONS = 1024
 # hidden, intermediate, layers, heads, KV heads
 MODELS = {
@@ -35,7 +35,7 @@ MODELS = {
 Prompts = list[list[int]]
 Answer = Callable[[Prompts, int], Prompts]
 Side = Callable[[], AbstractContextManager[Answer]]
-"""What has to be there while a side answers is made on entry, and ends before others answer."""
+"""A side's resources exist only inside its context, so that other sides answer without them."""
 
 
 def make_model(name: str, folder: Path) -> Path:
@@ -61,7 +61,7 @@ def make_model(name: str, folder: Path) -> Path:
 
 
 def load(folder: Path, linears: str) -> PreTrainedModel:
-    """For transformers' own sides."""
+    """Load a model for transformers' own sides."""
     model: PreTrainedModel = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train(False)
     if linears == "packed":
@@ -70,8 +70,8 @@ def load(folder: Path, linears: str) -> PreTrainedModel:
 
 
 def share_linears(model: PreTrainedModel, first: PreTrainedModel) -> PreTrainedModel:
-    """Have ``model`` compute with the linear layers of ``first``, in the same memory: the same
-    layers take up to a tenth longer in one place of it than in another. Returns ``model``.
+    """Make ``model`` compute with the linear layers of ``first``, in the same memory: the same
+    layers take up to a tenth longer in another place of it. Return ``model``.
     """
     of_first = dict(first.named_modules())
     for name, module in model.named_modules():
@@ -83,7 +83,7 @@ def share_linears(model: PreTrainedModel, first: PreTrainedModel) -> PreTrainedM
 
 
 def probe(model: PreTrainedModel) -> None:
-    """Start its planes, which its first cache does."""
+    """Start the model's planes, as its first cache does."""
     with torch.no_grad():
         PlaneCache(model, **POOL).close()
 
@@ -91,7 +91,7 @@ def probe(model: PreTrainedModel) -> None:
 def generate(
     model: PreTrainedModel, prompts: Prompts, num_new: int, *, on_planes: bool = False
 ) -> Prompts:
-    """A batch padded on the left."""
+    """Generate with a batch padded on the left."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -105,7 +105,7 @@ def generate(
 
 
 def answer_by(manager: Any, prompts: Prompts, num_new: int) -> Prompts:
-    """Continuous batching."""
+    """Answer by continuous batching."""
     ids = manager.add_requests(inputs=prompts, max_new_tokens=num_new)
     tokens: dict[str, list[int]] = {}
     while len(tokens) < len(ids):
@@ -116,7 +116,7 @@ def answer_by(manager: Any, prompts: Prompts, num_new: int) -> Prompts:
 
 
 def answer(llm: LLM, prompts: Prompts, num_new: int) -> Prompts:
-    """An engine."""
+    """Answer by an engine."""
     outputs = llm.generate(prompts, SamplingParams(max_tokens=num_new, ignore_eos=True))
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -125,7 +125,7 @@ def answer(llm: LLM, prompts: Prompts, num_new: int) -> Prompts:
 def sides(
     folder: Path, chosen: list[str], threads: int, linears: str
 ) -> Iterator[tuple[dict[str, Side], StepTimes | None]]:
-    """The chosen sides over one model, all with the same linear layers, and the times of the
+    """Return the chosen sides over one model, all with the same linear layers, and the times of the
     embedded engine's steps. Models are loaded in threads that end: see ``call_in_short_thread``.
     """
     times = None
@@ -171,7 +171,7 @@ def sides(
 
 @contextmanager
 def continuous_batching(model: PreTrainedModel) -> Iterator[Answer]:
-    """Transformers' manager, warm. The thread that it computes in ends with it."""
+    """Run transformers' manager, warmed up. Its compute thread ends with the context."""
     manager = model.continuous_batching_context_manager(  # type: ignore[operator]
         generation_config=GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def tables(figures: dict[str, Any]) -> str:
-    """Tokens a second by side with the goals, and where a decode step goes."""
+    """Return tokens a second by side with the goals, and the parts of a decode step."""
     rows = figures["rows"]
     sides = list(rows[0]["tokens_per_s"])
     whats = list(dict.fromkeys(goal["what"] for row in rows for goal in row["goals"]))
@@ -37,7 +37,7 @@ def tables(figures: dict[str, Any]) -> str:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """The first cell of a line."""
+    """Return the first cell of a row."""
     threads = f", {row['threads']} threads" if "threads" in row else ""  # older files have none
     return f"{row['model']}{threads}, {row['workload']['name']}"
 

@@ -1,19 +1,18 @@
-"""What the kernels should reach, by a model of their time, before any GPU has run them.
+"""Estimates by a model of their time what the kernels should reach on hardware.
 
     python -m benchmarks.gpu.estimate [--copy-gb-s 4400] [--multiprocessors 132]
 
-A call reads each key and value once at the copy bandwidth. Beside that it takes 5 to 9 µs, more
-over 8-bit pages and for heads of 64 and 256: for the launches and the combination of splits, and
-for the rings of tiles, which fill and drain once in each block. The plan is not in it: a step makes
-one for all of its layers, in 2 to 4 µs, more for many sequences. A block alone reads 22 to 25 GB/s,
-of 8 bits 14 to 16, because finding rows and starting copies takes its warps longer than memory
-does: an item of 512 tokens takes 11 µs, and a batch of few items no less. Products take their time
-at 200 to 280 TFLOP/s. A prefix that decodes share is read once for each 32 rows of a KV head, and
-partial results are written and read, as many as without sharing. Prints the estimate of each case
-that has a target, beside its goal: for an H200, unless other figures are given.
-benchmarks.gpu.measure prints them for the device that it runs on, by its own copy bandwidth, before
-it measures any attention. If hardware shows other times, the model is wrong, and with it what
-docs/cuda.md says about speed.
+A call reads each key and value once at the copy bandwidth. It takes another 5 to 9 µs, more over
+8-bit pages and for heads of 64 and 256, for launches, for combining splits, and for the rings of
+tiles, which fill and drain once in each block. The plan is excluded: a step makes one for all of
+its layers, in 2 to 4 µs, more for many sequences. A block alone reads 22 to 25 GB/s, of 8 bits 14
+to 16, because finding rows and starting copies takes its warps longer than memory does: an item of
+512 tokens takes 11 µs, and a batch of few items no less. Products run at 200 to 280 TFLOP/s. A
+prefix that decodes share is read once for each 32 rows of a KV head; as many partial results are
+written and read as without sharing. Prints the estimate of each case that has a target, beside its
+goal: for an H200, unless other figures are given. benchmarks.gpu.measure prints them for its
+device, by that device's copy bandwidth, before it measures any attention. If hardware shows other
+times, the model and the claims of docs/cuda.md about speed are wrong.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ Range = tuple[float, float]
 def seconds(
     shape: Shape, copy_bytes_per_s: float, num_multiprocessors: int, split_tokens: int
 ) -> Range:
-    """The least and the most time that the model gives a call."""
+    """Return the least and the most time that the model gives a call."""
     if shape.shared:
         return _seconds_shared(shape, copy_bytes_per_s, split_tokens)
     reads = shape.kv_bytes / copy_bytes_per_s
@@ -81,7 +80,7 @@ def seconds(
 
 
 def _seconds_shared(shape: Shape, copy_bytes_per_s: float, split_tokens: int) -> Range:
-    """Of decodes that share a prefix of whole splits."""
+    """Return the times of decodes that share a prefix of whole splits."""
     num_tiles = math.ceil(shape.batch / (FAMILY_ROWS // (shape.heads // shape.kv_heads)))
     own = shape.batch * (shape.context - shape.shared)
     num_splits = math.ceil(shape.context / split_tokens)
@@ -93,7 +92,7 @@ def _seconds_shared(shape: Shape, copy_bytes_per_s: float, split_tokens: int) ->
 
 
 def plan_seconds(shape: Shape, may_share: bool) -> Range:
-    """Of the plan of a step, which is no part of ``seconds``."""
+    """Return the times of a step's plan, which ``seconds`` excludes."""
     steps = math.ceil(shape.batch / SEQUENCES_OF_WARP)
     parts = zip(PLAN_S, PLAN_OF_32_SEQUENCES_S, FAMILIES_S, strict=True)
     least, most = (own + steps * more + may_share * kin for own, more, kin in parts)
@@ -103,13 +102,13 @@ def plan_seconds(shape: Shape, may_share: bool) -> Range:
 def seconds_alone(
     shape: Shape, copy_bytes_per_s: float, num_multiprocessors: int, split_tokens: int
 ) -> Range:
-    """Where each decode reads what it shares with others for itself."""
+    """Return the times where each decode reads the shared blocks for itself."""
     alone = replace(shape, shared=0)
     return seconds(alone, copy_bytes_per_s, num_multiprocessors, split_tokens)
 
 
 def times_alone(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> Range:
-    """How many times faster a shared prefix makes decode, with the least overhead or the most."""
+    """Return how many times faster a shared prefix makes decode, least and most."""
     machine = copy_gb_s * 1e9, num_multiprocessors, 512
     pairs = zip(seconds_alone(shape, *machine), seconds(shape, *machine), strict=True)
     low, high = sorted(alone / shared for alone, shared in pairs)
@@ -122,14 +121,14 @@ def share_of_copy(
     num_multiprocessors: int = H200_MULTIPROCESSORS,
     split_tokens: int = 512,
 ) -> Range:
-    """The least and the most share of the copy bandwidth at which keys and values are read."""
+    """Return the least and the most share of the copy bandwidth that reads of KV reach."""
     least, most = seconds(shape, copy_gb_s * 1e9, num_multiprocessors, split_tokens)
     reads = shape.kv_bytes / (copy_gb_s * 1e9)
     return reads / most, reads / least
 
 
 def say(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> str:
-    """A line for a case: the estimate, and the goal."""
+    """Return a line for a case: the estimate, and the goal."""
     least, most = share_of_copy(shape, copy_gb_s, num_multiprocessors)
     if shape.shared:
         low, high = times_alone(shape, copy_gb_s, num_multiprocessors)
@@ -143,7 +142,7 @@ def say(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> str:
 
 
 def times_bf16(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> Range:
-    """How many times faster fp8 is than bf16, where both have the least overhead, or the most."""
+    """Return how many times faster fp8 is than bf16, least and most."""
     bytes_per_s = copy_gb_s * 1e9
     of_fp8 = seconds(shape, bytes_per_s, num_multiprocessors, 512)
     of_bf16 = seconds(shapes.in_bf16(shape), bytes_per_s, num_multiprocessors, 512)
@@ -152,7 +151,7 @@ def times_bf16(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> Rang
 
 
 def lines(copy_gb_s: float, num_multiprocessors: int) -> list[str]:
-    """One for each case that has a target."""
+    """Return a line for each case that has a target."""
     held, _ = shapes.by_target(shapes.DECODES)
     return [say(shape, copy_gb_s, num_multiprocessors) for shape in (*held, *shapes.SHARED)]
 

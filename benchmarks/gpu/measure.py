@@ -4,10 +4,11 @@
 
 Needs a GPU and a build of csrc with KVPLANE_CUDA=ON, as benchmarks/gpu/run.sh makes it. GB/s count
 each byte that has to be moved once: the keys and values of the contexts for decode, reads and
-writes of a copy, what crosses the link for a swap. Contexts are in blocks in random order. A result
-is checked before it is timed. Prints the estimates for this GPU, by the copy bandwidth that it has
-just measured, and a line for each row; saves rows as they come, and prints the targets last, also
-when it is interrupted. The exit code is 1 when a result was wrong, 2 when there is no GPU to use.
+writes of a copy, what crosses the link for a swap. Contexts are in blocks in random order. Each
+result is checked before it is timed. Prints the estimates for this GPU, by the copy bandwidth that
+it has just measured, and a line for each row; saves rows as they come, and prints the targets last,
+also when it is interrupted. The exit code is 1 when a result was wrong, 2 when there is no GPU to
+use.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ def measure_tiny(machine: Machine) -> Measurement:
 
 
 def measure_survey(machine: Machine) -> Measurement:
-    """Times of six shapes with each split: of a replayed graph, in kernels by the profiler, and of
-    the host.
-    """
+    """Time six shapes with each split: a replayed graph, kernels by the profiler, and the host."""
     m = Measurement(machine, SECONDS)
     measure_attention(m, shapes.SURVEY, with_peers=False, all_splits=True)
     for shape in shapes.SURVEY:
@@ -100,7 +99,7 @@ def measure_all(m: Measurement, watch: Stopwatch, quick: bool, seconds: float) -
 
 
 def say_estimates(m: Measurement) -> None:
-    """What the model gives for this device, by the copy bandwidth that was just measured."""
+    """Print the model's estimates for this device, by the copy bandwidth just measured."""
     copy, count = m.copy_gb_s, m.machine.num_multiprocessors
     if copy is None:
         print("estimate: none, as no copy bandwidth was measured", flush=True)

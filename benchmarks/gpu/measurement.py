@@ -1,4 +1,4 @@
-"""The rows so far, what was left out and why, and which results were wrong."""
+"""The rows so far, the omitted cases with reasons, and the wrong results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SAVE_EVERY_S: Final = 5.0
 class Measurement:
     """One run on one machine. ``seconds``: nothing is started later than that after the start.
 
-    ``folder``: where rows are saved now and then, in case the run is cut off.
-    ``cases``: the descriptions of our rows that a piece of work is to add. Those that could not be
-    timed are kept, so that no target seems met because its rows are missing.
+    ``folder``: where rows are saved now and then, in case the run is cut off. ``cases``: the
+    descriptions of our rows that a piece of work is to add. Rows that could not be timed are kept,
+    so that no target seems met because its rows are missing.
     """
 
     def __init__(self, machine: Machine, seconds: float, *, folder: Path | None = None) -> None:
@@ -76,9 +76,9 @@ class Measurement:
     def attempt(
         self, name: str, work: Callable[[], None], *, is_ours: bool = False, cases: Cases = ()
     ) -> None:
-        """Run ``work``. If it raises, note why it is left out, and go on.
+        """Run ``work``. If it raises, note why it is left out, and continue.
 
-        is_ours: our kernels, which have to work where there is memory: an error is a wrong result.
+        is_ours: it runs our kernels, whose errors are wrong results unless memory is short.
         """
         try:
             work()
@@ -91,7 +91,7 @@ class Measurement:
         self.machine.tidy()
 
     def save(self, folder: Path) -> Path:
-        """Write what there is to ``<GPU>-<date>.json``, whole or not at all."""
+        """Write the rows so far to ``<GPU>-<date>.json``, whole or not at all."""
         result = self.result()
         folder.mkdir(parents=True, exist_ok=True)
         gpu = str(result["machine"]["gpu"]).lower().replace(" ", "-")
@@ -102,7 +102,7 @@ class Measurement:
         return path
 
     def result(self) -> dict[str, Any]:
-        """The contents of the JSON file."""
+        """Return the contents of the JSON file."""
         return {
             "machine": self.machine.describe() | {"seconds": round(self.elapsed_s, 1)},
             "rows": self.rows,

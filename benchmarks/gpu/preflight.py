@@ -32,7 +32,7 @@ _DISTRIBUTIONS = {
 
 
 def missing_for_build() -> Iterator[str]:
-    """What compiling the kernels needs."""
+    """Return what is missing to compile the kernels."""
     if sys.version_info < OLDEST_PYTHON:
         yield f"Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer (set PYTHON to one)"
     for program in BUILD_PROGRAMS:
@@ -46,7 +46,7 @@ def missing_for_build() -> Iterator[str]:
 
 
 def missing_for_run() -> Iterator[str]:
-    """What running them needs in addition."""
+    """Return what else is missing to run them."""
     yield from _missing_packages(RUN_PACKAGES)
     if not _has("torch"):
         yield "the package torch"
@@ -61,7 +61,7 @@ def missing_for_run() -> Iterator[str]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version."""
+    """Return the leading numbers of a version."""
     found = re.match(r"[0-9.]*", version)
     return tuple(int(part) for part in (found[0] if found else "").split(".") if part)
 

@@ -1,4 +1,4 @@
-"""Runs one kernel under Nsight Compute, and prints what it says in a few lines.
+"""Runs one kernel under Nsight Compute, and prints its figures in a few lines.
 
     python -m benchmarks.gpu.profile metrics       the names of the figures, for ncu
     python -m benchmarks.gpu.profile kernel NAME   the kernel that does the work, for ncu
@@ -28,7 +28,7 @@ SHAPES: Final = {
     "prefill": Shape(1, 4096, new=4096),
 }
 KERNELS: Final = {"decode": "attend_short", "speculative": "attend_short", "prefill": "attend_long"}
-"""Which kernel attends to a shape's rows. The call launches others too, some with nothing to do."""
+"""The kernel that attends to a shape's rows. The call launches others too, some with no work."""
 METRICS: Final = {
     "gpu__time_duration.sum": "time",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram %",
@@ -50,7 +50,7 @@ def run(name: str, machine: Machine) -> None:
 
 
 def lines(rows: Sequence[dict[str, str]]) -> Iterator[str]:
-    """A line for each kernel that was profiled; the first row of ncu's table holds the units."""
+    """Return a line for each profiled kernel; the first row of ncu's table holds the units."""
     for row in rows:
         name = row.get("Kernel Name", "").partition("(")[0].removeprefix("void ")
         kernel = re.sub(r"\w+::", "", name)
@@ -60,14 +60,14 @@ def lines(rows: Sequence[dict[str, str]]) -> Iterator[str]:
 
 
 def say(path: Path) -> list[str]:
-    """The lines of a file. What ncu and the program print before the table is left out."""
+    """Return the lines of a file, without the output of ncu and the program before the table."""
     text = path.read_text().splitlines()
     first = next((i for i, line in enumerate(text) if line.startswith('"ID"')), len(text))
     return list(lines(list(csv.DictReader(text[first:]))))
 
 
 def main(words: Sequence[str]) -> int:
-    """0, or 2 for words that it does not know."""
+    """Run a command; return 0, or 2 for unknown words."""
     if len(words) == 2 and words[0] == "run" and words[1] in SHAPES:
         run(words[1], this_gpu(Once()))
     elif len(words) == 2 and words[0] == "say":

@@ -1,11 +1,11 @@
-"""The host's time for a decode step of an executor: layer by layer, and as a captured CUDA graph.
+"""Measures the host's time for an executor's decode step: layer by layer, and as a CUDA graph.
 
     python -m benchmarks.gpu.step [--batch 16] [--context 4096] [--layers 32] [--steps 10]
 
 On a GPU a step is captured by torch.cuda.graph and replayed for each plan; its outputs and the pool
 must have the bits of steps that go layer by layer, or the exit code is 1. Without a GPU the CUDA
 sources compiled for the emulator (tests/kernels has to be in PYTHONPATH) take the calls, and
-kernels are not run: what is left is the host's part, without the driver's.
+kernels are not run: this times the host's part, without the driver's.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Steps:
             step.layer(layer, *tensors, out=out)
 
     def seconds(self, first: int, num_steps: int, call: Callable[[], object]) -> float:
-        """The median time in which the host gets through ``call`` in each of some steps."""
+        """Return the median time that the host spends in ``call``, over some steps."""
         times = []
         for index in range(first, first + num_steps):
             self.start(index)
@@ -109,7 +109,7 @@ class Steps:
 
 
 def captured(steps: Steps, step: FixedStep) -> Callable[[], None]:
-    """A graph of all layers; without a GPU, the layers."""
+    """Return a graph of all layers; without a GPU, the layers."""
     steps.by(step)
     if not torch.cuda.is_available():
         return lambda: steps.by(step)
@@ -121,7 +121,7 @@ def captured(steps: Steps, step: FixedStep) -> Callable[[], None]:
 
 
 def compare(arguments: argparse.Namespace, device: torch.device) -> bool:
-    """Whether replayed steps have the bits of steps by layers."""
+    """Return whether replayed steps have the bits of steps by layers."""
     few = argparse.Namespace(**vars(arguments) | {"layers": min(2, arguments.layers)})
     twins = [Steps(few, device) for _ in range(2)]
     for steps in twins:

@@ -30,7 +30,7 @@ NONE = "-"
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Machine, bandwidths, decode, prefill and append, copies, splits, and the targets."""
+    """Return machine, bandwidths, decode, prefill and append, copies, splits, and the targets."""
     results = Results(result)
     parts = (
         _machine(results),
@@ -85,7 +85,7 @@ def _peer(results: Results, row: Row) -> str:
 
 
 def _sorted(rows: Iterable[Row]) -> list[Row]:
-    """The common geometry first, then the others, each by batch and context."""
+    """Sort rows: the common geometry first, then the others, each by batch and context."""
     names = ("heads", "kv_heads", "head", "block")
 
     def order(row: Row) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ def _decode(results: Results) -> list[str]:
 
 
 def _published(results: Results) -> list[str]:
-    """Beside our times of the same batches, on whatever GPU ran them."""
+    """Return published times beside ours of the same batches, whatever GPU ran ours."""
 
     def lines() -> Iterator[tuple[str, ...]]:
         for there in PUBLISHED:
@@ -161,7 +161,7 @@ def _copies(results: Results) -> list[str]:
 
 
 def _splits(results: Results) -> list[str]:
-    """The decode rows for which another split is faster by OVER_PEER or more."""
+    """Return the decode rows for which another split is faster by OVER_PEER or more."""
     rows = []
     for row in _sorted(results.ours("decode")):
         best = results.best_split(row)
@@ -172,7 +172,7 @@ def _splits(results: Results) -> list[str]:
 
 
 def _left_out(result: dict[str, Any]) -> list[str]:
-    """What was wrong, and what was left out, how often and why."""
+    """Return the wrong results, and the cases left out, with number and reason."""
     reasons: Counter[str] = Counter()
     for line in result["left_out"]:
         name, _, reason = line.partition(": ")

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.verdict RESULT.json
 
 The targets for decode apply to the data plane's split, to batches of 16 or more sequences of 4096
-or more tokens. A case with a wrong result is missed. A target of which cases were left out is met
-so far at best.
+or more tokens. A case with a wrong result is missed. If cases of a target were left out, it is "met
+so far" at best.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a case meets a target. ``met``: None if the case was left out."""
+    """The verdict on a case of a target. ``met``: None if the case was left out."""
 
     target: str
     case: str
@@ -72,11 +72,11 @@ class Results:
         return [row for row in self.rows if row["name"] == name]
 
     def ours(self, kind: str) -> list[Row]:
-        """The rows of ``decode`` or ``append`` with the data plane's split."""
+        """Return the rows of ``decode`` or ``append`` with the data plane's split."""
         return [row for row in self.named(kind) if row["split"] == self.machine["split_tokens"]]
 
     def judged(self, name: str) -> tuple[list[Row], list[Row], list[Row]]:
-        """Of an operation: rows to judge, cases that were wrong, and cases left out, each once.
+        """Return an operation's rows to judge, wrong cases, and cases left out, each once.
 
         A case that was wrong once, even at another split, counts as wrong.
         """
@@ -87,24 +87,24 @@ class Results:
         return rows, wrong, _each_once([row for row in lost if not row["wrong"]], [*rows, *wrong])
 
     def best_split(self, row: Row) -> Row:
-        """The row with the fastest split for the same batch."""
+        """Return the row with the fastest split for the same batch."""
         same = [r for r in self.named(row["name"]) if same_case(r, row)]
         return max(same, key=lambda r: float(r["p50"]))
 
     def best_peer(self, row: Row) -> Row | None:
-        """The fastest peer's row for the same batch and type of KV."""
+        """Return the fastest peer's row for the same batch and type of KV."""
         start = f"{row['name']}/"
         peers = [r for r in self.rows if r["name"].startswith(start) and same_case(r, row)]
         return max(peers, key=lambda r: float(r["p50"]), default=None)
 
     def as_bf16(self, row: Row) -> Row | None:
-        """The row of the same batch in bf16."""
+        """Return the row of the same batch in bf16."""
         wanted = {**row, "kv_dtype": "bfloat16"}
         return next((r for r in self.ours(row["name"]) if same_case(r, wanted)), None)
 
 
 def times_bf16(results: Results, row: Row) -> float | None:
-    """The time of the same batch in bf16, divided by this row's."""
+    """Return the time of the same batch in bf16, divided by this row's."""
     other = results.as_bf16(row)
     return None if other is None else float(other["us"]) / float(row["us"])
 
@@ -115,7 +115,7 @@ def times_peer(results: Results, row: Row) -> float | None:
 
 
 def case_of(row: Row) -> str:
-    """A batch of attention in a few words."""
+    """Describe a batch of attention in a few words."""
     words = f"batch {row['batch']} × {row['context']}, heads {row['heads']}/{row['kv_heads']}"
     words += f" of {row['head']}, blocks of {row['block']}"
     if row.get("shared"):
@@ -124,18 +124,18 @@ def case_of(row: Row) -> str:
 
 
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
-    """One for each case that has a target, measured or not."""
+    """Return a verdict for each case that has a target, measured or not."""
     results = Results(result)
     return [*_of_decode(results), *_of_shared(results), *_of_copies(results)]
 
 
 def is_held(row: Row) -> bool:
-    """Whether decode of this batch has a target."""
+    """Return whether decode of this batch has a target."""
     return bool(row["batch"] >= MIN_BATCH and row["context"] >= MIN_CONTEXT)
 
 
 def same_case(a: Row, b: Row) -> bool:
-    """Whether two rows are of the same batch and type, or of the same blocks."""
+    """Return whether two rows are of the same batch and type, or of the same blocks."""
     return all(a.get(name) == b.get(name) for name in _OF_CASE)
 
 
@@ -180,7 +180,7 @@ def _against_copy(results: Results, row: Row) -> Verdict:
 
 
 def _estimated(row: Row, share: float) -> str:
-    """The share that the model of benchmarks/gpu/estimate.py gave before the run."""
+    """Return the share that the model of benchmarks/gpu/estimate.py gave before the run."""
     if "estimated_us" not in row:
         return ""
     most, least = (share * row["us"] / time for time in row["estimated_us"])
@@ -221,7 +221,7 @@ def _of_shared(results: Results) -> Iterator[Verdict]:
 
 
 def _estimated_ratio(row: Row, alone: Row) -> str:
-    """As ``_estimated``, of two rows."""
+    """Return the ratio of two rows' estimates, as ``_estimated`` does for one."""
     if "estimated_us" not in row or "estimated_us" not in alone:
         return ""
     pairs = zip(alone["estimated_us"], row["estimated_us"], strict=True)
@@ -255,7 +255,7 @@ def _of_blocks(target: str, row: Row, bandwidth: float | None, share: float) -> 
 
 
 def summary(found: list[Verdict]) -> list[str]:
-    """A line for each target: how many of its cases meet it."""
+    """Return a line for each target: how many of its cases meet it."""
     lines = []
     for target in TARGETS:
         mets = [v.met for v in found if v.target == target]
@@ -268,7 +268,7 @@ def summary(found: list[Verdict]) -> list[str]:
 
 
 def say(found: list[Verdict]) -> str:
-    """Every case, missed ones first, and the summary last."""
+    """Return a line for every case, missed ones first, and the summary last."""
     lines = [
         f"{v.word:8}  {v.target}: {v.case}{': ' if v.figures else ''}{v.figures}"
         for v in sorted(found, key=lambda v: (_ORDER.index(v.met), TARGETS.index(v.target)))

@@ -1,4 +1,4 @@
-"""What share of prompts a cache of a given size would find, from a trace of requests.
+"""Replays a trace of requests to find the share of prompts that a cache of a given size would hit.
 
     python -m benchmarks.replay --trace FILE|synthetic:NAME:SEED --policy NAME
         --capacity-blocks N [--json OUT] [--format mooncake|bailian|dynamo|kv-cache-tester]
@@ -28,7 +28,7 @@ HALVES = ("first", "second", "all")
 
 
 def num_reused(requests: Sequence[Request]) -> int:
-    """Blocks that a cache without bounds would find."""
+    """Return the number of blocks that an unlimited cache would find."""
     known: dict[tuple[int, int], int] = {}  # (number of the prefix before, id) -> its own number
     num = 0
     for request in requests:
@@ -40,7 +40,7 @@ def num_reused(requests: Sequence[Request]) -> int:
 
 
 def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> dict[str, object]:
-    """The counts of a replay, for programs."""
+    """Return the counts of a replay, for programs."""
     cache = Cache(capacity_blocks, policy)
     began = time.perf_counter()
     num_hits = sum(cache.run(*request) for request in requests)
@@ -57,7 +57,7 @@ def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> di
 
 
 def read_half(trace: str, name: str, half: str) -> list[Request]:
-    """A trace, or half of it; ``name``: its format. Raises TraceError."""
+    """Read a trace, or half of it; ``name``: its format. Raises TraceError."""
     is_file = not trace.startswith("synthetic:")
     requests = read_trace(Path(trace), name) if is_file else named_requests(trace)
     middle = len(requests) // 2

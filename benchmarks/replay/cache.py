@@ -1,8 +1,8 @@
 """A control plane's core in this process, driven as an engine that runs one prompt at a time would.
 
-One block of the pool stands for one block of the trace, whatever number of tokens that has: its
-tokens are invented from the trace's id. Every plan gets its receipt, so every prompt is cached
-after it ran.
+One block of the pool stands for one block of the trace, whose tokens may be more or fewer: the
+tokens are made up from the trace's id. Every plan gets its receipt, so every prompt is cached after
+it ran.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LAST_TOKEN = b"\1\0\0\0"
 
 
 class Prompts:
-    """Invents the tokens of a trace's ids."""
+    """Makes up the tokens of a trace's ids."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, bytes] = {}  # of each id
 
     def tokens(self, ids: Sequence[int]) -> bytes:
-        """A prompt of these blocks and one token more, as int32."""
+        """Return a prompt of these blocks and one token more, as int32."""
         return b"".join(map(self._block, ids)) + _LAST_TOKEN
 
     def _block(self, trace_id: int) -> bytes:
@@ -54,7 +54,7 @@ class Prompts:
 class Cache:
     """A pool with room for ``capacity_blocks`` blocks of the trace.
 
-    ``prompts``: shared by those who talk about the same tokens.
+    ``prompts``: shared with others that use the same tokens.
     """
 
     def __init__(self, capacity_blocks: int, policy: str, prompts: Prompts | None = None) -> None:
@@ -82,9 +82,9 @@ class Cache:
         self._prompts = prompts or Prompts()
 
     def run(self, time_s: float, ids: Sequence[int]) -> int:
-        """Admit a prompt, compute it, free it; returns how many of its leading blocks were cached.
+        """Admit a prompt, compute it, free it; return how many of its leading blocks were cached.
 
-        Of a prompt larger than the cache only as many blocks are run as it holds.
+        If the prompt is larger than the cache, only as many blocks are run as the cache holds.
         """
         self._now_s = time_s
         tokens = self._prompts.tokens(ids[: self._capacity_blocks])
@@ -94,20 +94,20 @@ class Cache:
         return admitted.results[0].admit.num_cached_tokens // BLOCK_SIZE_TOKENS
 
     def follow(self) -> None:
-        """From now on ``changes`` tells what changes."""
+        """Begin to collect the index's changes for ``changes``."""
         self._reader = FeedReader()
         request = cpb.WatchRequest(pool_id=_POOL)
         self._follower = self._core.follow(request, _TENANT, lambda: None)
 
     def changes(self) -> list[PrefixEvent]:
-        """What followers of the pool are told since the last call."""
+        """Return the changes that followers of the pool were sent since the last call."""
         events: list[PrefixEvent] = []
         while (message := self._follower.take()) is not None:
             events += self._reader.read(message)
         return events
 
     def _step(self, operation: cpb.Operation) -> cpb.StepResult:
-        """A step that carries the receipt of the last one."""
+        """Take a step that carries the receipt of the last one."""
         self._number += 1
         request = cpb.StepRequest(
             session=self._session,

@@ -1,6 +1,6 @@
 """Workloads made from a seed, each of a kind that favours one way of evicting over another.
 
-| name | what comes |
+| name | requests |
 |---|---|
 | scan | hot prompts; in every other stretch, four in five requests are read only once |
 | shift | prompts of unequal popularity; the most popular ones change seven times |
@@ -55,7 +55,7 @@ def _loop(work: _Workload) -> list[Request]:
 
 
 def _zipf(work: _Workload, step: int = 0) -> list[Request]:
-    """The ranks of popularity go on by ``step`` prompts with each eighth of the requests."""
+    """Make requests; ranks of popularity shift by ``step`` prompts with each eighth of them."""
     num_requests = 8000
     times = work.times(num_requests, per_s=3)
     prompts = [work.ids(work.random.randint(5, 60)) for _ in range(400 + 8 * step)]
@@ -121,12 +121,12 @@ WORKLOADS: Final[dict[str, Callable[[_Workload], list[Request]]]] = {
 
 
 def make_requests(name: str, seed: int) -> list[Request]:
-    """The requests of a workload in the order of time; the same for the same seed."""
+    """Return a workload's requests in the order of time; the same for the same seed."""
     return sorted(WORKLOADS[name](_Workload(seed)), key=lambda request: request.time_s)
 
 
 def named_requests(trace: str) -> list[Request]:
-    """Those of "synthetic:NAME:SEED". Raises TraceError."""
+    """Return the requests of "synthetic:NAME:SEED". Raises TraceError."""
     _, _, rest = trace.partition(":")
     name, _, seed = rest.partition(":")
     if name not in WORKLOADS or not seed.isdecimal():

@@ -1,9 +1,4 @@
-"""Hit ratios of all eviction policies at several sizes, as a table in Markdown.
-
-    python -m benchmarks.replay.table TRACE... [--half first|second|all]... [--blocks N]...
-
-A trace is a file of the mooncake format or synthetic:NAME:SEED, as for ``benchmarks.replay``.
-"""
+"""Prints hit ratios of all eviction policies at several sizes, as a table in Markdown."""
 
 from __future__ import annotations
 

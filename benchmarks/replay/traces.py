@@ -7,9 +7,9 @@
 | dynamo | as mooncake; in a session, ``delay`` is the time since its last line | ms | 512 |
 | kv-cache-tester | one conversation: JSON, its ``requests`` with ``t`` and ``hash_ids`` | s | 64 |
 
-An id stands for a block of prompt tokens. Blocks at the same place are equal where all ids up to
-there are. A path may end in ``.gz``. It may be a folder of conversations for ``kv-cache-tester``:
-they begin at even distances over the length of the longest, since when they began is not recorded.
+An id stands for a block of prompt tokens. Blocks at the same place are equal if all ids up to there
+are. A path may end in ``.gz``. It may be a folder of conversations for ``kv-cache-tester``: they
+begin at even intervals over the length of the longest, since their start times are not recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Format:
 
 
 def read_trace(path: Path, name: str) -> list[Request]:
-    """The requests of a trace in the order of time. Raises TraceError."""
+    """Read a trace; return its requests in the order of time. Raises TraceError."""
     try:
         requests = sorted(FORMATS[name].read(path), key=lambda request: request.time_s)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""How a router before several engines does on a trace of requests, in simulated time.
+"""Measures a router before several engines on a trace of requests, in simulated time.
 
     python -m benchmarks.routing --trace FILE|synthetic:NAME:SEED [--policy NAME]... [--json OUT]
         [--format mooncake|bailian|dynamo|kv-cache-tester] [--engines N] [--capacity-blocks N]
         [--prefill-tokens-per-s RATE] [--feed-lag-s S] [--check]
 
-Each half of the trace is reported apart, from one run over all of it: what was chosen on the first
-half can be judged on the second. ``--check`` ends with 1 when ``seconds`` misses its floors on the
-whole. ``policies.py`` lists the policies.
+Each half of the trace is reported separately, from one run over all of it: settings chosen on the
+first half can be judged on the second. ``--check`` ends with 1 when ``seconds`` misses its floors
+on the whole. ``policies.py`` lists the policies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.routing.policies import POLICIES, PolicyRouter
 from kvplane.integrations.router.picker import HIT_BIAS
 
 CHOSEN = f"seconds:{HIT_BIAS:g}"
-# Floors of what was chosen; the second is a part of round-robin's time.
+# Floors of the chosen policy; the second is a part of round-robin's time.
 LEAST_HIT_RATIO, MOST_OF_ROUND_ROBIN, MOST_OVER_MEAN = 0.29, 0.45, 1.1
 
 _DEFAULT = Shape()
@@ -35,7 +35,7 @@ Figures = dict[str, Any]
 
 
 def figures_of(outcomes: Sequence[Outcome], num_engines: int) -> Figures:
-    """Hit ratio, times to first tokens in seconds, and how uneven the requests were spread."""
+    """Return hit ratio, times to first tokens in seconds, and unevenness of the requests."""
     times_s = sorted(outcome.first_token_s for outcome in outcomes)
     placed = Counter(outcome.engine for outcome in outcomes)
     num_blocks = sum(outcome.num_blocks for outcome in outcomes)
@@ -50,7 +50,7 @@ def figures_of(outcomes: Sequence[Outcome], num_engines: int) -> Figures:
 
 
 def faults(of_policies: Mapping[str, Mapping[str, Figures]]) -> list[str]:
-    """The floors that the chosen policy misses on the whole trace."""
+    """Return the floors that the chosen policy misses on the whole trace."""
     chosen, base = of_policies[CHOSEN]["all"], of_policies["round-robin"]["all"]
     ratio = chosen["first_token_mean_s"] / base["first_token_mean_s"]
     return [

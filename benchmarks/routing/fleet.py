@@ -1,7 +1,7 @@
 """Engines in simulated time, each with a pool of its own, managed by a control plane's core.
 
-An engine computes prompts one after another at a constant rate. When one is computed its first
-token comes, its blocks are published, and followers of the pool are told.
+An engine computes prompts one after another at a constant rate. Once a prompt is computed, its
+first token arrives, its blocks are published, and the pool's followers are notified.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Router(Protocol):
     """Places requests on engines 0, 1, ..."""
 
     def place(self, request: Request, now_s: float) -> tuple[int, int]:
-        """The engine for a request, and a number for ``answered``."""
+        """Return the engine for a request, and a number for ``answered``."""
 
     def answered(self, engine: int, number: int, now_s: float) -> None:
-        """The first token of a request came."""
+        """Note a request's first token."""
 
     def changed(self, engine: int, events: Sequence[PrefixEvent]) -> None:
-        """The index of the engine's pool has changed."""
+        """Note a change of the index of the engine's pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request. ``num_hits`` of its ``num_blocks`` were cached."""
+    """The outcome of one request. ``num_hits`` of its ``num_blocks`` were cached."""
 
     engine: int
     num_blocks: int
@@ -64,12 +64,12 @@ class Fleet:
         for pool in self._pools:
             pool.follow()
         self._free_s = [0.0] * shape.num_engines
-        # What the router will be told: time, order, call.
+        # Pending notices to the router: time, order, call.
         self._news: list[tuple[float, int, int, int, Sequence[PrefixEvent]]] = []
         self._num_news = 0
 
     def run(self, requests: Sequence[Request], router: Router) -> list[Outcome]:
-        """Send each request when it is due to where the router says."""
+        """Send each request, when it is due, to the engine that the router picks."""
         for engine, pool in enumerate(self._pools):
             router.changed(engine, pool.changes())
         return [self._send(request, router) for request in requests]

@@ -28,7 +28,7 @@ POLICIES = (
 
 
 class PolicyRouter:
-    """Places by one of the policies, all of which see what kvplane's router sees."""
+    """Places by one of the policies, all of which see the data that kvplane's router sees."""
 
     def __init__(self, policy: str, shape: Shape, prompts: Prompts) -> None:
         self._policy, _, bias = policy.partition(":")
@@ -37,7 +37,7 @@ class PolicyRouter:
         self._picker = Picker(
             dict(zip(self._engines, self._engines, strict=True)),
             hit_bias=float(bias or 0),
-            # Half of the truth, which has to be learnt.
+            # Half of the true rate, which has to be learnt.
             tokens_per_s=shape.prefill_tokens_per_s / 2 * scale,
         )
         self._picker.indexes = {each: PoolIndex(BLOCK_SIZE_TOKENS) for each in self._engines}
@@ -45,19 +45,19 @@ class PolicyRouter:
         self._turn = 0
 
     def place(self, request: Request, now_s: float) -> tuple[int, int]:
-        """The engine, and the number of the request."""
+        """Return the engine, and the number of the request."""
         prompt = array("i", self._prompts.tokens(request.ids))
         pick = self._pick(prompt, now_s)
         return int(pick.engine), self._picker.sent(pick, now_s, is_told=True)
 
     def answered(self, engine: int, number: int, now_s: float) -> None:
-        """Take note of it."""
+        """Note it for the policy."""
         load = self._picker.loads[self._engines[engine]]
         load.answered(number, now_s)
-        load.ended(number)  # what it generates takes no time here
+        load.ended(number)  # generation takes no time here
 
     def changed(self, engine: int, events: Sequence[PrefixEvent]) -> None:
-        """Take note of it."""
+        """Apply the change to the index."""
         for event in events:
             self._picker.indexes[self._engines[engine]].apply(event)
 

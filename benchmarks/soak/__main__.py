@@ -1,12 +1,12 @@
-"""Ten times more sessions than a pool has room for, twice, between times of normal load.
+"""Runs ten times more sessions than a pool has room for, twice, between times of normal load.
 
     python -m benchmarks.soak --seconds 60 --json OUT
 
 A control plane as a process, and engines that each want one sequence after another: a prompt that
 nobody else has, then a token every step, until it is finished and freed. In normal load all fit the
-pool; in overload most wait in line. The data plane is simulated, so a step takes ``engine.STEP_S``,
-and what is measured is what the control plane does. Goodput counts the tokens of finished
-sequences.
+pool; in overload most wait in the queue. The data plane is simulated: a step takes
+``engine.STEP_S``, and only the control plane's work is measured. Goodput counts the tokens of
+finished sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvplane.v1 import control_pb2_grpc
 
 NUM_NORMAL: Final = 40
 OVERLOAD: Final = 10
-# Overload comes twice, so that memory which a first one leaves is told from a leak.
+# Overload comes twice, to distinguish memory that the first one leaves from a leak.
 LOADS: Final = (
     ("normal", NUM_NORMAL, 0.1),
     ("overload", NUM_NORMAL * OVERLOAD, 0.35),
@@ -54,7 +54,7 @@ _FLAGS: Final = ("--metrics-port", "-1", "--heartbeat-s", "60", "--lease-s", "60
 
 @dataclass(slots=True)
 class Phase:
-    """What one load came to. Latencies are of steps, in milliseconds, memory in bytes."""
+    """The figures of one load. Latencies are of steps, in milliseconds, memory in bytes."""
 
     name: str
     num_sessions: int
@@ -71,7 +71,7 @@ class Phase:
 
 
 async def soak(address: str, process_id: int, seconds: float) -> list[Phase]:
-    """Each of LOADS for its share of the time."""
+    """Run each of LOADS for its share of the time."""
     phases = []
     async with DataPlane(address, messages.hello(NUM_BLOCKS, 0)) as plane:
         await plane.report([cpb.RegisterRequest(report=cpb.BlockReport(last=True))])
@@ -115,7 +115,7 @@ async def _load(stubs: list[Any], key: bytes, phase: Phase) -> None:
 
 
 def _inspect(process_id: int, phase: Phase) -> None:
-    """What the control plane's process uses."""
+    """Return the figures of the control plane's process."""
     folder = Path(f"/proc/{process_id}")
     for line in (folder / "status").read_text().splitlines():
         if line.startswith("VmRSS"):
@@ -145,7 +145,7 @@ def run(seconds: float) -> list[Phase]:
 
 
 def table(phases: list[Phase]) -> str:
-    """As it stands in docs/reliability.md."""
+    """Return the table in the form of docs/reliability.md."""
     rows = [
         "| load | sessions | goodput, tokens/s | finished by each | yielded | step p50 | p99 |"
         " memory | descriptors |",

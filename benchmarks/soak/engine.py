@@ -1,4 +1,4 @@
-"""An engine of the soak: a played data plane, and one sequence after another."""
+"""An engine of the soak: a simulated data plane, and one sequence after another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLL_S: Final = 5.0
 
 @dataclass(slots=True)
 class Counts:
-    """What engines do, while ``is_counting``."""
+    """Totals over engines, while ``is_counting``."""
 
     is_counting: bool = False
     finished: Counter[int] = field(default_factory=Counter)
@@ -35,7 +35,7 @@ class Counts:
 
 
 class Engine:
-    """One session that works until it is told to stop."""
+    """One session that works until it is stopped."""
 
     def __init__(self, index: int, stub: Any, session: Any, key: bytes, counts: Counts) -> None:
         self._index = index
@@ -52,7 +52,7 @@ class Engine:
         self.stopping = False
 
     async def run(self) -> None:
-        """Sequence after sequence."""
+        """Run sequence after sequence."""
         reader = asyncio.create_task(self._read())
         num_sequences = 0
         try:
@@ -75,8 +75,8 @@ class Engine:
             reader.cancel()
 
     async def _generate(self, tokens: list[int], num_wanted: int) -> None:
-        """Add tokens until there are enough, or the sequence's blocks go to others: then it is
-        admitted again, and finds cached what was published.
+        """Add tokens until there are enough. If the sequence's blocks go to others, admit it again;
+        published blocks are found cached.
         """
         former, self._sequence_id = self._sequence_id, self._sequence_id + 1
         operations = [ops.free([former])] if former else []
@@ -106,14 +106,14 @@ class Engine:
             num_done = num_sent = len(tokens)
 
     async def _granted(self, news: cpb.News) -> int | None:
-        """Wait in line; the tokens found cached, or None when it was given up."""
+        """Wait in the queue; return the tokens found cached, or None if it was given up."""
         while not self.stopping:
             for grant in news.granted:
                 if grant.sequence_id == self._sequence_id:
                     return grant.num_cached_tokens
             if self._must_yield(news):
                 return None
-            if self._receipts:  # blocks that were freed are others' when it is there
+            if self._receipts:  # others get the freed blocks once it is there
                 news = (await self._step()).news
                 continue
             try:
@@ -124,8 +124,8 @@ class Engine:
         return None
 
     def _must_yield(self, news: cpb.News) -> bool:
-        """Whether the sequence was cut, or others ask for its blocks, as an engine does that
-        would lose them otherwise.
+        """Return whether the sequence was cut, or a notice asks for its blocks, at which an engine
+        yields them.
         """
         cut = columns.read(columns.INT64, news.cut_sequence_ids, "cut_sequence_ids")
         asked = columns.read(columns.INT64, news.pressure.sequence_ids, "pressure.sequence_ids")
@@ -149,7 +149,7 @@ class Engine:
             self._counts.latencies_s.append(time.perf_counter() - begin_s)
         if result.HasField("plan"):
             self._receipts = [messages.receipt(self._key, self._session, self._number, result.plan)]
-        while not self._news.empty():  # told meanwhile
+        while not self._news.empty():  # arrived meanwhile
             result.news.MergeFrom(self._news.get_nowait())
         return result
 

@@ -23,7 +23,7 @@ BYTES_OF_A_SECOND = 3e12
 
 
 def estimated_seconds(shapes: Sequence[Shape], budget_s: float, num_runs: int) -> float:
-    """How long ``measure_attention`` takes on an H200, about."""
+    """Return about how long ``measure_attention`` takes on an H200."""
     total = 0.0
     for shape in shapes:
         calls = (2 if shape.shared else len(SPLITS) if shape.new == 1 else 1) + PEERS
@@ -35,11 +35,11 @@ def estimated_seconds(shapes: Sequence[Shape], budget_s: float, num_runs: int) -
 def measure_attention(
     m: Measurement, shapes: Sequence[Shape], *, with_peers: bool = True, all_splits: bool = False
 ) -> None:
-    """A row for each shape and split that fits, ``decode`` or ``append``, and one for each peer.
-    For decode over a shared prefix, ``shared``, and without sharing reads, ``shared/alone``. Of
-    ours ``us`` is without the plan, whose time is ``plan_us``: a step makes it once for all layers.
+    """Add a row for each shape and split that fits, ``decode`` or ``append``, and for each peer.
+    Decode over a shared prefix is ``shared``, or ``shared/alone`` without shared reads. ``us`` of
+    our rows excludes the plan, whose time is ``plan_us``: a step makes it once for all layers.
 
-    all_splits: of appends, too.
+    all_splits: also measure appends with all splits.
     """
     for shape in shapes:
         name, cases = f"attention {shape}", [_case(shape)]
@@ -109,8 +109,8 @@ def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **
 
 
 def _about_ours(m: Measurement, name: str, shape: Shape, call: Call, split: int) -> dict[str, Any]:
-    """What a row of ours has beside the time: other times, and the model's where the copy bandwidth
-    is known.
+    """Return the further columns of our rows: other times, and the estimated time where the copy
+    bandwidth is known.
     """
     watch, run = m.machine.watch, call.run
     about: dict[str, Any] = {"split": split, "plan_us": _in_us(watch.seconds(call.plan))}

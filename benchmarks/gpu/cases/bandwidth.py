@@ -1,4 +1,4 @@
-"""The machine's own bandwidth, to compare everything with: measured in several ways, the best
+"""Measures the machine's own bandwidth, the base of all comparisons, in several ways; the best
 counts.
 """
 
@@ -21,7 +21,7 @@ _ROW: Final = 4096  # elements; buffers hold an even number of rows
 def measure_bandwidths(m: Measurement) -> None:
     """Measure copies (reads and writes both count), reads, and the link to the host each way.
 
-    A measurement that fails is left out, and the run goes on.
+    A measurement that fails is left out, and the run continues.
     """
     for name, measure in (
         ("copy_bandwidth", _copies),
@@ -33,7 +33,7 @@ def measure_bandwidths(m: Measurement) -> None:
 
 
 def _num_floats(m: Machine, share: float = 1.0) -> int:
-    """The size of a buffer: what ``m`` asks for, or less if there is no room for it."""
+    """Return the size of a buffer: what ``m`` asks for, or less if there is no room for it."""
     wanted = min(share * m.large_bytes, MEMORY_SHARE * m.free_bytes())
     num_rows = int(wanted) // (4 * _ROW) // 2 * 2
     if num_rows == 0:

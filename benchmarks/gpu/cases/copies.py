@@ -17,7 +17,7 @@ from data_plane.kernels.arguments import WriteArguments
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of ``2 * layers * kv_heads * tokens * head`` elements, and how many to copy."""
+    """Blocks of ``2 * layers * kv_heads * tokens * head`` elements, and the number to copy."""
 
     layers: int
     num_copied: int
@@ -36,7 +36,7 @@ class Blocks:
         return self.num_copied * self.block_bytes
 
     def random(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """A pool of random bytes that are not a NaN of any type."""
+        """Return a pool of random bytes that are not a NaN of any type."""
         shape = (num_blocks, self.layers, 2, self.kv_heads, self.tokens, self.head)
         pool = torch.empty(shape, dtype=KV_DTYPES[self.kv_dtype], device=device)
         as_bytes(pool).random_(0, 0x70)
@@ -134,7 +134,7 @@ def _check_and_time(
     *,
     in_graph: bool,
 ) -> None:
-    """One attempt of its own: if it fails, earlier rows stay and later ones are tried."""
+    """Check and time one case. If it fails, earlier rows stay and later cases are tried."""
     said = f"{case['name']} {case['order']} {case['num_blocks']} of {case['block_bytes']} bytes"
 
     def work() -> None:
@@ -146,7 +146,7 @@ def _check_and_time(
 
 
 def _inside(m: Measurement, blocks: Blocks) -> None:
-    """Copies in the pool, to the canonical order and back; reads and writes both count."""
+    """Measure copies in the pool, to the canonical order and back; reads and writes both count."""
     kernels, count = m.machine.kernels(), blocks.num_copied
     pool = blocks.random(2 * count + 1, m.machine.device)
     ids = torch.randperm(2 * count)
@@ -183,7 +183,7 @@ def _inside(m: Measurement, blocks: Blocks) -> None:
 
 
 def _swaps(m: Measurement, blocks: Blocks, order: str) -> None:
-    """Out to pinned memory and in again; each byte counts once, as the link moves it."""
+    """Measure swaps to pinned memory and back; each byte counts once, as the link moves it."""
     kernels, count = m.machine.kernels(), blocks.num_copied
     pool = blocks.random(2 * count, m.machine.device)
     host = m.machine.host_empty((count, *pool.shape[1:]), pool.dtype)

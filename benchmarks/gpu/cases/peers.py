@@ -1,5 +1,4 @@
-"""The same attention by installed peers: torch's own, and FlashAttention 3 and FlashInfer where
-they are installed.
+"""The same attention by peers: torch's own, and FlashAttention 3 and FlashInfer where installed.
 
 Each peer is a function of a problem that allocates its memory and returns the call to time. It
 raises if the peer cannot do the problem.
@@ -38,7 +37,7 @@ class Call:
 
 
 def peers_of(problem: Problem) -> dict[str, Make]:
-    """The peers that may be able to do the problem, each prepared when it is called."""
+    """Return the peers that may be able to do the problem. Each is prepared when it is called."""
     flashinfer: dict[str, Make] = {"flashinfer": lambda: _flashinfer(problem)}
     if problem.shape.new == 1:
         # It has two kernels for decode; the one without tensor cores lacks some group sizes.
@@ -65,7 +64,7 @@ def peers_of(problem: Problem) -> dict[str, Make]:
 
 
 def contiguous_kv(problem: Problem, *, tokens_first: bool) -> torch.Tensor:
-    """[2, batch, kv_heads, context, head], or context before kv_heads."""
+    """Return [2, batch, kv_heads, context, head], or context before kv_heads."""
     shape = problem.shape
     sizes = (shape.context, shape.kv_heads) if tokens_first else (shape.kv_heads, shape.context)
     kv = torch.empty(
@@ -78,7 +77,7 @@ def contiguous_kv(problem: Problem, *, tokens_first: bool) -> torch.Tensor:
 
 
 def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
-    """For decode, the query heads of a KV head are packed as rows, which is fastest for SDPA."""
+    """Call SDPA. For decode, the query heads of a KV head are packed as rows, which is fastest."""
     shape = problem.shape
     key, value = contiguous_kv(problem, tokens_first=False).unbind()
     if shape.new == 1:
@@ -100,13 +99,13 @@ def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
 
 
 def _varlen_function() -> tuple[Callable[..., Any], set[str]]:
-    """``torch.nn.attention.varlen.varlen_attn`` and its parameters, which differ by version."""
+    """Return torch.nn.attention.varlen.varlen_attn and its parameters, which differ by version."""
     function = import_module("torch.nn.attention.varlen").varlen_attn
     return function, set(inspect.signature(function).parameters)
 
 
 def _varlen_how(problem: Problem, names: set[str]) -> dict[str, Any]:
-    """The arguments for causal attention with groups of heads, in the installed version."""
+    """Return the arguments for causal attention with groups of heads, for the installed version."""
     shape = problem.shape
     how: dict[str, Any] = {}
     if shape.new > 1:
@@ -124,7 +123,7 @@ def _counts(problem: Problem, step: int) -> torch.Tensor:
 
 
 def _varlen(problem: Problem) -> Call:
-    """Contiguous keys and values; the causal mask is aligned to the bottom right."""
+    """Call it on contiguous keys and values; the causal mask is aligned to the bottom right."""
     shape = problem.shape
     function, names = _varlen_function()
     key, value = contiguous_kv(problem, tokens_first=True).flatten(1, 2).unbind()
@@ -134,7 +133,7 @@ def _varlen(problem: Problem) -> Call:
 
 
 def _varlen_paged(problem: Problem, page: int) -> Call:
-    """Torch's own call with pages: ours if they have that size, otherwise copies made for it."""
+    """Call it on pages: ours if they have the size that it needs, otherwise copies in that size."""
     shape = problem.shape
     function, names = _varlen_function()
     if not {"block_table", "seqused_k"} <= names:
@@ -159,8 +158,8 @@ def _varlen_paged(problem: Problem, page: int) -> Call:
 
 
 def _flash_attention_3(problem: Problem) -> Call:
-    """On the same pages: it takes any page size and any strides. Not over fp8, for which its
-    queries have to be fp8 too.
+    """Call it on the same pages: it takes any page size and any strides. Not over fp8, for which
+    its queries have to be fp8 too.
     """
     function = import_module("flash_attn_interface").flash_attn_with_kvcache
     shape = problem.shape
@@ -178,7 +177,7 @@ def _flash_attention_3(problem: Problem) -> Call:
 
 
 def _flashinfer(problem: Problem, *, tensor_cores: bool = False) -> Call:
-    """On the same pages: its HND layout is ours. ``tensor_cores``: for decode only."""
+    """Call it on the same pages: its HND layout is ours. ``tensor_cores``: for decode only."""
     flashinfer = import_module("flashinfer")
     shape = problem.shape
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
@@ -204,7 +203,7 @@ def _flashinfer(problem: Problem, *, tensor_cores: bool = False) -> Call:
 
 
 def _flashinfer_cascade(problem: Problem) -> Call:
-    """What is shared is a level of its own: one sequence, with a query token of each decode."""
+    """Put the shared prefix in a level of its own: one sequence, with each decode's query token."""
     flashinfer = import_module("flashinfer")
     shape, device = problem.shape, problem.device
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -27,9 +27,9 @@ class Call:
     """A call of our kernels, with all memory allocated beforehand."""
 
     run: Callable[[], torch.Tensor]
-    """Attends, with a plan that is there."""
+    """Attends with the plan that was made before."""
     plan: Callable[[], object]
-    """Makes that plan again, as the first layer of a step does."""
+    """Makes the plan again, as the first layer of a step does."""
 
 
 class Problem:
@@ -72,7 +72,7 @@ class Problem:
         )
 
     def arguments(self) -> AttentionArguments:
-        """The arguments of our kernels, with the lengths on the host, as the executor has them."""
+        """Return the arguments of our kernels, with lengths on the host, as in the executor."""
         return AttentionArguments(
             self.query,
             self.pages,
@@ -87,8 +87,8 @@ class Problem:
         )
 
     def attention(self, kernels: CudaKernels) -> Call:
-        """Our kernels' call. The plan is outside of what is timed, as it is for peers that plan:
-        the layers of a step share one.
+        """Return our kernels' call. The plan is not timed, as for peers that plan: the layers of a
+        step share one.
         """
         out = torch.full_like(self.query, torch.nan)
         arguments = self.arguments()
@@ -108,7 +108,7 @@ class Problem:
         return Call(run, plan_again)
 
     def kv_of(self, sequence: int, dtype: torch.dtype) -> torch.Tensor:
-        """A sequence's keys and values, scaled, [2, kv_heads, context, head]."""
+        """Return a sequence's keys and values, scaled, [2, kv_heads, context, head]."""
         # Not every device can index fp8, so bytes are indexed instead.
         integers = torch.uint8 if self.is_fp8 else torch.int16
         taken = self.pages.view(integers)[self.tables[sequence].long()].view(self.pages.dtype)
@@ -120,14 +120,14 @@ class Problem:
         return kv
 
     def rows_to_check(self) -> list[tuple[int, int]]:
-        """(sequence, row) pairs: the first, the middle and the last of each."""
+        """Return (sequence, row) pairs: the first, the middle and the last of each."""
         shape = self.shape
         sequences = sorted({0, shape.batch // 2, shape.batch - 1})
         rows = sorted({0, shape.new // 2, shape.new - 1})
         return [(sequence, row) for sequence in sequences for row in rows]
 
     def right_rows(self) -> torch.Tensor:
-        """The expected results of ``rows_to_check``, float64 [num_rows, heads, head]."""
+        """Return the expected results of ``rows_to_check``, float64 [num_rows, heads, head]."""
         shape, answers = self.shape, []
         kv, kv_is_of = torch.empty(0), -1
         for sequence, row in self.rows_to_check():
@@ -141,7 +141,7 @@ class Problem:
         return torch.stack(answers)
 
     def error(self, answer: torch.Tensor, right: torch.Tensor) -> float:
-        """The largest relative error of the rows to check; NaN if they have one."""
+        """Return the largest relative error of the rows to check; NaN if they have one."""
         taken = [sequence * self.shape.new + row for sequence, row in self.rows_to_check()]
         off = (answer[taken].double() - right).flatten(1).norm(dim=1)
         return float((off / right.flatten(1).norm(dim=1)).max())

@@ -1,5 +1,5 @@
-"""Times of other kernels that their authors have published, to stand beside ours of the same batch.
-They are of other machines and other days: what runs here is in benchmarks/gpu/cases/peers.py.
+"""Published times of other kernels, to stand beside ours of the same batch. They are of other
+machines and other days; benchmarks/gpu/cases/peers.py measures peers on this one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Published:
     shape: Shape
     us: float
     differs: str
-    """In what it is not the same as ours."""
+    """How its conditions differ from ours."""
 
 
 PUBLISHED: Final = (

@@ -1,4 +1,4 @@
-"""The batches of attention that are measured, and the bytes and operations that they need."""
+"""The batches of attention to measure, and the bytes and operations that they need."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SPLITS: Final = (128, 256, 512, 1024, 2048)
 
 @dataclass(frozen=True)
 class Shape:
-    """``new`` query tokens of each of ``batch`` sequences of ``context`` tokens, these included.
-    The first ``shared`` ones are in blocks that all sequences have.
+    """A batch: ``new`` query tokens of each of ``batch`` sequences of ``context`` tokens, these
+    included. The first ``shared`` ones are in blocks that all sequences have.
     """
 
     batch: int
@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values."""
+        """Bytes of a token's keys and values."""
         return 2 * KV_DTYPES[self.kv_dtype].itemsize * self.kv_heads * self.head
 
     @property
@@ -61,18 +61,18 @@ class Shape:
 
 
 def by_target(decodes: Sequence[Shape]) -> tuple[list[Shape], list[Shape]]:
-    """The shapes that have a target, each bf16 with its fp8; and the others."""
+    """Return the shapes that have a target, each bf16 with its fp8, and the others."""
     held = [shape for shape in decodes if is_held(shape.named())]
     return held, [shape for shape in decodes if shape not in held]
 
 
 def in_bf16(shape: Shape) -> Shape:
-    """The same batch in bf16."""
+    """Return the same batch in bf16."""
     return replace(shape, kv_dtype="bfloat16")
 
 
 def _with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
-    """Each shape in bf16 and, right after it, in fp8."""
+    """Yield each shape in bf16 and, right after it, in fp8."""
     for shape in shapes:
         for name in KV_DTYPES:
             yield replace(shape, kv_dtype=name)
@@ -101,7 +101,7 @@ def _decodes() -> Iterator[Shape]:
 
 
 def _slices() -> Iterator[Shape]:
-    """Of a model on eight GPUs: each has one KV head."""
+    """Yield the batches of one of eight GPUs that share a model: each GPU has one KV head."""
     for batch in (1, 16, 64, 256):
         for context in (4096, 32768):
             yield Shape(batch, context, 8, 1)
@@ -110,7 +110,7 @@ def _slices() -> Iterator[Shape]:
 
 
 def _published() -> Iterator[Shape]:
-    """Batches of which TileOPs has published times on an H200."""
+    """Yield batches of which TileOPs has published times on an H200."""
     yield Shape(32, 4096)
     yield Shape(1, 4096, 32, 4)
 
@@ -130,7 +130,7 @@ def _appends() -> Iterator[Shape]:
     yield Shape(4, 2048, head=256, new=2048)
 
 
-# A long document that many are asked about, and a system prompt. Both in whole splits.
+# A long document with many questions about it, and a system prompt. Both in whole splits.
 SHARED: Final = (Shape(128, 32768 + 256, shared=32768), Shape(16, 8192 + 1024, shared=8192))
 DECODES: Final = tuple(_with_fp8(chain(_decodes(), _published(), _slices())))
 APPENDS: Final = tuple(_with_fp8(_appends()))
@@ -138,7 +138,7 @@ QUICK_DECODES: Final = tuple(
     _with_fp8(iter((Shape(64, 8192), Shape(16, 32768), Shape(1, 8192), Shape(64, 4096, 28, 4))))
 )
 QUICK_APPENDS: Final = APPENDS[:2]
-# What to look at first, with each split: in a few seconds.
+# The first shapes to look at, with each split: in a few seconds.
 SURVEY: Final = (
     Shape(16, 4096),
     Shape(64, 4096, kv_dtype="float8_e4m3fn"),

@@ -1,4 +1,4 @@
-"""What measurements run on: a GPU, or the emulator to test the code of the benchmark."""
+"""The machine to measure on: a GPU, or the emulator to test the code of the benchmark."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Machine:
     def kernels(
         self, split_tokens: int = DEFAULT_SPLIT, *, share_reads: bool = True
     ) -> CudaKernels:
-        """The kernels with these settings, made once for each."""
+        """Return the kernels with these settings, made once for each."""
         settings = split_tokens, share_reads
         if settings not in self._kernels:
             self._kernels[settings] = CudaKernels(
@@ -65,7 +65,7 @@ class Machine:
 
     def tidy(self) -> None:
         """Free unused memory that torch has cached."""
-        # After a fault on the device every call fails; what was measured before is kept.
+        # After a fault on the device every call fails; earlier rows are kept.
         with suppress(RuntimeError):
             if self.is_gpu:
                 torch.cuda.empty_cache()
@@ -75,7 +75,7 @@ class Machine:
             torch.cuda.synchronize()
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor, pinned where there is a GPU."""
+        """Return a host tensor, pinned where there is a GPU."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.is_gpu)
 
     def describe(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Machine:
 
 
 def this_gpu(watch: Watch) -> Machine:
-    """The first GPU here. Raises NoGpuError where there is none, or no build for it."""
+    """Return the first GPU here. Raises NoGpuError where there is none, or no build for it."""
     if not torch.cuda.is_available():
         raise NoGpuError("there is no GPU that torch can use")
     try:

@@ -1,4 +1,4 @@
-"""An executor with one session, whose plans this file signs itself: no control plane takes part."""
+"""An executor with one session, whose plans this file signs itself, without a control plane."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Session:
         self.executor.open(self._sign(signing.GRANT, grant.SerializeToString()))
 
     def start(self, positions: Sequence[int]) -> None:
-        """A plan that computes the token at one position of each sequence. The first plan makes the
-        tables, and finds in their blocks whatever is there.
+        """Start a plan that computes the token at one position of each sequence. The first plan
+        makes the tables; their blocks hold whatever was in memory.
         """
         self._number += 1
         ids = range(1, self._batch + 1)

@@ -27,9 +27,8 @@ class Watch(Protocol):
 
 @dataclass
 class Stopwatch:
-    """For the GPU. Before each run other memory is read, so that the L2 cache holds nothing useful.
-
-    It is read and not written, because the timed run would have to write it back.
+    """A watch for the GPU. It reads other memory before each run, so that the L2 cache holds
+    nothing useful; it does not write, because the timed run would have to write that back.
     """
 
     min_runs: int = 5
@@ -38,7 +37,7 @@ class Stopwatch:
     _flush: torch.Tensor | None = field(default=None, init=False)
 
     def seconds(self, work: Callable[[], object], *, in_graph: bool = True) -> float:
-        """The median time of ``work``, captured in a graph to leave out the host's time."""
+        """Return the median time of ``work``, captured in a graph to leave out the host's time."""
         if self._flush is None:
             self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
         for _ in range(WARM_UP):
@@ -65,9 +64,10 @@ class Stopwatch:
         return statistics.median(times)
 
     def kernel_seconds(self, work: Callable[[], object]) -> float | None:
-        """The mean time of ``work`` in which some kernel runs, by the profiler: without launches
-        and the gaps between kernels, and without the 2 to 4 µs that events add. Kernels that begin
-        early overlap, and wait. The cache is warm. None where the profiler sees no kernel.
+        """Return the mean time of ``work`` in which some kernel runs, by the profiler: without
+        launches and the gaps between kernels, and without the 2 to 4 µs that events add. Kernels
+        that begin early overlap, and wait. The cache is warm. None where the profiler sees no
+        kernel.
         """
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiled:
@@ -82,12 +82,12 @@ class Stopwatch:
         return covered(kernels) / 1e6 / PROFILED_RUNS if kernels else None
 
     def host_seconds(self, work: Callable[[], object]) -> float:
-        """The mean time that the host needs to queue ``work``, which a graph leaves out."""
+        """Return the mean time that the host needs to queue ``work``, which a graph leaves out."""
         return _host_seconds(work, PROFILED_RUNS)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of spans of time."""
+    """Return the length of the union of spans of time."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))
@@ -96,7 +96,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 class Once:
-    """Runs the work once, timed by the host's clock: to check that it runs at all."""
+    """A watch that runs the work once, timed by the host's clock: to check that it runs at all."""
 
     def seconds(self, work: Callable[[], object], *, in_graph: bool = True) -> float:
         del in_graph

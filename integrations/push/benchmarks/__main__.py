@@ -1,4 +1,4 @@
-"""Measures how fast blocks get from one data plane to another, beside what the machine could do.
+"""Measures how fast blocks get from one data plane to another, beside the machine's limits.
 
     python -m integrations.push.benchmarks [--mebibytes 64] [--rounds 7] [--json OUT]
 
@@ -35,7 +35,7 @@ from .sinks import by_grpc, by_tcp, grpc_sink, sink, tcp_sink
 POOLS: Final = ("prefill", "decode")
 PUSHES: Final = {"KVPLANE_PUSH_BIND": "127.0.0.1:0", "KVPLANE_PUSH_TO": "127.0.0.1"}
 SEQUENCE: Final = 1
-# What a client reads and writes at a time.
+# Read and written by a client at a time.
 CLIENT_BYTES: Final = 4 * 1024 * 1024
 
 
@@ -66,7 +66,7 @@ class Mover:
         await self._here.submit_receipts()
 
     async def pushed(self) -> float:
-        """Seconds."""
+        """Push once; return the seconds."""
         plan = await self._admit()
         receiving = self._push_target.receive_blocks(self._there.grant, plan, SEQUENCE)
         ticket = (await receiving).ticket
@@ -77,7 +77,7 @@ class Mover:
         return took_s
 
     async def by_client(self) -> float:
-        """Seconds."""
+        """Move once by a client; return the seconds."""
         plan = await self._admit()
         at_once = CLIENT_BYTES // BLOCK_BYTES
         begin_s = time.perf_counter()
@@ -109,7 +109,7 @@ class Mover:
 
 
 async def measure(address: str, num_blocks: int, num_rounds: int) -> Rates:
-    """All ways by turns."""
+    """Time all ways by turns."""
     data = os.urandom(num_blocks * BLOCK_BYTES)
     async with AsyncExitStack() as stack:
         tcp_port = stack.enter_context(sink(tcp_sink))
@@ -146,14 +146,14 @@ async def measure(address: str, num_blocks: int, num_rounds: int) -> Rates:
 
 
 def timed(move: Callable[..., None], *arguments: Any) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     begin_s = time.perf_counter()
     move(*arguments)
     return time.perf_counter() - begin_s
 
 
 def of_raw_tcp(rates: Rates, median: float) -> str:
-    """The median as a share of raw TCP's."""
+    """Return the median as a share of raw TCP's."""
     return f"{median / statistics.median(rates['raw TCP']):.0%}"
 
 

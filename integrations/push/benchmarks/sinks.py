@@ -1,4 +1,4 @@
-"""What the machine could do: bytes to another process by TCP alone, and by gRPC alone."""
+"""Processes that only receive bytes, by TCP or by gRPC: the limits of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..stubs import PEERS, method
 
 
 def tcp_sink(pipe: Connection) -> None:
-    """Take what comes, and answer with a byte each time that the number told before has come."""
+    """Receive messages of announced lengths, and answer each with one byte."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(server.getsockname()[1])
         connection, _ = server.accept()
@@ -37,7 +37,7 @@ def _drop(requests: Iterator[Any], context: Any) -> Any:
 
 
 def grpc_sink(pipe: Connection) -> None:
-    """Take messages and drop them, until the pipe has something."""
+    """Receive and drop messages until the pipe has something."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
     server = grpc.server(ThreadPoolExecutor(1), options=options)
     drop = grpc.stream_unary_rpc_method_handler(
@@ -55,7 +55,7 @@ def grpc_sink(pipe: Connection) -> None:
 
 @contextmanager
 def sink(take: Callable[[Connection], None]) -> Iterator[Any]:
-    """A process that takes bytes; what it says first."""
+    """Run a process that receives bytes; yield the first object that it sends: its port."""
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=take, args=(there,), daemon=True)
