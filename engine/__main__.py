@@ -9,7 +9,7 @@ from kvplane.serving.event_loop import tune_grpc
 
 
 def main() -> int:
-    """Run one command; its exit code."""
+    """Run one command; return its exit code."""
     tune_grpc()
 
     def run() -> int:

@@ -23,7 +23,7 @@ KV_DTYPES: Final = (*DTYPES, *FP8_BYTES)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine computes, and the planes that it uses."""
+    """How an engine computes, and which planes it uses."""
 
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "The model": (
@@ -43,7 +43,7 @@ class EngineConfig:
     }
     model: Path = setting(help="Folder of a Hugging Face model.")
     control_plane: str = setting(
-        "127.0.0.1:50051", help="Address of the control plane; with commas all that may lead."
+        "127.0.0.1:50051", help="Addresses, with commas, of all control planes that may lead."
     )
     data_plane: str = setting(
         "remote",
@@ -71,7 +71,7 @@ class EngineConfig:
         "torch",
         choices=("torch", "packed"),
         help="The model's linear layers: torch's own, or oneDNN's with packed weights, which are"
-        " faster on a CPU, for the types that it serves there.",
+        " faster on a CPU, for the types that it supports there.",
     )
     max_total_tokens: int = setting(
         0,
@@ -79,7 +79,7 @@ class EngineConfig:
         minimum=0,
         help="Most tokens of a sequence, prompt and answer; 0 takes the model's positions, up to"
         " the length from which its RoPE depends on the longest sequence (LongRoPE, dynamic NTK)."
-        " More give all sequences the frequencies of one of so many tokens.",
+        " A larger value gives all sequences the RoPE frequencies of that length.",
     )
     max_batch_tokens: int = setting(
         512, unit="tokens", minimum=1, help="Most tokens computed in one step."
@@ -94,9 +94,9 @@ class EngineConfig:
         0.1,
         unit="s",
         minimum=0.0,
-        help="How long a plan may take: while all sequences decode, it has as many tokens of each"
-        " as fit, and the control plane is asked once for all. A request that comes meanwhile waits"
-        " as long; in a batch, where none can, a plan may take 0.25 s. 0 asks for each token.",
+        help="Longest time of a plan: while all sequences decode, it has as many tokens of each as"
+        " fit, and the control plane is asked once for all. A request that comes meanwhile waits;"
+        " in a batch, where none can come, the limit is 0.25 s. 0 asks for each token.",
     )
     timeout_s: float = setting(
         10.0,
@@ -137,8 +137,8 @@ class EngineConfig:
         unit="processes",
         minimum=1,
         maximum=64,
-        help="Processes that compute the model, each with its heads and its shard of the pool: of a"
-        " remote pool that has as many, or of one that they embed.",
+        help="Processes that compute the model, each with its heads and its shard of the pool: a"
+        " remote pool with as many shards, or one that they embed.",
     )
     block_size_tokens: int = setting(
         16, unit="tokens", minimum=8, maximum=256, help="Block size of an embedded pool."
@@ -154,8 +154,8 @@ class EngineConfig:
     )
     latent: bool = setting(
         True,
-        help="Keep latents in an embedded pool, for a model that has them; a pool elsewhere has"
-        " its own --latent.",
+        help="Keep latents in an embedded pool, for a model that has them; a remote pool has its"
+        " own --latent.",
     )
 
     def __post_init__(self) -> None:
@@ -174,8 +174,8 @@ class EngineConfig:
 
     @property
     def call_timeout_s(self) -> float:
-        """Of each call to a plane. One that fails leaves half of ``recovery_timeout_s``, in which
-        another session may be opened.
+        """Timeout of each call to a plane. A call that fails leaves half of ``recovery_timeout_s``
+        to open another session in.
         """
         return min(self.timeout_s, self.recovery_timeout_s / 2 or self.timeout_s)
 
@@ -268,7 +268,7 @@ class GenerateConfig(EngineConfig):
             raise InvalidRequestError(f"{self.prompts_file} is not a file", field="prompts_file")
 
     def prompts(self) -> list[str]:
-        """The prompts asked for."""
+        """Return the prompts asked for."""
         if self.prompts_file is None:
             return [self.prompt]
         return [line for line in self.prompts_file.read_text().splitlines() if line]

@@ -52,7 +52,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """From settings that a program parsed."""
+        """Make one from settings that a program parsed."""
         llm = cls.__new__(cls)
         llm._connect(config)
         return llm
@@ -64,11 +64,11 @@ class LLM:
         *,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answers, in the order of ``prompts``, which are texts or token ids.
+        """Answer ``prompts``, which are texts or token ids, in their order.
 
         ``sampling_params``: one for all, or one for each. ``on_output`` is called with each answer
         as it is done. A prompt that cannot be served (NeverFitsError, PoolFullError) has its error
-        in its own output, and the others go on. Raises InvalidRequestError naming ``prompts[i]``
+        in its own output, and the others continue. Raises InvalidRequestError naming ``prompts[i]``
         before anything starts, and UnavailableError when a plane stays away for longer than
         ``recovery_timeout_s``.
         """
@@ -87,8 +87,8 @@ class LLM:
         conversations: Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to conversations, which are messages with a "role" and a "content", in the
-        model's chat template. Otherwise as ``generate``; raises InvalidRequestError naming
+        """Answer conversations, which are messages with a "role" and a "content", in the model's
+        chat template. Otherwise it works like ``generate``; raises InvalidRequestError naming
         ``conversations[i]``.
         """
         prompts = [
@@ -102,10 +102,10 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Delta]:
-        """As ``generate``, but yields what each step adds to each continuation. Request ids rise
-        with the prompts.
+        """Answer as ``generate`` does, but yield what each step adds to each continuation. Request
+        ids rise with the prompts.
 
-        Closing the iterator aborts what is left.
+        Closing the iterator aborts unfinished requests.
         """
         request_ids = self._add_all(prompts, sampling_params)
         yield from self._run(request_ids, {})
@@ -113,8 +113,8 @@ class LLM:
     # For a caller that adds requests while others run, such as a server.
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> str:
-        """Queue a prompt; the request's id. ``max_tokens`` is cut to what the pool can ever hold.
-        Raises InvalidRequestError naming ``prompt``.
+        """Queue a prompt; return the request's id. ``max_tokens`` is cut to what the pool can ever
+        hold. Raises InvalidRequestError naming ``prompt``.
         """
         token_ids = self._encode(prompt, field="prompt")
         self._core.check_prompt(token_ids, params, field="prompt")
@@ -130,7 +130,7 @@ class LLM:
         return deltas
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt of a conversation. Raises InvalidRequestError naming ``messages``."""
+        """Return the prompt of a conversation. Raises InvalidRequestError naming ``messages``."""
         return self._loaded.encode_chat(messages, field="messages")
 
     @property
@@ -139,26 +139,26 @@ class LLM:
         return self._core.has_work
 
     def take_output(self, request_id: str) -> RequestOutput | None:
-        """The answer to a request that is done, once."""
+        """Return the answer to a request that is done, once."""
         return self._core.take_output(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request with what it has, at the next step. From any thread; unknown ids are left
-        alone.
+        """End a request with its present output, at the next step. From any thread; unknown ids are
+        ignored.
         """
         self._core.abort(request_id)
 
     def give_up(self) -> None:
-        """Wait for planes that are away no longer, from now on. From any thread."""
+        """Stop waiting for planes that are away, from now on. May be called from any thread."""
         self._core.give_up()
 
     @property
     def stats(self) -> EngineStats:
-        """What was done so far."""
+        """Totals so far."""
         return self._core.stats
 
     def describe_pool(self) -> pb.DescribePoolResponse:
-        """What the control plane says of the pool: usage and counters."""
+        """Return the control plane's description of the pool: usage and counters."""
         return self._link.describe_pool()
 
     def close(self) -> None:
@@ -222,8 +222,8 @@ class LLM:
         ]
 
     def _pool_slots(self) -> int:
-        """Tokens that the pool can hold, or could when a session was last open: while the planes
-        are away there is none, and the next step looks for them.
+        """Return the number of tokens that the pool can hold, or could when a session was last
+        open: while the planes are away there is none, and the next step looks for them.
         """
         with suppress(InternalError):
             session = self._link.session
@@ -241,7 +241,7 @@ class LLM:
         outputs: dict[str, RequestOutput],
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[Delta]:
-        """Step until all of ``request_ids`` are in ``outputs``; deltas as they come."""
+        """Step until all of ``request_ids`` are in ``outputs``; yield deltas as they come."""
         open_ids = set(request_ids)
         try:
             while open_ids:
@@ -299,10 +299,9 @@ def _core(
 
 
 def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel, Layout]:
-    """The model and its layout. Where the settings ask for nothing else, block size and types are
-    the pool's; scales, and whether latents are kept, are the pool's always, because it decides how
-    values are stored.
-    ``pool``: None for one that is yet to be embedded.
+    """Load the model and its layout. Block size and types are the pool's unless the settings set
+    them. Scales, and whether latents are kept, are always the pool's, because it decides how values
+    are stored. ``pool``: None for one that is yet to be embedded.
     """
     dtype, kv_dtype = config.dtype, config.kv_dtype
     if dtype == "auto":

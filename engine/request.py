@@ -1,4 +1,4 @@
-"""What a caller asks for and what it gets back.
+"""A caller's requests and their answers.
 
 Values only: nothing here knows blocks, queues or planes. Bad values are refused when they are made,
 so that the rest of the engine never sees one.
@@ -38,7 +38,7 @@ class SamplingParams:
     stop: strings that end a text and are left out of it.
     stop_token_ids: tokens that end it, beside the model's own end of sequence; they stay in
         ``token_ids``.
-    ignore_eos: go on over the model's end of sequence.
+    ignore_eos: continue past the model's end of sequence.
     record_logits: keep the raw logits of every generated token.
     logprobs: record the log probability of every generated token, before penalties and temperature,
         and those of this many most likely ones.
@@ -47,7 +47,7 @@ class SamplingParams:
         divided; above 0 favours long ones.
     early_stopping: end a beam search when ``num_beams`` continuations have ended, and not only when
         no better one is to be expected.
-    priority: requests of a lower one go first, and are preempted last; then those that came first.
+    priority: lower ones go first and are preempted last; equal ones by arrival.
     """
 
     max_tokens: int = 64
@@ -125,8 +125,8 @@ class CompletionOutput:
     """One of the ``n`` continuations of a prompt.
 
     ``finish_reason``: "stop", "length", "abort" or "error". ``logits``: float32 [len(token_ids),
-    vocabulary], before temperature and cuts, when they were asked for; so with ``logprobs``, one
-    for each token.
+    vocabulary], before temperature and cuts, when they were asked for. ``logprobs``: one for each
+    token, when they were asked for.
     """
 
     index: int
@@ -139,8 +139,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt. ``error`` is set when this request failed; then its texts are what
-    was generated before.
+    """The answer to one prompt. ``error`` is set when this request failed; its texts then end where
+    it failed.
 
     ``num_cached_tokens``: prompt tokens whose KV was found cached when the prompt was first
     admitted.
@@ -156,8 +156,8 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one continuation: text that will not change any more, and the token
-    that was sampled, or none when the request was ended. ``logprob``: of that token, if asked for.
+    """What one step added to one continuation: final text, and the token that was sampled, or none
+    when the request was ended. ``logprob``: of that token, if asked for.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What an engine has done. Counts never fall."""
+"""Totals of an engine. They never fall."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class EngineStats:
 
     @property
     def num_preemptions(self) -> int:
-        """Sequences whose device blocks were taken, either way."""
+        """The number of sequences whose device blocks were taken, by swap or recompute."""
         return self.num_swap_preemptions + self.num_recompute_preemptions
 
     def note_step(self, seconds: float, num_tokens: int) -> None:
-        """One step computed ``num_tokens`` tokens in ``seconds``."""
+        """Note a step that computed ``num_tokens`` tokens in ``seconds``."""
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
         self.step_latencies_s.append(seconds)
 
     def step_latency_s(self, quantile: float) -> float:
-        """The ``quantile`` (0 to 1) of the steps' latencies, by the nearest rank; 0 when there was
-        no step.
+        """Return the ``quantile`` (0 to 1) of the steps' latencies, by the nearest rank; 0 when
+        there was no step.
         """
         ordered = sorted(self.step_latencies_s)
         if not ordered:

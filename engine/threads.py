@@ -1,11 +1,11 @@
-"""Torch's threads. Without torch, so that it can be called before torch is imported."""
+"""Tunes torch's threads. It works before torch is imported, and does not import it."""
 
 from __future__ import annotations
 
 import os
 from typing import Final
 
-# Turns of GNU OpenMP's waiting loop, some 50 µs, as long as the threads of our own kernels wait.
+# Spins of GNU OpenMP's waiting loop, some 50 µs: as long as our own kernels' threads wait.
 _SPIN: Final = "5000"
 _VARIABLES: Final = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -16,8 +16,8 @@ def tune_torch(num_threads: int, *, is_embedded: bool) -> None:
 
     By default they wait for milliseconds, which is right for an engine that runs alone: waking them
     takes longer than a layer's attention (``is_embedded``), and where each thread of torch and each
-    of our own kernels can have a CPU. Where a data plane beside the engine needs one that waits,
-    those that wait would keep it from working.
+    of our own kernels can have a CPU. Where a data plane beside the engine needs a CPU, waiting
+    threads would keep it from working.
     """
     num_cpus = len(os.sched_getaffinity(0))
     num_both = 2 * (num_threads or num_cpus) - 1  # the calling thread works in both
@@ -27,6 +27,6 @@ def tune_torch(num_threads: int, *, is_embedded: bool) -> None:
 
 
 def waiting() -> str:
-    """How torch's threads wait, for the log: ``NAME=value`` of what the environment says."""
+    """Return how torch's threads wait, for the log: ``NAME=value`` from the environment."""
     said = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     return " ".join(said) or "GOMP_SPINCOUNT=default"

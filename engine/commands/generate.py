@@ -1,4 +1,4 @@
-"""``python -m engine generate``: answers to prompts, printed as they come."""
+"""``python -m engine generate``: prints answers to prompts as they come."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(config: GenerateConfig) -> int:
 
 
 def _print_pieces(deltas: Iterator[Delta]) -> int:
-    """One text, piece by piece."""
+    """Print one text, piece by piece."""
     failed = False
     for delta in deltas:
         print(delta.text, end="", flush=True)
@@ -59,8 +59,8 @@ def _print_pieces(deltas: Iterator[Delta]) -> int:
 
 
 def _print_whole(deltas: Iterator[Delta], num_prompts: int, n: int) -> int:
-    """Several texts, each when it is done, after its prompt's number and continuation. On a
-    terminal, a bar says how far all are.
+    """Print several texts, each once it is done, after its prompt's number and continuation. On a
+    terminal, a bar shows the progress of all.
     """
     texts: dict[tuple[str, int], str] = {}
     numbers: dict[str, int] = {}
@@ -72,7 +72,7 @@ def _print_whole(deltas: Iterator[Delta], num_prompts: int, n: int) -> int:
         TextColumn("{task.fields[num_tokens]} tokens"),
         console=console,
         disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),  # else texts would go where the bar is
+        redirect_stdout=sys.stdout.isatty(),  # else texts would overwrite the bar
         transient=True,
     ) as progress:
         task = progress.add_task("", total=num_prompts * n, num_tokens=0)

@@ -1,1 +1,1 @@
-"""Models and their weights, and what transformers lacks of them."""
+"""Models and their weights, and the model code that transformers lacks."""

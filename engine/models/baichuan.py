@@ -1,9 +1,9 @@
 """Baichuan and Baichuan 2, 7B and 13B, from their own checkpoints.
 
-Their code lies beside the weights and does not run with today's transformers. What they compute is
-a Llama with three differences, which this file makes: one matrix ``W_pack`` holds the projections
-of queries, keys and values; 13B has ALiBi in place of rotary positions; and in Baichuan 2 the rows
-of the output matrix are normalised before use (NormHead).
+Their code lies beside the weights and does not run with today's transformers. They are Llamas with
+three differences, which this file implements: one matrix ``W_pack`` holds the projections of
+queries, keys and values; 13B has ALiBi in place of rotary positions; and in Baichuan 2 the rows of
+the output matrix are normalised before use (NormHead).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _IGNORED: Final = "rotary_emb.inv_freq"
 
 
 def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in ``folder``. Raises InvalidRequestError naming what is missing."""
+    """Load the model in ``folder``. Raises InvalidRequestError naming what is missing."""
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     has_rotary_positions = "max_position_embeddings" in fields  # read only by the code of 7B
     limit = "max_position_embeddings" if has_rotary_positions else "model_max_length"
@@ -74,8 +74,8 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Float32 [num_heads] (arXiv:2108.12409): powers of 2 ** (-8 / n) for the largest power of two
-    n up to ``num_heads``, then every second one of twice as many heads.
+    """Return float32 [num_heads] (arXiv:2108.12409): powers of 2 ** (-8 / n) for the largest power
+    of two n up to ``num_heads``, then every second one of twice as many heads.
     """
     n = 2 ** math.floor(math.log2(num_heads))
     first = [2 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -84,11 +84,11 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 
 
 class _AlibiAttention(LlamaAttention):
-    """As Llama's. Where attention takes a mask, the bias is in the mask."""
+    """Llama's attention with ALiBi. If attention takes a mask, the bias is in the mask."""
 
     alibi_slopes: torch.Tensor
 
-    def forward(  # takes all that the superclass names
+    def forward(  # takes all of the superclass's arguments
         self,
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
@@ -103,7 +103,7 @@ class _AlibiAttention(LlamaAttention):
 
 
 class _NoRotation(torch.nn.Module):
-    """In the place of rotary embeddings: angles of zero."""
+    """Replaces rotary embeddings: angles of zero."""
 
     def __init__(self, head_size: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _use_alibi(model: Any) -> None:
 
 
 def _weights(folder: Path, *, normal_head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """By Llama's names."""
+    """Return the weights by Llama's names."""
     for name, value in _stored(folder):
         if name.endswith(_PACK):
             for part, rows in zip("qkv", value.chunk(3), strict=True):
@@ -137,7 +137,7 @@ def _weights(folder: Path, *, normal_head: bool) -> Iterator[tuple[str, torch.Te
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of all files, in safetensors' format or in torch's."""
+    """Yield the weights of all files, in safetensors' format or in torch's."""
     paths = sorted(folder.glob("*.safetensors"))
     for path in paths:
         yield from load_file(path).items()

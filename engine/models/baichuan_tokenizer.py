@@ -2,7 +2,7 @@
 
 Their tokenizer is code that lies beside the weights, and is not executed. Its ids are
 sentencepiece's own, with the opening and closing tokens that its config asks for. A chat model has
-no template: its generation config names two tokens that open what each side says.
+no template: its generation config names the two tokens that open each side's messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TEMPLATE: Final = """\
 
 
 class BaichuanTokenizer(SentencePieceBackend):
-    """Of a folder: ``BaichuanTokenizer.load``."""
+    """The tokenizer of a folder: ``BaichuanTokenizer.load``."""
 
     def __init__(
         self, *, add_bos_token: bool = True, add_eos_token: bool = False, **named: Any
@@ -36,7 +36,7 @@ class BaichuanTokenizer(SentencePieceBackend):
 
     @classmethod
     def load(cls, folder: Path) -> BaichuanTokenizer:
-        """The tokenizer in ``folder``, with a chat template where its generation config names the
+        """Load the tokenizer in ``folder``, with a chat template if its generation config names the
         tokens of a conversation.
         """
         tokenizer: BaichuanTokenizer = cls.from_pretrained(folder, local_files_only=True)
@@ -50,5 +50,5 @@ class BaichuanTokenizer(SentencePieceBackend):
         return tokenizer
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """Spaces as they are, and characters that several tokens of a byte make up."""
+        """Keep spaces as they are, and join characters that are split into byte tokens."""
         return str(self.sp_model.decode(tokens))

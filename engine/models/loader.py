@@ -1,5 +1,5 @@
-"""A model, its tokenizer and what the engine must know of both, from a local Hugging Face folder.
-Nothing is downloaded.
+"""Loads a model, its tokenizer and the engine's facts about both from a local Hugging Face folder.
+Downloads nothing.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _log = logging.getLogger("engine")
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """``tokenizer`` is None when the folder has none; then prompts are token ids. ``end_token_ids``
-    end a text. ``repetition_penalty``: what the model's generation config asks for; 1 for none.
+    end a text. ``repetition_penalty``: from the model's generation config; 1 for none.
     ``max_total_tokens``: ``NO_LIMIT`` where the config has none; ``limit`` names it in errors.
-    ``groups``: what its layers keep, by the probe, or else by the config. ``namespace``: of its
-    keys, which are no others' where RoPE has the frequencies of one length.
+    ``groups``: the layers' caches, by the probe, or else by the config. ``namespace``: of its keys,
+    which are separate where RoPE has the frequencies of one length.
     """
 
     model: PreTrainedModel
@@ -64,8 +64,8 @@ class LoadedModel:
     repetition_penalty: float = 1.0
 
     def encode(self, prompt: str, *, field: str) -> list[int]:
-        """The prompt's token ids: with the tokenizer's opening tokens, without a trailing end of
-        sequence.
+        """Return the prompt's token ids: with the tokenizer's opening tokens, without a trailing
+        end of sequence.
 
         Raises InvalidRequestError naming ``field`` when there is no tokenizer.
         """
@@ -75,8 +75,8 @@ class LoadedModel:
         return ids
 
     def encode_chat(self, messages: Sequence[Message], *, field: str) -> list[int]:
-        """The token ids of a conversation in the model's chat template, up to where the model's
-        answer begins.
+        """Return the token ids of a conversation in the model's chat template, up to where the
+        model's answer begins.
 
         Raises InvalidRequestError naming ``field`` when there is no tokenizer, when it has no
         template, and when the template refuses the messages.
@@ -86,14 +86,14 @@ class LoadedModel:
             encoded = tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except Exception as error:  # templates are programs and raise what they like
+        except Exception as error:  # templates are programs and may raise anything
             raise InvalidRequestError(
                 f"the chat template refuses the messages: {error}", field=field
             ) from error
         return list(encoded["input_ids"])
 
     def decode(self, token_id: int) -> str:
-        """The text of one token, empty where there is no tokenizer."""
+        """Return the text of one token; empty where there is no tokenizer."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
 
     def _tokenizer(self, field: str) -> Any:
@@ -114,8 +114,8 @@ def load(
     """Load ``folder`` in ``dtype`` with attention "kvplane".
 
     ``probe``: first compare the model's logits with those of transformers' own attention.
-    ``latent``: as of ``layer_groups``. ``packs``: pack the weights of linear layers, as
-    ``pack_linears`` does. ``max_total_tokens``: as of ``EngineConfig``. Raises InvalidRequestError
+    ``latent``: as for ``layer_groups``. ``packs``: pack the weights of linear layers, as
+    ``pack_linears`` does. ``max_total_tokens``: as in ``EngineConfig``. Raises InvalidRequestError
     of the field "model" for a model that transformers cannot load, and for one that the probe
     refuses.
     """
@@ -153,7 +153,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         )
     except KvplaneError:
         raise
-    except Exception as error:  # each model's code raises what it likes
+    except Exception as error:  # each model's code may raise anything
         raise InvalidRequestError(
             f"transformers cannot load it: {type(error).__name__}: {error}", field="model"
         ) from error
@@ -174,7 +174,7 @@ def _load_tokenizer(folder: Path, *, is_baichuan: bool) -> Any:
 
 
 def _limit_context(model: PreTrainedModel, config: Any, asked: int) -> tuple[int, str, str]:
-    """The most tokens of a sequence, ``asked`` if not 0; its name in errors; and the namespace."""
+    """Return a sequence's most tokens, ``asked`` if not 0; its name in errors; the namespace."""
     of_config, of_rope = _max_total_tokens(config), max_independent_tokens(model)
     if asked > of_config:
         raise InvalidRequestError(
@@ -192,8 +192,8 @@ def _limit_context(model: PreTrainedModel, config: Any, asked: int) -> tuple[int
 
 
 def _max_total_tokens(config: Any) -> int:
-    """The config's positions, times the factor of RoPE scaling where they are those of training;
-    of layers with several kinds of RoPE the fewest.
+    """Return the config's positions, times the factor of RoPE scaling where they are those of
+    training; of layers with several kinds of RoPE the fewest.
     """
     limits = (getattr(config, name, None) for name in _LIMITS)
     limit = next((limit for limit in limits if isinstance(limit, int)), None)
@@ -215,7 +215,7 @@ def _scaled(num_positions: int, rope: dict[str, Any]) -> int:
 
 
 def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """As transformers' generate takes them: from the generation config, one id or several."""
+    """Return end tokens as transformers' generate does: from the config, one id or several."""
     end: Any = getattr(model.generation_config, "eos_token_id", None)
     if isinstance(end, int):
         return frozenset([end])
@@ -223,8 +223,8 @@ def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 class PackedLinear(torch.nn.Module):
-    """``torch.nn.Linear`` by oneDNN, with weights packed for it, on the CPU and without gradients.
-    ``weight`` has its shape and type, and no memory.
+    """A ``torch.nn.Linear`` by oneDNN, with weights packed for it, on the CPU and without
+    gradients. ``weight`` has its shape and type, and no memory.
 
     It is faster than torch's own, and a row's bits do not depend on how many rows there are. The
     operators are those that torch.compile uses for frozen weights.
@@ -238,7 +238,7 @@ class PackedLinear(torch.nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self._packed, self.bias, "none", [], ""
         )
@@ -246,8 +246,8 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack_linears(model: torch.nn.Module) -> int:
-    """Pack the weights of a model's linear layers, those of a type that oneDNN computes with on
-    this machine, but for those that are absorbed. Returns how many were packed.
+    """Pack the weights of a model's linear layers whose type oneDNN computes with on this machine,
+    except absorbed ones. Return how many were packed.
     """
     found = [
         (parent, name, child)

@@ -1,4 +1,4 @@
-"""What carries out one process's plans, as its settings say."""
+"""The backends that run one process's plans, by its settings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..config import EngineConfig
 def backend_of(
     config: EngineConfig, layout: Layout, loop: LoopThread, rank: int = 0
 ) -> DataBackend:
-    """Of one rank, 0 where there is one. Raises UnavailableError when an embedded data plane cannot
-    register in time.
+    """Return the backend of one rank, which is 0 when there is one. Raises UnavailableError when an
+    embedded data plane cannot register in time.
     """
     if config.data_plane == "embedded":
         return _embedded(config, layout, rank)
@@ -54,7 +54,7 @@ def _embedded(config: EngineConfig, layout: Layout, rank: int) -> DataBackend:
 
 
 class RankBackend(RemoteBackend):
-    """One shard of a remote pool, whose heads are those that this rank computes."""
+    """One shard of a remote pool, with the heads that this rank computes."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RankBackend(RemoteBackend):
 
 @dataclass(frozen=True)
 class _OfShard:
-    """A session, for the client of one shard alone."""
+    """A session for the client of one shard only."""
 
     grant: pb.SignedPayload
     shards: Sequence[ShardInfo]

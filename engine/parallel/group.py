@@ -1,4 +1,4 @@
-"""What the processes of one engine say to each other: sums of tensors, and messages of rank 0.
+"""Communication between one engine's processes: sums of tensors, and messages of rank 0.
 
 Gloo's process group, on the loopback interface, with a file to meet in: nothing listens on others.
 Every call is made by all ranks in the same order. When a rank dies the others' calls raise.
@@ -17,19 +17,19 @@ from torch._C import _distributed_c10d
 
 from kvplane.errors import InternalError
 
-# What torch.distributed offers of these its stubs do not have.
+# These parts of torch.distributed are missing in its stubs.
 _C10D: Final[Any] = _distributed_c10d
 _LONG: Final = timedelta(days=365)
 
 
 class RankGroup:
-    """``rank`` of ``num_ranks`` processes. ``timeout_s``: how long they may take to meet, and to
-    come to a sum; for messages they wait until a process has ended.
+    """``rank`` of ``num_ranks`` processes. ``timeout_s``: of the meeting and of each sum; for
+    messages they wait until a process has ended.
     """
 
     def __init__(self, meeting: Path, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """Meet the others in the file ``meeting``, which need not be there. Raises InternalError
-        when they do not come.
+        """Meet the others in the file ``meeting``, which need not exist. Raises InternalError when
+        they do not come.
         """
         self.rank = rank
         self.num_ranks = num_ranks
@@ -43,13 +43,13 @@ class RankGroup:
             self._gloo = gloo(store, rank, num_ranks, options)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place: the same bits on each."""
+        """Add the tensor over all ranks, in place: the same bits on each."""
         with _typed():
             self._gloo.allreduce([tensor]).wait()
         return tensor
 
     def tell(self, message: bytes = b"") -> bytes:
-        """The message of rank 0; the others' is not looked at."""
+        """Send rank 0's message to all; other ranks' arguments are ignored. Return the message."""
         size = torch.tensor([len(message)])
         self._broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -60,7 +60,7 @@ class RankGroup:
         return data.numpy().tobytes()
 
     def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in their order."""
+        """Return the messages of all ranks, in their order."""
         sizes = torch.cat(self._all(torch.tensor([len(message)]))).tolist()
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         if message:

@@ -1,4 +1,4 @@
-"""Rank 0: the engine itself, whose backend has all ranks do what it is asked to do."""
+"""Rank 0: the engine itself, whose backend forwards each call to all ranks."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _END_TIMEOUT_S: Final = 10.0
 
 
 class ParallelBackend:
-    """Starts the other ranks, and tells them each call. Raises InternalError once a rank has ended:
-    the engine must then be started again.
+    """Starts the other ranks, and forwards each call to them. Raises InternalError once a rank has
+    ended: the engine must then be started again.
     """
 
     def __init__(
         self, config: EngineConfig, layout: Layout, loop: LoopThread, model: PreTrainedModel
     ) -> None:
-        """``model``: whole; of it this rank's part is kept. Raises what ``keep_part`` and
-        ``backend_of`` raise on any rank.
+        """``model``: the whole model, which is cut to this rank's part. Raises what ``keep_part``
+        and ``backend_of`` raise on any rank.
         """
         self._own: DataBackend | None = None
         self._step: ranks.DeferredErrorStep | None = None  # of a forward pass that has begun
@@ -62,7 +62,7 @@ class ParallelBackend:
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """Of this rank's backend."""
+        """The latent layers of this rank."""
         return self._backend.latent_layers
 
     def open(self, session: OpenedSession) -> None:
@@ -98,7 +98,7 @@ class ParallelBackend:
         return self._step.layer(index, query, key, value, options=options)
 
     def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
-        """The receipts of all ranks, after the last layer."""
+        """Return the receipts of all ranks, after the last layer."""
         step, self._step = self._step, None
         if step is None:
             raise InternalError("no forward pass has begun")
@@ -129,7 +129,7 @@ class ParallelBackend:
             pickle.dump(assignment, process.stdin)
 
     def _stop_others(self) -> None:
-        with suppress(KvplaneError):  # those that have ended need not be told
+        with suppress(KvplaneError):  # those that have ended need no message
             self._group.tell(ranks.STOP)
 
     def _tell(self, message: bytes) -> None:
@@ -138,7 +138,7 @@ class ParallelBackend:
         self._group.tell(message)
 
     def _share_batch(self, _: Any, __: Any, arguments: dict[str, Any]) -> None:
-        """Before a forward pass of this rank's model: the others begin the same."""
+        """Make the other ranks begin the same forward pass, before this rank's model does."""
         batch = torch.cat([arguments["input_ids"], arguments["position_ids"]])
         self._tell(ranks.FORWARD + batch.numpy().tobytes())
         self._step = ranks.DeferredErrorStep(self._backend)

@@ -29,8 +29,8 @@ _OF_KEYS: Final = ("k_proj", "v_proj")
 
 
 def shards_of(layout: Layout, num_ranks: int) -> list[Shard]:
-    """Which part of the pool each rank has. Raises InvalidRequestError of the field
-    "tensor_parallel" when the heads cannot be divided so.
+    """Return each rank's part of the pool. Raises InvalidRequestError of the field
+    "tensor_parallel" when the heads cannot be divided among the ranks.
     """
     try:
         shards = [Shard.of_heads(layout, rank, num_ranks) for rank in range(num_ranks)]
@@ -43,8 +43,8 @@ def shards_of(layout: Layout, num_ranks: int) -> list[Shard]:
 
 def keep_part(model: PreTrainedModel, layout: Layout, group: RankGroup) -> None:
     """Cut ``model`` in place to the part of this rank. Raises InvalidRequestError of the field
-    "tensor_parallel" for a model that has no such plan, or one with other ways to cut, and for one
-    whose pool keeps latents.
+    "tensor_parallel" for a model without such a plan, or with other ways to cut, and if the pool
+    keeps latents.
     """
     if layout.latent_layers:
         raise InvalidRequestError(
@@ -86,7 +86,7 @@ class _Part:
     num: int
 
     def of(self, num_features: int) -> torch.Tensor:
-        """The features of the part, int64, ascending."""
+        """Return the features of the part, int64, ascending."""
         size, rest = divmod(num_features, self.num)
         if rest:
             raise InvalidRequestError(
@@ -97,14 +97,14 @@ class _Part:
 
 
 class _Heads(NamedTuple):
-    """Of one attention on this rank."""
+    """The heads of one attention on this rank."""
 
     queries: _Part
     keys: _Part
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """Of the decoder's modules, by regular expression."""
+    """Return the plan of the decoder's modules, by regular expression."""
     plan: Mapping[str, str] = model.config.get_text_config(decoder=True).base_model_tp_plan or {}
     if not plan:
         raise InvalidRequestError(
@@ -123,7 +123,7 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
 def _heads_of(
     name: str, modules: Mapping[str, Any], layout: Layout, shards: Sequence[Shard], rank: int
 ) -> _Heads:
-    """``name``: of the attention's q_proj."""
+    """Return an attention's heads. ``name``: of its q_proj."""
     layer = modules[name.removesuffix(".q_proj")].layer_idx
     index = next(i for i, group in enumerate(layout.groups) if layer in group.layers)
     group, shard = layout.groups[index], shards[rank]

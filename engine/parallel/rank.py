@@ -1,10 +1,10 @@
-"""What every rank does, and how ranks agree on how it ended.
+"""The commands that every rank runs, and how ranks agree on the outcome.
 
     begin ──► open ──► start ──► forward, unless the plan computes nothing ──► close
 
-Rank 0 tells each command to all ranks. All do it, and say how that ended; when one of them failed,
-rank 0 raises its error. In a forward pass ranks wait for each other in every layer, so one that
-fails goes on with zeros, and says so at the end.
+Rank 0 sends each command to all ranks. All run it and report the outcome; if one failed, rank 0
+raises its error. In a forward pass ranks wait for each other in every layer, so one that fails
+continues with zeros, and reports the error at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .model_part import keep_part
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-# What a command's message begins with.
+# The first byte of a command's message.
 OPEN: Final = b"O"
 START: Final = b"S"
 FORWARD: Final = b"F"
@@ -49,28 +49,28 @@ STOP: Final = b"Q"
 
 @dataclass(frozen=True, slots=True)
 class SharedSession:
-    """What ranks must know of a session that rank 0 opened."""
+    """A session that rank 0 opened, as other ranks need it."""
 
     grant: tpb.SignedPayload
     shards: Sequence[cpb.ShardInfo]
     layout: Layout
 
     def encode(self) -> bytes:
-        """For ``decode`` of another rank."""
+        """Encode the session for ``decode`` of another rank."""
         return cpb.OpenSessionResponse(
             grant=self.grant, shards=self.shards, layout=self.layout.to_proto()
         ).SerializeToString()
 
     @classmethod
     def decode(cls, message: bytes) -> SharedSession:
-        """The inverse of ``encode``."""
+        """Decode the result of ``encode``."""
         response = cpb.OpenSessionResponse.FromString(message)
         return cls(response.grant, list(response.shards), Layout.from_proto(response.layout))
 
 
 class DeferredErrorStep:
-    """The layers of one forward pass. After one that failed the others give zeros, and ``finish``
-    raises its error.
+    """The layers of one forward pass. After a layer that failed the others return zeros, and
+    ``finish`` raises its error.
     """
 
     def __init__(self, backend: DataBackend) -> None:
@@ -79,7 +79,7 @@ class DeferredErrorStep:
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """Of the backend."""
+        """The backend's latent layers."""
         return self._backend.latent_layers
 
     def layer(
@@ -91,7 +91,7 @@ class DeferredErrorStep:
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """As ``kvplane.transformers.attention.Step.layer``."""
+        """Compute a layer, as ``kvplane.transformers.attention.Step.layer`` does."""
         assert value is not None, "keep_part refuses latents"
         if self._error is None:
             try:
@@ -101,15 +101,15 @@ class DeferredErrorStep:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
     def finish(self) -> ExecuteResponse:
-        """The receipt of this rank."""
+        """Return the receipt of this rank."""
         if self._error is not None:
             raise self._error
         return ExecuteResponse(output=LayerOutput(receipt=self._backend.finish()[0]))
 
 
 def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> list[ExecuteResponse]:
-    """Do this rank's part of a command; what all of them answer, by rank. Raises the error of the
-    first that failed.
+    """Run this rank's part of a command; return the answers of all ranks, by rank. Raises the error
+    of the first that failed.
     """
     try:
         own = act() or ExecuteResponse()
@@ -128,7 +128,7 @@ def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> lis
 
 
 def start(backend: DataBackend, plan: tpb.SignedPayload) -> ExecuteResponse:
-    """Start a plan on this rank: how many tokens it computes, or its receipt."""
+    """Start a plan on this rank; return how many tokens it computes, or its receipt."""
     started = backend.start(plan)
     receipt = started.receipts[0] if started.receipts else None
     return ExecuteResponse(started=PlanStarted(num_tokens=started.num_tokens, receipt=receipt))
@@ -136,7 +136,7 @@ def start(backend: DataBackend, plan: tpb.SignedPayload) -> ExecuteResponse:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a rank other than 0 has to know. ``meeting``: see ``RankGroup``."""
+    """The start message of a rank other than 0. ``meeting``: see ``RankGroup``."""
 
     config: EngineConfig
     layout: Layout
@@ -145,7 +145,7 @@ class Assignment:
 
 
 def follow(assignment: Assignment) -> None:
-    """Do what rank 0 tells, until it says to stop. Raises InternalError when it has ended."""
+    """Run rank 0's commands until it sends stop. Raises InternalError when it has ended."""
     config = assignment.config
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -159,7 +159,7 @@ def follow(assignment: Assignment) -> None:
 
 
 def _agree(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> None:
-    """``together`` for ranks that leave it to rank 0 to act on an error."""
+    """Run ``together`` on a rank that leaves it to rank 0 to act on an error."""
     try:
         together(group, act)
     except KvplaneError as error:
@@ -184,7 +184,7 @@ class _Follower:
         self._closing.close()
 
     def begin(self) -> None:
-        """As rank 0 does; it has probed the model."""
+        """Begin as rank 0 does, which has probed the model."""
         config, layout = self._assignment.config, self._assignment.layout
         loop = LoopThread("engine-planes")
         self._closing.callback(loop.close)
@@ -196,7 +196,7 @@ class _Follower:
         self._closing.callback(self._backend.stop)
 
     def do(self, kind: bytes, body: bytes) -> ExecuteResponse | None:
-        """One command."""
+        """Run one command."""
         if kind == OPEN:
             self._backend.open(SharedSession.decode(body))
         elif kind == START:

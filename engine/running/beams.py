@@ -4,7 +4,7 @@ none is freed.
 
 The search finds the continuations that are most likely as a whole, as transformers finds them. At
 each step the best candidates of all beams together are taken: those that end compete for the
-answers, by their scores divided by a power of their lengths, and the best of the others go on.
+answers, by their scores divided by a power of their lengths, and the best of the others continue.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _BeamSearch:
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._end_token_ids = end_token_ids
-        # So many that enough of them go on, even if the best ones all end.
+        # Enough of them to continue, even if the best ones all end.
         self._num_candidates = max(2, 1 + len(end_token_ids)) * params.num_beams
-        self._scores = torch.zeros(1)  # of the beams that go on, the best first
+        self._scores = torch.zeros(1)  # of the live beams, the best first
         self._best = [(_NEVER, False, list[int]())] * params.num_beams  # score, ended, tokens
         self._may_improve = True
 
@@ -49,8 +49,8 @@ class _BeamSearch:
         """Take the next token of every beam. ``beams``: their tokens, the prompt's at first, in
         the order that the last call gave. ``log_probs``: float32 [num_beams, vocabulary].
 
-        Returns the next beams: of which present one each is a continuation, and by which token.
-        None when the search is over.
+        Returns for each next beam the present beam that it continues, and its token. Nothing when
+        the search is over.
         """
         params, vocabulary = self._params, log_probs.shape[1]
         length = len(beams[0]) + 1 - self._num_prompt_tokens
@@ -81,7 +81,7 @@ class _BeamSearch:
         params = self._params
         is_full = all(ended for _, ended, _ in self._best) and params.early_stopping
         scores = scores / (length**params.length_penalty)
-        # Candidates beyond the number of beams are there only to go on.
+        # Candidates beyond the number of beams may only continue.
         counts = ends & (torch.arange(len(ends)) < params.num_beams)
         scores = scores + (is_full + (not self._may_improve) + (~counts).float()) * _NEVER
         merged = torch.cat((torch.tensor([score for score, _, _ in self._best]), scores))
@@ -97,7 +97,7 @@ class _BeamSearch:
         self._best = best
 
     def _can_improve(self, length: int) -> bool:
-        """Whether a beam that goes on can still be better than the worst that ended."""
+        """Return whether a live beam can still become better than the worst that ended."""
         possible = self._scores[0] / (length**self._params.length_penalty)
         worst = min(score for score, _, _ in self._best)
         return any(bool(possible > (worst if ended else _NEVER)) for _, ended, _ in self._best)
@@ -115,7 +115,7 @@ class BeamRequest:
     def found(
         self, new_sequence: NewSequence, num_cached_tokens: int
     ) -> list[tuple[EngineSequence, Delta]]:
-        """The ``n`` best continuations, when the search is over, and what is told of each."""
+        """Return the ``n`` best continuations, when the search is over, and the delta of each."""
         request, found = self._request, []
         for index, tokens in enumerate(self._search.answers):
             sequence = new_sequence(request, index)
@@ -131,11 +131,11 @@ class BeamRequest:
         return found
 
     def note(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
-        """A beam's next token is due: float32 [vocabulary]."""
+        """Note a beam's logits, float32 [vocabulary], whose next token is due."""
         self._logits[sequence] = logits
 
     def is_due(self, beams: list[EngineSequence]) -> bool:
-        """Whether the next tokens of all beams are: some may have been preempted meanwhile."""
+        """Return whether all beams' next tokens are due: some beams may have been preempted."""
         return all(
             beam.status is SequenceStatus.RUNNING and beam.num_due > 0 and beam in self._logits
             for beam in beams
@@ -144,7 +144,7 @@ class BeamRequest:
     def advance(
         self, beams: list[EngineSequence], scheduler: Scheduler, new_sequence: NewSequence
     ) -> list[EngineSequence]:
-        """Take the next tokens. Returns the beams that go on; none when the search is over, and
+        """Take the next tokens. Return the beams that continue; none when the search is over, and
         ``beams`` are to be finished.
         """
         logits = torch.stack([self._logits[beam] for beam in beams])

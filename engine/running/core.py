@@ -1,13 +1,13 @@
 """The engine's loop: ask for a plan, compute it, sample; the next plan is asked for meanwhile.
 
-No token of a request is lost or returned twice, whatever happens to the planes: a token exists once
-it was sampled, that is after its plan was receipted, or the pass of the plan that gives it has run,
-and stays with its sequence; KV that is lost is computed again from the tokens. Nothing is sampled
-from a plan or pass that did not run to its end, so the random streams do not move either.
+No token of a request is lost or returned twice, whatever happens to the planes. A token exists once
+it was sampled, that is after its plan was receipted, or after the plan's pass that gives it has
+run, and stays with its sequence. KV that is lost is computed again from the tokens. Nothing is
+sampled from a plan or pass that did not run to its end, so the random streams do not move either.
 
 A plan is carried out at once, or in passes, which compute one token of each of its spans each. The
-token that a pass gives is what the next one computes: the control plane is asked once for several
-steps of decoding.
+next pass computes the token that a pass gives, so the control plane is asked once for several steps
+of decoding.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from .beams import BeamRequest
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
-# An attempt to open a session, at first: between two, a caller who gives up is heeded.
+# The first timeout of opening a session. Between attempts the engine notices ``give_up``.
 ATTEMPT_S: Final = 2.0
 _LEAST_ATTEMPT_S: Final = 0.5
 IDLE_DELAY_S: Final = 0.005
-# Two plans are computed before one that is asked to yield does, within a second.
+# Up to two plans are computed before an engine asked to yield does so, within a second.
 ALONE_PLAN_S: Final = 0.25
 _LEAST_PASS_S: Final = 1e-6
-NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are asked for
+NEWS_DELAY_S: Final = 1.0  # without a notice, after which the engine asks for news
 
 _log = logging.getLogger("engine")
 
@@ -79,7 +79,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What is to be computed next of a plan. ``index``: None where that is all of it."""
+    """The part of a plan to compute next. ``index``: None for the whole plan."""
 
     plan: types.SignedPayload
     plan_spans: Sequence[Span]
@@ -87,7 +87,7 @@ class _Pass:
 
     @property
     def spans(self) -> Sequence[Span]:
-        """Those of the pass. Of a sequence that has ended since, the token is not known."""
+        """The pass's spans. If a sequence has ended since, its token is not known."""
         index = self.index
         if index is None:
             return self.plan_spans
@@ -114,8 +114,8 @@ class _Pass:
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """A request that is not finished. ``sequences`` grows to ``n`` when the prompt is computed; of
-    a beam search, they are the beams that go on, and what it found in the end.
+    """A request that is not finished. ``sequences`` grows to ``n`` when the prompt is computed; in
+    a beam search, it has the live beams, and finally the answers.
     """
 
     request: Request
@@ -129,7 +129,7 @@ class _LiveRequest:
         return all(sequence.finish_reason for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
-        """The answer."""
+        """Return the answer."""
         request = self.request
         return RequestOutput(
             request_id=request.request_id,
@@ -156,8 +156,8 @@ class Runner:
     """Runs a causal language model whose attention is "kvplane": one forward pass for each step,
     the new tokens of all sequences packed one after another, each with its own position.
 
-    There is no cache in the model: attention goes to the data plane, which has every token before
-    these. Logits are computed only where a next token is due.
+    The model has no cache: attention goes to the data plane, which has every earlier token. Logits
+    are computed only where a next token is due.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -173,7 +173,7 @@ class Runner:
         for span in spans:
             stop = span.first_position + span.num_tokens
             known = span.sequence.tokens[span.first_position : stop]
-            # Of a sequence that has ended in an earlier pass, nothing is taken: any token will do.
+            # No token is taken for a sequence that ended in an earlier pass: any will do here.
             tokens += known or span.sequence.tokens[-1:]
             positions += range(span.first_position, stop)
             if span.is_last:
@@ -280,14 +280,14 @@ class EngineCore:
         return request.request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request at the next step, with what it has. Unknown and finished ones are left
-        alone.
+        """End a request at the next step, with its present output. Unknown and finished ones are
+        ignored.
         """
         with self._abort_lock:
             self._to_abort.add(request_id)
 
     def take_output(self, request_id: str) -> RequestOutput | None:
-        """The answer to a request that is done, once."""
+        """Return the answer to a request that is done, once."""
         return self._outputs.pop(request_id, None)
 
     @property
@@ -297,8 +297,8 @@ class EngineCore:
         return self._scheduler.has_work or bool(self._to_abort) or is_under_way
 
     def give_up(self) -> None:
-        """Wait for planes no longer: a step that waits for them raises, as does each that would.
-        From any thread.
+        """Stop waiting for planes: a waiting step raises, as does each that would wait. From any
+        thread.
         """
         self._gives_up.set()
 
@@ -307,8 +307,8 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """Run one step and return what it added. Recovers from planes that went away.
 
-        Raises what went wrong when recovering does not help, ``recovery_timeout_s`` after the step
-        began that failed first; sequences are then as they were.
+        Raises the error if recovery fails for ``recovery_timeout_s`` after the begin of the first
+        failed step; sequences are then as they were.
         """
         self._apply_aborts()
         began_s = time.monotonic()
@@ -328,8 +328,8 @@ class EngineCore:
         self._link.submit_receipts()
 
     def _step(self) -> None:
-        """Compute the plan's next pass, or else carry out the step that was asked for; the next one
-        is asked for meanwhile.
+        """Compute the plan's next pass, or else carry out the requested step; ask for the next one
+        meanwhile.
         """
         started_s = time.monotonic()
         if self._pass is not None:
@@ -356,7 +356,7 @@ class EngineCore:
         """Compute a pass and take its tokens."""
         spans, self._pass = present.spans, None
         if spans and all(span.sequence.finish_reason for span in spans):
-            self._abort_plan()  # all that it computes has ended since it was asked for
+            self._abort_plan()  # all of its sequences have ended since it was asked for
             return
         logits = self._execute(present, spans)
         self._pass = present.following
@@ -371,8 +371,8 @@ class EngineCore:
         self.stats.note_step(seconds, sum(span.num_tokens for span in spans))
 
     def _ask(self, *, expects_news: bool) -> _Asked | None:
-        """Ask for the next step; None when there is nothing to ask for, nor news, which are waited
-        for a moment.
+        """Ask for the next step. Return None if there is nothing to ask for and no news comes
+        within a moment.
         """
         intents = self._scheduler.schedule()
         if not intents and not (expects_news and self._expects_news()):
@@ -384,7 +384,7 @@ class EngineCore:
         return _Asked(intents, answer, span)
 
     def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
-        """Wait for a step's answer and learn what came of it."""
+        """Wait for a step's answer and apply it."""
         self._asked = None
         result = wait(asked.answer)
         self._has_plan = result.plan is not None
@@ -414,13 +414,13 @@ class EngineCore:
         return logits
 
     def _expects_news(self) -> bool:
-        """Whether an admission that waits may have been granted. A notice says so, if it comes."""
+        """Return whether a waiting admission may have been granted; a notice may say so."""
         is_late = time.monotonic() - self._stepped_s > NEWS_DELAY_S
         return self._scheduler.is_in_line and (self._link.has_news(IDLE_DELAY_S) or is_late)
 
     def _pause(self) -> None:
-        """Nothing could be done, because others hold the blocks. Fails the first request when that
-        lasts too long.
+        """Note a step in which nothing could be done, because others hold the blocks. Fail the
+        first request when that lasts too long.
         """
         now_s = time.monotonic()
         if self._stalled_since_s is None:
@@ -464,8 +464,8 @@ class EngineCore:
         self._advance_beams()
 
     def _continuations(self, sequence: EngineSequence) -> list[EngineSequence]:
-        """Those that take a token from this one's logits: all of the request's from its prompt's;
-        none if it failed in this step, and of a beam search.
+        """Return the continuations that take a token from these logits: all of the request's if
+        they are its prompt's; none if it failed in this step, or in a beam search.
         """
         if sequence.status is SequenceStatus.FINISHED or sequence.params.num_beams > 1:
             return []
@@ -568,14 +568,14 @@ class EngineCore:
     # Recovery.
 
     def _recover(self, error: KvplaneError, began_s: float) -> None:
-        """Abort the plans if the session is still open, else open another and compute again what is
-        lost. ``began_s``: when the step that failed did.
+        """Abort the plans if the session is still open, else open another and compute lost KV
+        again. ``began_s``: when the failed step began.
         """
         self._num_failures += 1
         if self._failing_since_s is None:
             self._failing_since_s = began_s
         if self._num_failures > MAX_FAILURES or isinstance(error, LayoutMismatchError):
-            # Who goes on after it is recovered from what comes then.
+            # If the caller continues, later errors are recovered from again.
             self._num_failures, self._failing_since_s = 0, None
             raise error
         _log.warning("step failed reason=%s: %s", error.reason, error.message)
@@ -592,7 +592,7 @@ class EngineCore:
         self._reopen(self._failing_since_s)
 
     def _abort_plan(self) -> None:
-        """Abort the plans that have no receipt, and go on from what the control plane says."""
+        """Abort the plans that have no receipt, and resume from the control plane's state."""
         self._scheduler.reconcile(self._link.abort_last_plan())
 
     def _reopen(self, since_s: float) -> None:

@@ -1,1 +1,1 @@
-"""From logits to tokens, and from tokens to text."""
+"""Samples tokens from logits, and decodes tokens to text."""

@@ -1,7 +1,7 @@
-"""Text from tokens, as they come.
+"""Decodes tokens to text as they come.
 
-Text that was emitted never changes: a character that is not complete yet (byte-level tokens of
-one UTF-8 character) and a tail that may become a stop string are held back.
+Text that was emitted never changes: an incomplete character (byte-level tokens of one UTF-8
+character) and a tail that may become a stop string are held back.
 
     decoded text   [0 ........ emitted | held back ....... )
 """
@@ -16,10 +16,10 @@ MAX_HELD_TOKENS = 8
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is needed."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
-        """The text of ``token_ids``."""
+        """Return the text of ``token_ids``."""
         ...
 
 
@@ -44,8 +44,8 @@ class Detokenizer:
         return self._text
 
     def add(self, token_id: int) -> bool:
-        """Add a token. True when the text now holds a stop string: it is cut before that, and no
-        token may follow.
+        """Add a token. Return True if the text now holds a stop string: it is cut before that, and
+        no token may follow.
         """
         if self._decoder is None:
             return False
@@ -58,7 +58,7 @@ class Detokenizer:
         return self._extend(now[len(before) :])
 
     def finish(self) -> None:
-        """No token follows: what was held back is text after all."""
+        """Release the text held back, as no token follows."""
         if self._decoder is None or self.stopped:
             return
         before = self._decode(self._prefix, self._read)
@@ -67,7 +67,7 @@ class Detokenizer:
             self._extend(now[len(before) :])
 
     def take(self, *, final: bool = False) -> str:
-        """Text that has become certain since the last call; all of it when ``final``."""
+        """Return the text that became certain since the last call; all of it when ``final``."""
         end = len(self._text) if final or self.stopped else len(self._text) - self._num_suspect()
         new = self._text[self._num_emitted : end]
         self._num_emitted = max(self._num_emitted, end)
@@ -91,7 +91,7 @@ class Detokenizer:
         return self.stopped
 
     def _num_suspect(self) -> int:
-        """Length of the longest tail that begins a stop string."""
+        """Return the length of the longest tail that begins a stop string."""
         lengths = (
             size for s in self._stop for size in range(1, len(s)) if self._text.endswith(s[:size])
         )

@@ -1,7 +1,7 @@
-"""From logits to tokens, of all rows of a step at once.
+"""Samples tokens from logits, for all rows of a step at once.
 
 A row's token depends on its logits, its parameters and its random stream, never on what else is in
-the batch. A stream has no state: its number at a place is a hash of its seed and of that place.
+the batch. A stream has no state: its number at a position is a hash of its seed and that position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST_TOP_P: Final = 1e-30
 
 
 class Row(Protocol):
-    """What is sampled for. ``stream``: from ``new_stream``."""
+    """Parameters of one row. ``stream``: from ``new_stream``."""
 
     @property
     def params(self) -> SamplingParams: ...
@@ -38,15 +38,15 @@ class Row(Protocol):
 
 
 def new_stream(seed: int | None, index: int) -> int:
-    """The random stream of continuation ``index``: of the seed ``seed + index``, or of a fresh one
-    when ``seed`` is None. An unsigned integer of 64 bits.
+    """Return the random stream of continuation ``index``: of the seed ``seed + index``, or of a
+    fresh one when ``seed`` is None. An unsigned integer of 64 bits.
     """
     base = secrets.randbelow(MAX_SEED) if seed is None else seed
     return int(_hashed(np.array([(base + index) % MAX_SEED], np.uint64))[0])
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """The next token of each of ``rows`` from ``logits`` float32 [num_rows, vocabulary] on CPU."""
+    """Return each row's next token from ``logits``, float32 [num_rows, vocabulary] on the CPU."""
     logits = penalised(logits, rows)
     # NumPy's is vectorised, torch's is not; of equal logits both take the first.
     tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
@@ -70,8 +70,8 @@ def logprobs_of(
     nums_likeliest: Sequence[int],
     decode: Callable[[int], str],
 ) -> list[TokenLogprob]:
-    """Each row's token's log probability in ``logits`` float32 [num_rows, vocabulary], and those of
-    so many likeliest tokens.
+    """Return the log probability of each row's token in ``logits`` float32 [num_rows, vocabulary],
+    and those of so many likeliest tokens.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     top = torch.topk(logprobs, min(max(nums_likeliest), logits.shape[1]))
@@ -86,7 +86,7 @@ def logprobs_of(
 
 
 def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """``logits`` [num_rows, vocabulary] with the penalties of tokens that were seen."""
+    """Return ``logits`` [num_rows, vocabulary] with the penalties of seen tokens."""
     repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty not in (None, 1.0)]
     if repeated:
         of_rows = logits[repeated]
@@ -110,9 +110,9 @@ def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> list[int]:
-    """One random number for each row, looked up in the sums of its probabilities: after the cuts
-    to top-k, to min-p and, if ``is_nucleus``, to top-p (arXiv:1904.09751), in this order. The most
-    likely token always stays.
+    """Return a token for each row, by a random number looked up in the sums of its probabilities:
+    after the cuts to top-k, to min-p and, if ``is_nucleus``, to top-p (arXiv:1904.09751), in this
+    order. The most likely token always stays.
     """
 
     def column(name: str) -> torch.Tensor:
@@ -137,13 +137,13 @@ def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> lis
         logits = logits.masked_fill(outside, -torch.inf)
     sums = torch.softmax(logits, dim=-1).double().cumsum(dim=-1)
     places = torch.searchsorted(sums, _uniform(rows) * sums[:, -1:], right=True)
-    places = places.clamp(max=vocabulary - 1)  # of logits that are no numbers
+    places = places.clamp(max=vocabulary - 1)  # for logits that are not numbers
     found: list[int] = (places if order is None else order.gather(1, places))[:, 0].tolist()
     return found
 
 
 def _uniform(rows: Sequence[Row]) -> torch.Tensor:
-    """Each row's random number for its next token: float64 [num_rows, 1] in [0, 1)."""
+    """Return each row's random number for its next token: float64 [num_rows, 1] in [0, 1)."""
     streams = np.array([row.stream for row in rows], np.uint64)
     places = np.array([len(row.tokens) - row.num_prompt_tokens for row in rows], np.uint64)
     # 32 bits: a product with a sum of probabilities never rounds up to that sum.
@@ -152,7 +152,7 @@ def _uniform(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Hash by SplitMix64 (Steele, Lea and Flood, 2014)."""
     values = values + _STEP
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -160,7 +160,7 @@ def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _counts(tokens: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
-    """How often each token is in each of ``tokens``: float32 [len(tokens), vocabulary]."""
+    """Return how often each token is in each of ``tokens``: float32 [len(tokens), vocabulary]."""
     lengths = [len(each) for each in tokens]
     ids = np.fromiter(chain.from_iterable(tokens), np.int64, sum(lengths))
     ids += np.repeat(np.arange(len(tokens)) * vocabulary, lengths)

@@ -1,1 +1,1 @@
-"""Which sequences compute next, and what becomes of their blocks."""
+"""Decides which sequences compute next, and which lose their blocks."""

@@ -1,4 +1,4 @@
-"""What the scheduler asks of one step, and what came of it."""
+"""The operations that the scheduler asks of one step, and their outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sequence import EngineSequence
 
 
 class Kind(Enum):
-    """What an operation is for."""
+    """The purpose of an operation."""
 
     FORK = "fork"
     FREE = "free"
@@ -26,9 +26,9 @@ class Kind(Enum):
 class Intent:
     """One operation of a step. ``sequences``: those that its items concern, in order.
 
-    Of an APPEND, for each of them: ``num_slots``, what it computes, and ``num_known``, the tokens
-    that the control plane knows afterwards. ``in_passes``: each slot is of a token that the one
-    before gives, so they are computed one after another.
+    An APPEND has for each of them ``num_slots``, the slots that it computes, and ``num_known``, the
+    tokens that the control plane knows afterwards. ``in_passes``: each slot's token is sampled from
+    the slot before, so they are computed one after another.
     """
 
     kind: Kind
@@ -48,8 +48,8 @@ class Span:
     """Tokens ``[first_position, first_position + num_tokens)`` of ``sequence``, computed in this
     step.
 
-    ``is_last``: it ends with the sequence's last known token, whose logits give the next one. Of a
-    sequence that ended after it was planned, nothing is taken.
+    ``is_last``: it ends with the sequence's last known token, whose logits give the next one. No
+    token is taken for a sequence that ended after it was planned.
     """
 
     sequence: EngineSequence
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a step: spans to compute in the plan's order, and sequences that failed."""
+    """The outcome of a step: spans to compute in the plan's order, and sequences that failed."""
 
     spans: list[Span] = field(default_factory=list)
     in_passes: bool = False
@@ -70,7 +70,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Counts:
-    """What the scheduler has done. They never fall."""
+    """Totals of the scheduler. They never fall."""
 
     num_swap_preemptions: int = 0
     num_recompute_preemptions: int = 0

@@ -1,5 +1,5 @@
-"""A scheduler for pools whose data planes keep blocks in files: before a sequence is admitted, what
-files have of it is loaded, while others go on.
+"""A scheduler for pools whose data planes keep blocks in files: before a sequence is admitted, its
+blocks in files are loaded, while others continue.
 
 arrive ──► loading ──► waiting ──► scheduled
 reset  ──►    ▲                            a load that fails is no more than a miss
@@ -25,7 +25,7 @@ Load = Callable[[Sequence[int]], Future[Loaded]]
 
 
 class LoadingScheduler(Scheduler):
-    """``load`` begins to load a prompt's prefix. ``settings``: as of ``Scheduler``."""
+    """``load`` begins to load a prompt's prefix. ``settings``: those of ``Scheduler``."""
 
     def __init__(self, load: Load, **settings: Any) -> None:
         super().__init__(**settings)
@@ -34,7 +34,7 @@ class LoadingScheduler(Scheduler):
 
     @property
     def has_work(self) -> bool:
-        """Also while something is loaded."""
+        """Whether a sequence is live or loading, or something must be freed."""
         return bool(self._loading) or super().has_work
 
     def arrive(self, sequence: EngineSequence) -> None:
@@ -43,7 +43,7 @@ class LoadingScheduler(Scheduler):
         self._loading.append((self._load(sequence.tokens), sequence))
 
     def schedule(self) -> list[Intent]:
-        """The operations of the next step; waits a moment when there is nothing else to do."""
+        """Return the operations of the next step; wait a moment if there are none."""
         if self._loading and not super().has_work:
             wait([future for future, _ in self._loading], _IDLE_S, FIRST_COMPLETED)
         loading, self._loading = self._loading, []
@@ -57,7 +57,7 @@ class LoadingScheduler(Scheduler):
         return super().schedule()
 
     def finish(self, sequence: EngineSequence) -> None:
-        """Take a sequence out, also one that is loaded."""
+        """Take out a sequence, which may be loading."""
         for future, each in self._loading:
             if each is sequence:
                 future.cancel()

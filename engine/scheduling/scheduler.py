@@ -1,17 +1,17 @@
-"""Which sequences compute in the next step, and what to do when blocks run short.
+"""Decides which sequences compute in the next step, and what to do when blocks run short.
 
 The scheduler owns no block. It asks the control plane by operations and learns from the status of
-each of their items: LATER means that blocks run short. An admission then stands in the control
-plane's line, and is not asked for again: the news of a later answer say that it was granted. For
-growth the scheduler waits first for blocks that come back by themselves (pending ones), and only
-after that preempts the sequence that came last: by swapping it out while the host tier has room,
-else by freeing it to be computed again. So does what the control plane would cut otherwise. The
-sequence that goes first is never preempted by another of this engine, so there is always progress.
+each of their items: LATER means that blocks run short. An admission then waits in the control
+plane's queue, and is not asked for again: the news of a later answer report its grant. For growth
+the scheduler first waits for pending blocks, which come back by themselves. Then it preempts the
+sequence that came last: it swaps it out if the host tier has room, else frees it to be computed
+again. Sequences that the control plane asks for are preempted likewise. The sequence that goes
+first is never preempted by another of this engine, so there is always progress.
 
 A step may be scheduled while the plan of the one before is computed: tokens that are due are
-planned before they are known. What ends meanwhile is computed for nothing, and freed by the step
-after. Where all that runs is decoding, one plan has several tokens of each sequence, computed in
-passes, so that the control plane is asked once for all of them.
+planned before they are known. A sequence that ends meanwhile is computed for nothing, and freed by
+the step after. While all sequences decode, one plan has several tokens of each, computed in passes,
+so that the control plane is asked once for all of them.
 """
 
 from __future__ import annotations
@@ -36,35 +36,33 @@ PATIENCE_STEPS: Final = 32
 
 
 class Policy(Protocol):
-    """Who goes first: an order over sequences, of which a smaller key goes first and is preempted
-    last. It must be total and must not change while a sequence lives, or two could preempt each
-    other for ever. Continuations of one request should be neighbours.
+    """The order of sequences: a smaller key goes first and is preempted last. It must be total and
+    must not change while a sequence lives, or two could preempt each other for ever. Continuations
+    of one request should be neighbours.
     """
 
     def key(self, sequence: EngineSequence) -> tuple[int, ...]:
-        """The sort key of ``sequence``."""
+        """Return the sort key of ``sequence``."""
         ...
 
 
 class PriorityThenArrival:
-    """Requests of a lower priority, and of equal ones those that came first."""
+    """Orders requests by priority, lower first, then by arrival."""
 
     def key(self, sequence: EngineSequence) -> tuple[int, ...]:
-        """Priority, arrival, then the continuation's index."""
+        """Return priority, arrival, then the continuation's index."""
         return sequence.place
 
 
 class _Room:
-    """How many blocks the pool had left after the last step. ``num_host_blocks``: free ones of the
-    host tier.
-    """
+    """Free blocks of the pool after the last step. ``num_host_blocks``: of the host tier."""
 
     def __init__(self) -> None:
         self.num_host_blocks = 0
         self._num_device_blocks: int | None = None  # None: not known yet
 
     def note(self, usage: pb.PoolUsage) -> None:
-        """Learn it from a step's answer."""
+        """Note it from a step's answer."""
         for tier in usage.tiers:
             if tier.tier == types.TIER_DEVICE:
                 self._num_device_blocks = (
@@ -74,7 +72,7 @@ class _Room:
                 self.num_host_blocks = tier.num_free_blocks
 
     def fits(self, num_blocks: int) -> bool:
-        """Whether the device tier may have so many."""
+        """Return whether the device tier may have so many."""
         return self._num_device_blocks is None or num_blocks <= self._num_device_blocks
 
 
@@ -95,15 +93,15 @@ class _Queues:
         self.swapped: list[EngineSequence] = []
         self._forks: list[tuple[int, EngineSequence]] = []  # with the kv id of the parent
         self._frees: list[int] = []
-        self._finished: list[tuple[int, EngineSequence]] = []  # of those to be freed
+        self._finished: list[tuple[int, EngineSequence]] = []  # sequences to be freed
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a sequence to go on with, or something to free."""
+        """Whether there is a live sequence, or something to free."""
         return bool(self.waiting or self.running or self.swapped or self._forks or self._frees)
 
     def head(self) -> EngineSequence | None:
-        """The live sequence that goes first."""
+        """Return the live sequence that goes first."""
         return min((*self.waiting, *self.running, *self.swapped), key=self._key, default=None)
 
     def arrive(self, sequence: EngineSequence) -> None:
@@ -119,7 +117,7 @@ class _Queues:
         """Continue the computed tokens of ``parent`` as ``sequences``, which may or may not hold
         ``parent`` itself; those with a finish reason end here.
 
-        The first that goes on takes over the parent's blocks; the next step forks the others from
+        The first that continues takes over the parent's blocks; the next step forks the others from
         it.
         """
         kv_id, blocks = parent.kv_id, parent.num_blocks
@@ -185,7 +183,7 @@ class Scheduler(_Queues):
         self._blocked: list[EngineSequence] = []
         self._must_preempt = False
         self._asked: set[int] = set()  # kv ids of sequences that the control plane will cut
-        self._in_line: EngineSequence | None = None  # of those waiting, the one it has in its line
+        self._in_line: EngineSequence | None = None  # the waiting one in the control plane's queue
         self._tight = False  # a sequence was preempted and none has finished since
         self._no_swap: set[int] = set()  # kv ids that the host tier had no room for
         self._num_waits = 0
@@ -193,7 +191,7 @@ class Scheduler(_Queues):
         self._room = _Room()
         self.counts = Counts()
         self.max_passes = 1
-        """Of the next plan; whoever arrives meanwhile waits for all of them."""
+        """Of the next plan; requests that arrive meanwhile wait for all of them."""
 
     def finish(self, sequence: EngineSequence) -> None:
         """Take a sequence out of its queue; its blocks are freed by the next step."""
@@ -205,7 +203,7 @@ class Scheduler(_Queues):
 
     @property
     def num_idle_steps(self) -> int:
-        """Steps, one after another, without a plan."""
+        """The number of steps in a row without a plan."""
         return self._num_idle
 
     @property
@@ -217,13 +215,13 @@ class Scheduler(_Queues):
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be scheduled while the plan of the last is computed. Who is
-        preempted has to be at rest.
+        """Whether the next step can be scheduled while the plan of the last is computed. Preempted
+        sequences must not be in a running plan.
         """
         return not self._must_preempt and not self._asked
 
     def schedule(self) -> list[Intent]:
-        """The operations of the next step, in the order in which the control plane is to apply
+        """Return the operations of the next step, in the order in which the control plane applies
         them.
         """
         intents = self._fork_intents()
@@ -244,7 +242,7 @@ class Scheduler(_Queues):
         return intents
 
     def apply(self, intents: Sequence[Intent], result: StepResult) -> Outcome:
-        """Learn what came of ``intents``, each of which has one of ``result.results``, in order."""
+        """Apply the outcome of ``intents``, each with one of ``result.results``, in order."""
         if len(result.results) != len(intents):
             raise InternalError(f"{len(result.results)} results for {len(intents)} operations")
         outcome = Outcome()
@@ -274,7 +272,7 @@ class Scheduler(_Queues):
     # When things go wrong.
 
     def reset(self) -> None:
-        """Every block is lost: all live sequences wait to be admitted and computed again."""
+        """Note that all blocks are lost: live sequences wait to be admitted and computed again."""
         live = [*self.running, *self.swapped, *(s for _, s in self._forks)]
         self.running, self.swapped, self._forks = [], [], []
         self._frees, self._finished = [], []
@@ -289,13 +287,13 @@ class Scheduler(_Queues):
             self.add(sequence)
 
     def reconcile(self, states: Iterable[SequenceState]) -> None:
-        """A plan was aborted: take over what the control plane says of every sequence, and free
+        """Take over the control plane's state of every sequence after a plan was aborted, and free
         those that no request needs.
         """
         known = {state.sequence_id: state for state in states}
         live = [*self.running, *self.swapped]
         if self._in_line is not None and self._in_line.kv_id in known:
-            live.append(self._in_line)  # granted, which the next answer would have said
+            live.append(self._in_line)  # granted, before any answer reported it
             self.waiting.remove(self._in_line)
             self._in_line = None
         self.running, self.swapped, self._blocked = [], [], []
@@ -308,7 +306,7 @@ class Scheduler(_Queues):
                 continue
             sequence.num_sent, sequence.num_blocks = state.num_tokens, state.num_blocks
             sequence.num_computed = state.num_scheduled_tokens
-            # What was computed stays: of a beam that waits for others.
+            # A beam that waits for others keeps its computed token.
             sequence.num_due = int(sequence.num_due > 0 and sequence.num_uncomputed <= 1)
             on_host = state.tier == types.TIER_HOST
             sequence.status = SequenceStatus.SWAPPED if on_host else SequenceStatus.RUNNING
@@ -329,8 +327,8 @@ class Scheduler(_Queues):
         return [Intent(Kind.FORK, forks, sequences)]
 
     def _free_intents(self) -> list[Intent]:
-        """Free what is done with. Before that, tokens of finished sequences that were not sent yet
-        are sent where a block is full with them, so that others find it.
+        """Free finished sequences. Before that, send their unsent tokens if these complete a block,
+        so that others find it.
         """
         if not self._frees:
             return []
@@ -346,13 +344,13 @@ class Scheduler(_Queues):
 
     @property
     def _is_changing(self) -> bool:
-        """Whether what runs will soon be others: a plan is to end soon then."""
+        """Whether the running sequences will soon be others: a plan should end soon then."""
         can_admit = self.waiting and self._num_on_device() < self.max_sequences
         return bool(can_admit or self.swapped or self._blocked or self._tight)
 
     def _append_intents(self, victims: set[int], num_passes: int) -> list[Intent]:
-        """One operation for all running sequences but ``victims``, up to the batch's size; in at
-        most so many passes.
+        """Append to all running sequences but ``victims``, up to the batch's size, in one operation
+        and at most so many passes.
         """
         budget = self._max_batch_tokens
         due: list[tuple[int, EngineSequence, int]] = []
@@ -377,9 +375,7 @@ class Scheduler(_Queues):
     def _append(
         self, items: Sequence[tuple[int, EngineSequence, int]], *, in_passes: bool = False
     ) -> Intent:
-        """Send the tokens that are known, and compute so many slots of each: kv id, sequence,
-        slots.
-        """
+        """Send known tokens, and compute slots. ``items``: kv id, sequence, number of slots."""
         kv_ids, sequences, num_slots = zip(*items, strict=True)
         new_tokens = [s.tokens[s.num_sent :] for s in sequences]
         operation = ops.appends(
@@ -410,8 +406,8 @@ class Scheduler(_Queues):
         return []
 
     def _victims(self) -> list[EngineSequence]:
-        """Sequences that would be cut; else all running continuations of the last request, so that
-        blocks that they share move once and are really released; only the last continuation when no
+        """Return the sequences that would be cut; else all running continuations of the last
+        request, so that shared blocks move once and are really released; only the last one when no
         other request runs. The only running sequence is not preempted for its own sake.
         """
         asked = [s for s in self.running if s.kv_id in self._asked]
@@ -426,8 +422,8 @@ class Scheduler(_Queues):
         return [s for s in order if s.request is last]
 
     def _compute_order(self, victims: set[int]) -> list[EngineSequence]:
-        """Sequences that need one token first, so that a long prompt does not hold them up; each
-        part in order.
+        """Return sequences that need one token first, so that a long prompt does not delay them;
+        each part in order.
         """
         order = (s for s in self.running if s.kv_id not in victims)
         return sorted(order, key=lambda s: (s.num_uncomputed > 1, self._key(s)))
@@ -580,7 +576,7 @@ class Scheduler(_Queues):
         self.counts.num_admissions += 1
 
     def _note_cuts(self, news: SessionNews) -> None:
-        """What lost its blocks is admitted and computed again."""
+        """Queue sequences that lost their blocks to be admitted and computed again."""
         self._asked = set(news.sequences_asked)
         if self._in_line is not None and self._in_line.kv_id in news.cut:
             self._in_line.kv_id, self._in_line = 0, None
@@ -609,8 +605,8 @@ class Scheduler(_Queues):
         self.add(sequence)
 
     def _recompute_swapped(self) -> None:
-        """No sequence runs or moves: a group that swapped out together may never fit together
-        again, but each of them fits alone.
+        """Queue all swapped sequences to be computed again, when none runs or moves: a group that
+        swapped out together may never fit together again, but each sequence fits alone.
         """
         self.counts.num_recompute_preemptions += len(self.swapped)
         swapped, self.swapped = self.swapped, []

@@ -23,12 +23,12 @@ import torch
 from ..request import Request, SamplingParams, TokenLogprob
 from ..sampling.detokenizer import Detokenizer
 
-MAX_PASSES: Final = 64  # of one plan
-MAX_WASTED_PASSES: Final = 16  # that a sequence which has ended is computed in
+MAX_PASSES: Final = 64  # in one plan
+MAX_WASTED_PASSES: Final = 16  # in which a sequence that has ended is still computed
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is. Each is in exactly one queue."""
+    """The queue of a sequence, which is in exactly one."""
 
     WAITING = "waiting"  # no blocks: to be admitted with all its tokens
     RUNNING = "running"  # on the device tier
@@ -62,17 +62,17 @@ class EngineSequence:
 
     @property
     def params(self) -> SamplingParams:
-        """The request's."""
+        """The request's parameters."""
         return self.request.params
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Requests by priority, then by arrival, then continuations by index."""
+        """The sort key: requests by priority, then by arrival, then continuations by index."""
         return (self.request.params.priority, self.request.arrival, self.index)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """The number of prompt tokens."""
         return len(self.request.prompt_token_ids)
 
     @property
@@ -82,18 +82,18 @@ class EngineSequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens were generated so far."""
+        """The number of tokens generated so far."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens, those due included, whose KV no plan computes yet."""
+        """The number of tokens, due ones included, whose KV no plan computes yet."""
         return len(self.tokens) + self.num_due - self.num_computed
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether its next token can be planned now. One that is due may be the last by length, or
-        the one where continuations separate; and which beams go on, all their tokens decide.
+        """Whether its next token can be planned now. Not if the due token may end it by length, or
+        separates continuations, or in a beam search, where all beams' tokens decide.
         """
         if self.num_due == 0:
             return True
@@ -104,12 +104,12 @@ class EngineSequence:
 
     @property
     def can_pass(self) -> bool:
-        """Whether it goes on by one token after another, as plans in passes do."""
+        """Whether it continues by one token after another, as plans in passes do."""
         is_one = self.num_continuations == 1 and self.params.num_beams == 1
         return is_one and self.num_uncomputed <= 1
 
     def num_missing(self, num_slots: int, block_size_tokens: int) -> int:
-        """Blocks that it lacks for so many slots more."""
+        """Return the number of blocks that it lacks for so many slots more."""
         num_blocks = -(-(self.num_computed + num_slots) // block_size_tokens)
         return max(0, num_blocks - self.num_blocks)
 
@@ -120,7 +120,7 @@ class EngineSequence:
 
     @property
     def num_left(self) -> int:
-        """The most tokens that come after those that are known or due."""
+        """The most tokens that come after those known or due."""
         return self.params.max_tokens - self.num_output_tokens - self.num_due
 
     @property
@@ -130,13 +130,13 @@ class EngineSequence:
 
     @property
     def num_continuations(self) -> int:
-        """How many of the request's continuations it stands for: all of them until the first token,
-        then itself.
+        """The number of the request's continuations that it stands for: all of them until the first
+        token, then itself.
         """
         return self.params.num_sequences if self.num_output_tokens == 0 else 1
 
     def start(self, num_blocks: int, num_cached_tokens: int) -> None:
-        """It was admitted: what is not cached is to be computed."""
+        """Note its admission: tokens that are not cached are to be computed."""
         self.status = SequenceStatus.RUNNING
         self.num_sent, self.num_computed = len(self.tokens), num_cached_tokens
         self.num_blocks = num_blocks
@@ -145,7 +145,7 @@ class EngineSequence:
         self.num_admissions += 1
 
     def forget_blocks(self) -> None:
-        """Back to waiting: everything is to be admitted and computed again. Tokens and sampler
+        """Move it back to waiting, to be admitted and computed again whole. Tokens and sampler
         state stay.
         """
         self.status = SequenceStatus.WAITING
@@ -153,8 +153,8 @@ class EngineSequence:
 
 
 def most_passes(running: Sequence[EngineSequence]) -> int:
-    """Of a plan of these sequences. One that ends early is computed to the plan's end, unless it is
-    the only one.
+    """Return the most passes of a plan of these sequences. One that ends early is computed to the
+    plan's end, unless it is the only one.
     """
     is_certain = all(sequence.ends_by_length for sequence in running)
     return MAX_PASSES if is_certain or len(running) == 1 else MAX_WASTED_PASSES

@@ -1,4 +1,4 @@
-"""What comes of a request, as OpenAI's objects: whole, or in pieces for a stream."""
+"""Forms OpenAI's objects from a request's output: whole, or in pieces for a stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Answer:
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
 
     def add(self, prompt: int, event: Delta | RequestOutput) -> list[dict[str, Any]]:
-        """Take what came for a prompt. Returns what a stream sends of it."""
+        """Take a prompt's new output. Return the objects that a stream sends for it."""
         if isinstance(event, RequestOutput):
             self.num_prompt_tokens += len(event.prompt_token_ids)
             self.num_cached_tokens += event.num_cached_tokens
@@ -57,7 +57,7 @@ class Answer:
         return [self._object([self._chunk(index, piece, offset)], is_chunk=True)]
 
     def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with."""
+        """Return the first objects of a stream."""
         if not self._is_chat:
             return []
         delta = {"role": "assistant", "content": ""}
@@ -70,16 +70,16 @@ class Answer:
         ]
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once all has come."""
+        """Return the whole answer, at the end."""
         choices = [self._full(index, choice) for index, choice in enumerate(self._choices)]
         return self._object(choices, is_chunk=False) | {"usage": self.usage()}
 
     def closing(self) -> dict[str, Any]:
-        """The last object of a stream that was asked for its usage."""
+        """Return the last object of a stream that was asked for its usage."""
         return self._object([], is_chunk=True) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of prompts and continuations."""
+        """Return the numbers of tokens of prompts and continuations."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_generated_tokens,

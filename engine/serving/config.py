@@ -29,7 +29,7 @@ class ServeConfig(EngineConfig):
     bind: str = setting(
         "127.0.0.1:8000", help="Address to serve HTTP on, host:port; port 0 picks a free one."
     )
-    model_name: str = setting("", help="What clients call the model; empty: its folder's name.")
+    model_name: str = setting("", help="The model's name for clients; empty: its folder's name.")
     port_file: Path | None = setting(None, help="File to write the port to, once it serves.")
     api_keys_file: Path | None = setting(
         None,
@@ -52,7 +52,7 @@ class ServeConfig(EngineConfig):
         1 << 28,
         unit="bytes",
         minimum=1024,
-        help="Requests that were received and are not answered, or whose stream has not begun.",
+        help="Most bytes of requests that have no answer yet, or whose stream has not begun.",
     )
     log_level: str = setting("info", choices=LEVELS, help="Least severe log level written.")
     log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)
@@ -76,8 +76,8 @@ class ServeConfig(EngineConfig):
             )
 
     def api_keys(self) -> tuple[str, ...]:
-        """The keys that clients may have; none when everybody may. Raises InvalidRequestError when
-        the file cannot be read.
+        """Read the keys that clients may have; none when no key is asked. Raises
+        InvalidRequestError when the file cannot be read.
         """
         if self.api_keys_file is None:
             return ()
@@ -88,5 +88,5 @@ class ServeConfig(EngineConfig):
 
     @property
     def served_name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self.model_name or self.model.resolve().name

@@ -11,7 +11,7 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class ServingMetrics:
-    """In a registry of its own. ``num_open``: requests that are not answered yet."""
+    """Metrics in a registry of their own. ``num_open``: unanswered requests."""
 
     def __init__(self, num_open: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -48,5 +48,5 @@ class ServingMetrics:
         gauge.set_function(num_open)
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

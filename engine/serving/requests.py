@@ -1,4 +1,4 @@
-"""OpenAI's requests as prompts and sampling parameters. What is not served is refused by name."""
+"""Reads OpenAI's requests as prompts and sampling parameters. Refuses unserved fields by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_STOP_TOKENS: Final = 1024
 _DEFAULT_MAX_TOKENS: Final = 16
 _NO_MAX_TOKENS: Final = 2**31 - 1  # as many as the model has positions for
 
-# What both kinds of request have: name in the request, and in SamplingParams.
+# Fields of both kinds of request: name in the request, and in SamplingParams.
 _NUMBERS: Final = (
     *("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"),
     "length_penalty",
@@ -39,7 +39,7 @@ _OF_CHATS: Final = _SHARED | {
     *("tool_choice", "parallel_tool_calls", "functions", "function_call", "modalities", "audio"),
     *("reasoning_effort", "verbosity", "prediction", "web_search_options"),
 }
-# Values that ask for nothing. Anything else would have to be done.
+# Values that ask for nothing. Any other value is refused.
 _NOTHING: Final[dict[str, tuple[Any, ...]]] = {
     "logit_bias": ({},),
     "echo": (False,),
@@ -78,7 +78,7 @@ class CompletionRequest:
 
 
 def read_completion(body: Any) -> CompletionRequest:
-    """From the body of ``/v1/completions``. Raises InvalidRequestError naming the field."""
+    """Read the body of ``/v1/completions``. Raises InvalidRequestError naming the field."""
     fields = _fields(body, _OF_COMPLETIONS)
     best_of = fields.get("best_of")
     if best_of not in (None, fields.get("n", 1)):
@@ -93,7 +93,7 @@ def read_completion(body: Any) -> CompletionRequest:
 
 
 def read_chat(body: Any) -> CompletionRequest:
-    """From the body of ``/v1/chat/completions``. Raises InvalidRequestError naming the field."""
+    """Read the body of ``/v1/chat/completions``. Raises InvalidRequestError naming the field."""
     fields = _fields(body, _OF_CHATS)
     most = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     logprobs = None
@@ -147,7 +147,7 @@ def _request(
 
 
 def _fields(body: Any, known: set[str]) -> dict[str, Any]:
-    """What the body says; null means that it says nothing."""
+    """Return the body's fields that are not null; null means that a field is not given."""
     if not isinstance(body, dict):
         raise InvalidRequestError("must be a JSON object", field="body")
     fields = {name: value for name, value in body.items() if value is not None}
@@ -160,7 +160,7 @@ def _fields(body: Any, known: set[str]) -> dict[str, Any]:
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """One text, one list of token ids, or a list of either."""
+    """Read one text, one list of token ids, or a list of either."""
     if isinstance(value, str):
         return (_string(value, "prompt"),)
     if isinstance(value, list) and value:
@@ -182,7 +182,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 
 def _message(value: Any, field: str) -> Message:
-    """Content is a string, or parts of text."""
+    """Read a message, whose content is a string, or parts of text."""
     if not isinstance(value, dict):
         raise InvalidRequestError("must be an object", field=field)
     for name, given in value.items():
@@ -248,7 +248,7 @@ def _boolean(value: Any, field: str) -> bool:
 
 
 def _string(value: Any, field: str) -> str:
-    """A string that is Unicode: JSON can also say half of a surrogate pair."""
+    """Read a string, which must be Unicode: JSON can also hold half of a surrogate pair."""
     if not isinstance(value, str):
         raise InvalidRequestError("must be a string", field=field)
     try:

@@ -1,4 +1,4 @@
-"""``python -m engine serve``: a model over HTTP, until it is told to stop.
+"""``python -m engine serve``: serves a model over HTTP until a signal.
 
 The HTTP application has OpenAI's paths, health and metrics.
 
@@ -59,7 +59,7 @@ _EncodeChat = Callable[[Sequence[Message]], Prompt]
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
-    """A path that is not served, or not with this method."""
+    """Answer for a path that is not served, or not with this method."""
     assert isinstance(error, HTTPException)
     answer = refusal(
         NotFoundError(
@@ -74,8 +74,8 @@ async def _not_served(request: Request, error: Exception) -> Response:
 
 class _ServingApp:
     """The application of one model, as ``asgi``. ``encode_chat`` runs in the worker's thread.
-    ``api_keys``: one of them is asked of every client of ``/v1``, unless there are none.
-    ``max_received_bytes``: of requests that are not answered, or whose stream has not begun.
+    ``api_keys``: every client of ``/v1`` must have one of them, unless there are none.
+    ``max_received_bytes``: limit for requests that are not answered, or whose stream has not begun.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class _ServingApp:
     async def _counted(
         self, request: Request, read: Callable[[Any], CompletionRequest], *, is_chat: bool
     ) -> Response:
-        """The response, or that to an error. Streams are counted when they end."""
+        """Return the response or error, counted. Streams are counted when they end."""
         began_s = time.monotonic()
         count = partial(self._count, request.scope["path"], began_s)
         try:
@@ -187,7 +187,7 @@ class _ServingApp:
         events: _Events,
         count: Callable[[Answer | None, int], None],
     ) -> AsyncIterator[str]:
-        """Server-sent events. An error after the first is sent as one."""
+        """Yield server-sent events. An error after the first is sent as one."""
         status = CLIENT_GONE
         try:
             async with aclosing(events):
@@ -210,7 +210,7 @@ class _ServingApp:
     async def _events(
         self, asked: CompletionRequest, began_s: float
     ) -> AsyncGenerator[tuple[int, Delta | RequestOutput], None]:
-        """What comes for each prompt, with its number, until all are answered. Closing ends all."""
+        """Yield (prompt number, event) until all prompts are answered. Closing ends all."""
         queue: asyncio.Queue[tuple[int, Delta | RequestOutput] | KvplaneError] = asyncio.Queue()
 
         async def follow(number: int, prompt: Prompt | Chat) -> None:
@@ -243,7 +243,7 @@ class _ServingApp:
         return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
 
     async def _body(self, request: Request, received: Received) -> Any:
-        """The body as JSON, read no further than it may be long."""
+        """Read the body as JSON, up to its limit."""
         try:
             return json.loads(await read_body(request, self._max_body_bytes, received.take))
         except (ValueError, RecursionError) as error:
@@ -261,8 +261,8 @@ def _event(piece: dict[str, Any]) -> str:
 
 
 def run(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. Raises InternalError when the engine's thread
-    has ended by an exception: only a new process can serve then.
+    """Serve until SIGTERM or SIGINT; return the exit code. Raises InternalError when the engine's
+    thread has ended by an exception: only a new process can serve then.
     """
     logs.setup(config.log_level, config.log_format)
     log_settings(config, _LOGGER)

@@ -3,8 +3,8 @@
     event loop   stream() ──submission──►  thread   submit, step, step, ...
                  ◄──deltas, output, error──┘
 
-A request whose stream is closed before its end is aborted. An exception that is no KvplaneError
-ends the thread: what the engine has in memory may be wrong by then.
+A request whose stream is closed before its end is aborted. An exception that is not a KvplaneError
+ends the thread: the engine's memory may be wrong then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..request import Delta, RequestOutput, SamplingParams
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-# So long prompts are read between two steps: others wait for their next token.
+# Seconds of reading prompts between two steps, while others wait for their next token.
 _READ_S: Final = 0.01
 
 Event = Delta | RequestOutput | KvplaneError
@@ -38,7 +38,7 @@ Prompt = str | Sequence[int]
 
 
 class Engine(Protocol):
-    """What is needed of ``engine.LLM``."""
+    """The part of ``engine.LLM`` that the worker needs."""
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> str: ...
 
@@ -70,12 +70,12 @@ class _Submission:
             for event in events:
                 self.events.put_nowait(event)
 
-        with suppress(RuntimeError):  # the loop is closed, and nobody hears
+        with suppress(RuntimeError):  # the loop is closed, and nobody listens
             self.loop.call_soon_threadsafe(put)
 
 
 class EngineWorker:
-    """Started by ``start``. At most ``max_requests`` are open at one time."""
+    """Runs the engine, once ``start`` was called. At most ``max_requests`` are open at one time."""
 
     def __init__(self, engine: Engine, max_requests: int) -> None:
         self._engine = engine
@@ -91,7 +91,7 @@ class EngineWorker:
 
     @property
     def num_open(self) -> int:
-        """Requests that are not answered yet."""
+        """The number of unanswered requests."""
         return self._num_open
 
     @property
@@ -105,7 +105,7 @@ class EngineWorker:
         return self._has_failed
 
     def when_failed(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once ``has_failed`` and what was open is answered, in any thread."""
+        """Have ``call`` called, in any thread, after ``has_failed``, when no request is open."""
         with self._wakes:
             self._when_failed = call
             if self._has_failed:
@@ -116,11 +116,11 @@ class EngineWorker:
         self._thread.start()
 
     def give_up(self) -> None:
-        """Wait for planes that are away no longer: requests that need them fail."""
+        """Stop waiting for planes that are away: requests that need them fail."""
         self._engine.give_up()
 
     def stop(self) -> None:
-        """Let the step that runs end, unless it waits for planes, and fail what is open."""
+        """Let the running step end, unless it waits for planes, and fail open requests."""
         with self._wakes:
             self._is_stopping = True
             self._wakes.notify()
@@ -130,7 +130,7 @@ class EngineWorker:
     async def stream(
         self, read: Callable[[], Prompt], params: SamplingParams
     ) -> AsyncGenerator[Delta | RequestOutput, None]:
-        """What each step adds to a request, and its answer at last. Closing aborts it.
+        """Yield what each step adds to a request, and finally its answer. Closing aborts it.
 
         Raises the error of a prompt that cannot be served, QuotaExceededError when too many are
         open, PlaneUnavailableError when the engine stops.
@@ -187,7 +187,7 @@ class EngineWorker:
                 self._when_failed()
 
     def _take(self) -> bool:
-        """Submit some of what came, waiting for something to do. False when told to stop."""
+        """Wait for work and submit some of the new requests. Return False when stopped."""
         with self._wakes:
             while not (self._is_stopping or self._incoming or self._engine.has_work):
                 self._wakes.wait()
@@ -204,13 +204,13 @@ class EngineWorker:
         except KvplaneError as error:
             submission.deliver(error)
             return
-        except Exception as error:  # a tokenizer or a chat template raises what it likes
+        except Exception as error:  # a tokenizer or a chat template may raise anything
             _LOGGER.exception("a prompt was not read")
             submission.deliver(InternalError(f"the prompt was not read: {type(error).__name__}"))
             return
         self._open[request_id] = submission
         submission.request_id = request_id
-        if submission.is_closed:  # before this: whoever comes second aborts it
+        if submission.is_closed:  # before this: the later of the two aborts it
             self._engine.abort(request_id)
 
     def _step(self) -> None:
@@ -233,12 +233,12 @@ class EngineWorker:
                     del self._open[request_id]
 
     def _fail_all(self, error: KvplaneError) -> None:
-        """The engine could not recover: its requests end, as do those that came meanwhile, and new
-        ones are tried again.
+        """End all requests, open and new ones, after the engine could not recover. Later requests
+        are tried again.
         """
         _LOGGER.error("step failed reason=%s: %s", error.reason, error.message)
         failed, self._open = self._open, {}
-        with self._wakes:  # before anybody hears of it, and asks again
+        with self._wakes:  # before a client learns of it and asks again
             came, self._incoming = self._incoming, deque()
         for request_id, submission in failed.items():
             self._engine.abort(request_id)
