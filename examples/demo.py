@@ -44,7 +44,7 @@ NUM_SHOWN: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt and what is right. ``params.temperature`` 0 means that it is compared."""
+    """One prompt and its right answer. ``params.temperature`` 0 means that it is compared."""
 
     prompt: str
     answer: str
@@ -56,12 +56,12 @@ class Question:
         return self.params.temperature == 0
 
     def is_right(self, text: str) -> bool:
-        """Whether ``text`` begins with the value asked for, and ends it where it ends."""
+        """Return whether ``text`` begins with the value asked for, and ends it where it ends."""
         return text[:ANSWER_LETTERS] == self.answer[:ANSWER_LETTERS]
 
 
 def questions(seed: int, *, quick: bool) -> list[Question]:
-    """Groups that share one context each, contexts asked once, and some with four continuations.
+    """Make groups that share a context each, contexts asked once, and some with four continuations.
 
     Long contexts and short ones alternate, so that some fit into a small host tier and some do not.
     The order is random, so that a group's questions find its blocks cached, evicted or swapped.
@@ -93,7 +93,7 @@ def _recitation(rng: random.Random, facts: Facts, max_tokens: int) -> Question:
 
 
 class Verdict(Enum):
-    """How one greedy answer compares."""
+    """The comparison of one greedy answer."""
 
     IDENTICAL = "identical"  # all tokens, and all logits within the tolerance
     TIE = "tie"  # tokens differ where transformers' two best logits are within the tolerance
@@ -150,8 +150,8 @@ def report_work(
     metrics: Mapping[str, float],
     num_answered: int,
 ) -> list[str]:
-    """Print what was counted, all but the engine's own rows by the control plane. Returns the kinds
-    of work that it counted none of.
+    """Print the counts, which are the control plane's except in the engine's own rows. Return the
+    kinds of work that the control plane counted none of.
     """
     num_swap_outs, num_readmissions = count_preemptions(metrics, num_answered)
     counters = pool.counters
@@ -189,8 +189,8 @@ def report_work(
 
 
 def count_preemptions(metrics: Mapping[str, float], num_answered: int) -> tuple[int, int]:
-    """By swap and by recompute. To the control plane, the one is a swap out, and the other an
-    admission beyond the first of a request, at once or granted later.
+    """Return preemptions by swap and by recompute. To the control plane, the one is a swap out, and
+    the other an admission beyond the first of a request, at once or granted later.
     """
     operation = 'kvplane_operations_total{{operation="{}",status="ok"}}'
     granted = "kvplane_admission_wait_seconds_count{"
@@ -201,7 +201,7 @@ def count_preemptions(metrics: Mapping[str, float], num_answered: int) -> tuple[
 
 
 def report_answers(asked: list[Question], outputs: list[RequestOutput]) -> list[str]:
-    """Check the answers and print the lines that say whether all is right. Returns what is not."""
+    """Check the answers and print the lines that say whether all is right. Return what is not."""
     failures = [
         f"request {output.request_id}: {output.error}" for output in outputs if output.error
     ]
@@ -229,7 +229,7 @@ def report_answers(asked: list[Question], outputs: list[RequestOutput]) -> list[
 
 
 def print_some(asked: list[Question], outputs: list[RequestOutput]) -> None:
-    """Some questions with their answers."""
+    """Print some questions with their answers."""
     for question, output in list(zip(asked, outputs, strict=True))[:NUM_SHOWN]:
         context, _, key = question.prompt.rpartition("?")
         text = output.outputs[0].text
@@ -238,7 +238,7 @@ def print_some(asked: list[Question], outputs: list[RequestOutput]) -> None:
 
 
 def main(argv: Sequence[str], data_plane: Sequence[str] = DATA_PLANE) -> int:
-    """Returns the exit code. ``data_plane``: see ``Planes``."""
+    """Run the demonstration; return the exit code. ``data_plane``: see ``Planes``."""
     parser = argparse.ArgumentParser("demo", description="Check a model on both planes.")
     parser.add_argument("--quick", action="store_true", help="fewer prompts in a smaller pool")
     parser.add_argument(

@@ -1,9 +1,9 @@
-"""An engine's block manager on kvplane: what nano-vllm's BlockManager does, by the control plane.
+"""An engine's block manager on kvplane: nano-vllm's BlockManager, by the control plane.
 
-Engines of that shape ask an object of theirs for blocks: ``allocate`` a prompt, ``append`` a token,
-``free`` a sequence. Here that object collects an engine's step and asks the control plane for all
-of it at once; the answer has a plan, which the data plane runs with the engine's tensors. The model
-is a toy of numpy.
+Such engines ask an object of theirs for blocks: ``allocate`` a prompt, ``append`` a token, ``free``
+a sequence. Here that object collects an engine's step and asks the control plane for all of it at
+once; the answer has a plan, which the data plane runs with the engine's tensors. The model is a toy
+of numpy.
 
     python examples/engine_adapter.py 127.0.0.1:50051
 """
@@ -39,8 +39,8 @@ class Sequence:
 
 @dataclass
 class Step:
-    """``batch``: what the plan computes, in the order of its tokens: a sequence and how many.
-    ``refused``: there is no room for these now.
+    """One step. ``batch``: sequences and numbers of tokens, in the order in which the plan computes
+    them. ``refused``: sequences without room now.
     """
 
     plan: SignedPayload | None
@@ -49,7 +49,7 @@ class Step:
 
 
 class BlockManager:
-    """Block tables, reference counts, hashes and free lists are the control plane's."""
+    """Keeps block tables, reference counts, hashes and free lists in the control plane."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -57,23 +57,23 @@ class BlockManager:
         self._operations: list[Operation] = []
 
     def allocate(self, sequence: Sequence) -> None:
-        """Blocks for all tokens; those of a prefix that is cached are not computed again."""
+        """Allocate blocks for all tokens; those of a cached prefix are not computed again."""
         limit = sequence.max_total_tokens
         operation = ops.admit(sequence.id, sequence.tokens, max_total_tokens=limit)
         self._ask(operation, sequence)
 
     def append(self, sequence: Sequence) -> None:
-        """A slot for the last token, in another block if need be."""
+        """Allocate a slot for the last token, in another block if need be."""
         last = len(sequence.tokens) - 1
         operation = ops.append(sequence.id, sequence.tokens[last:], 1, first_position=last)
         self._ask(operation, sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Its blocks can be had by others, who also find in them what was computed."""
+        """Free the sequence's blocks for others, who can also find their computed contents."""
         self._ask(ops.free([sequence.id]), None)
 
     def commit(self) -> Step:
-        """Send the step. Raises what is wrong with it, other than that there is no room."""
+        """Send the step. Raises its errors, except for a lack of room."""
         asked, operations = self._asked, self._operations
         self._asked, self._operations = [], []
         answer = self._session.step(operations)
@@ -96,7 +96,7 @@ class BlockManager:
 
 
 class Model:
-    """Keys and values follow from tokens, places and the layers below; greedy answers."""
+    """A toy: keys and values follow from tokens, positions and the layers below; greedy answers."""
 
     def __init__(self, layout: Layout) -> None:
         group = layout.groups[0]
@@ -107,22 +107,22 @@ class Model:
         self.weights = random.standard_normal((len(group.layers), 3, size, size), np.float32) / size
 
     def inputs(self, hidden: np.ndarray, layer: int) -> tuple[np.ndarray, ...]:
-        """Query, key and value of a layer, each [tokens, heads, head size]."""
+        """Return query, key and value of a layer, each [tokens, heads, head size]."""
         return tuple((hidden @ w).reshape(-1, *self.shape) for w in self.weights[layer])
 
     def embed(self, tokens: list[int], positions: range) -> np.ndarray:
-        """What layer 0 reads of the tokens at ``positions``: [positions, size]."""
+        """Return layer 0's input for the tokens at ``positions``: [positions, size]."""
         places = np.sin(np.outer(positions, 1 / np.arange(1, self.embedding.shape[1] + 1)))
         return self.embedding[[tokens[i] for i in positions]] + places.astype(np.float32)
 
     def answers(self, hidden: np.ndarray) -> np.ndarray:
-        """The next token after each row."""
+        """Return the next token after each row."""
         return np.argmax(hidden @ self.embedding.T, axis=1)
 
 
 class Engine:
-    """Continuous batching. A prompt joins once there is room; if then there is none for a sequence
-    that runs, the youngest one starts again later, with what is still cached of it.
+    """Continuous batching. A prompt joins once there is room. If a running sequence then has no
+    room, the youngest one starts again later, with the part that is still cached.
     """
 
     def __init__(self, model: Model, manager: BlockManager, execution: Execution) -> None:
@@ -132,7 +132,7 @@ class Engine:
         self.num_preempted = 0
 
     def step(self) -> SignedPayload | None:
-        """Compute a token of each sequence that can go on. Returns the receipt, if it ran."""
+        """Compute a token of each sequence that can continue. Return the receipt, if it ran."""
         for sequence in self.running:
             self.manager.append(sequence)
         for sequence in self.waiting:
@@ -152,7 +152,7 @@ class Engine:
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
         if not batch:
-            return  # the plan only lets blocks go
+            return  # the plan only frees blocks
         spans = [range(s.num_computed, s.num_computed + count) for s, count in batch]
         hidden = np.concatenate(
             [self.model.embed(s.tokens, span) for (s, _), span in zip(batch, spans, strict=True)]

@@ -1,6 +1,6 @@
-"""Load on both planes, as an engine makes it: prompts that share prefixes, and decoding.
+"""Puts load on both planes, as an engine does: prompts that share prefixes, and decoding.
 
-Tensors are made up. When a plane restarts, the sequences are lost and a new session goes on:
+Tensors are made up. When a plane restarts, the sequences are lost and a new session continues:
 
     python examples/load.py 127.0.0.1:50051 --duration-s 60 --num-sequences 24
 """
@@ -85,7 +85,7 @@ class Load:
                 session = await session.reopen()
 
     async def step(self, session: Session, execution: Execution) -> None:
-        """Free what is done, compute the next token of the others, and admit one more."""
+        """Free finished sequences, compute the next token of the others, and admit one more."""
         self.num_steps += 1
         done = [i for i, each in self.live.items() if each.num_left <= 0]
         self.live = {i: each for i, each in self.live.items() if each.num_left > 0}

@@ -1,4 +1,4 @@
-"""Both planes as processes of their own, for as long as a block of code runs.
+"""Runs both planes as processes of their own for the duration of a block of code.
 
 They end with it, however it ends: also when this process is killed.
 """
@@ -44,7 +44,7 @@ class Plane:
     metrics_url: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """What it counts now: ``name{labels}`` to value, as Prometheus would read it."""
+        """Return its present metrics: ``name{labels}`` to value, in Prometheus' reading."""
         with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
             lines = response.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
@@ -54,9 +54,9 @@ class Plane:
 class Planes:
     """A context manager that starts a control plane and a data plane and stops them at its end.
 
-    Ports are free ones. Logs go to ``run_folder``. ``data_arguments``: the data plane's flags, but
-    for addresses. ``data_plane``: what the interpreter runs as the data plane. ``interpreter``: how
-    Python is run.
+    Ports are free ones. Logs go to ``run_folder``. ``data_arguments``: the data plane's flags,
+    except addresses. ``data_plane``: the interpreter's arguments that run the data plane.
+    ``interpreter``: the command that runs Python.
 
     Raises PlaneUnavailableError naming the log when one does not come up, InvalidRequestError when
     the logs cannot be written.
@@ -137,7 +137,7 @@ def _spawn(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _die_with_parent() -> None:
-    """In the child: be killed when the parent dies without having stopped it."""
+    """Make the kernel kill this child if the parent dies without having stopped it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -153,7 +153,7 @@ def _wait_for_port(file: Path, plane: Plane) -> int:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL if that does not help."""
+    """Send SIGTERM, and SIGKILL if that does not help."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)

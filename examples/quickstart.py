@@ -39,7 +39,7 @@ async def main(control_plane: str) -> None:
 
 
 def made_up(layout: Layout, num_tokens: int) -> Tensor:
-    """[num_tokens, num_kv_heads, head_size]; bytes below 64 are small numbers in every dtype."""
+    """Return [num_tokens, num_kv_heads, head_size]; bytes below 64 are small in every dtype."""
     group = layout.groups[0]
     shape = (num_tokens, group.num_kv_heads, group.head_size)
     num_bytes = Tensor.size_bytes(layout.dtype, shape)

@@ -39,12 +39,12 @@ class Facts:
         return "".join(f"{k}={v};" for k, v in self.pairs) + "."
 
     def question(self, index: int) -> str:
-        """The question whose answer starts with the value of pair ``index``."""
+        """Return the question whose answer starts with the value of pair ``index``."""
         return f"?{self.pairs[index][0]}="
 
     def recitation(self, index: int) -> str:
-        """All that rightly follows ``question(index)``: its value, then the later facts and the
-        full stop.
+        """Return the right continuation of ``question(index)``: its value, then the later facts and
+        the full stop.
         """
         key = self.pairs[index][0]
         tail = "".join(f"{k}={v};" for k, v in self.pairs[index:]) + "."

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def train(model: LlamaForCausalLM, rng: random.Random, args: argparse.Namespace) -> int:
-    """Train for ``args.minutes``; contexts grow while they are easy. Returns the steps taken."""
+    """Train for ``args.minutes``; contexts grow while they are easy. Return the number of steps."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=0, betas=(0.9, 0.98), weight_decay=0.01)
     start, step, reach, recent = time.monotonic(), 0, args.facts, 6.0
     while (share := (time.monotonic() - start) / (60 * args.minutes)) < 1:
@@ -104,7 +104,7 @@ def train(model: LlamaForCausalLM, rng: random.Random, args: argparse.Namespace)
 
 
 def example(rng: random.Random, num_facts: int) -> tuple[list[int], list[int]]:
-    """One row: token ids and labels, IGNORE where the context does not determine the next byte."""
+    """Return a row's token ids and labels, IGNORE where the context does not determine a byte."""
     facts = Facts.random(rng, num_facts)
     text = facts.text
     known = [False] * len(text)
@@ -120,7 +120,7 @@ def example(rng: random.Random, num_facts: int) -> tuple[list[int], list[int]]:
 
 
 def batch(rng: random.Random, rows: int, num_facts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rows`` examples padded on the right: ids and labels, both int64 [rows, T]."""
+    """Return ``rows`` examples padded on the right: ids and labels, both int64 [rows, T]."""
     pairs = [example(rng, num_facts) for _ in range(rows)]
     width = max(len(ids) for ids, _ in pairs)
     ids = torch.tensor([i + [0] * (width - len(i)) for i, _ in pairs])
@@ -174,7 +174,7 @@ def sketch_induction(model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def score(model: LlamaForCausalLM, rng: random.Random, num_facts: int) -> tuple[float, float]:
-    """Shares of right letters, given the right ones before each, and of values right throughout."""
+    """Return the share of right letters, given the right ones before each, and of right values."""
     model.eval()
     ids, labels = batch(rng, 24, num_facts)
     guess = model(ids).logits[:, :-1].argmax(-1)

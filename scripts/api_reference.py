@@ -17,19 +17,19 @@ import pdoc
 import kvplane
 
 ROOT = Path(__file__).resolve().parent.parent
-# Not for callers: stubs, programs, and what servers and engines share.
+# Not for callers: stubs, programs, and code that servers and engines share.
 LEFT_OUT = ("v1", "cli", "ray", "serving", "transformers", "__main__")
 
 
 def modules() -> list[str]:
-    """The modules that the reference has."""
+    """Return the names of the reference's modules."""
     found = [info.name for info in pkgutil.walk_packages(kvplane.__path__, "kvplane.")]
     return ["kvplane", *(name for name in found if name.split(".")[1] not in LEFT_OUT)]
 
 
 def broken_links(folder: Path, pattern: str, link: re.Pattern[str], anchor: str) -> list[str]:
-    """Links from files of ``folder`` to files or places that are not there. ``anchor``: how a
-    place looks in a page.
+    """Return links from files of ``folder`` to missing files or anchors. ``anchor``: how an anchor
+    looks in a page.
     """
     faults = []
     for page in sorted(folder.glob(pattern)):
@@ -46,7 +46,7 @@ def broken_links(folder: Path, pattern: str, link: re.Pattern[str], anchor: str)
 
 
 def main(out: Path) -> int:
-    """Write the reference. The exit code is 1 when a link leads nowhere."""
+    """Write the reference. Return the exit code, which is 1 when a link leads nowhere."""
     pdoc.pdoc(*modules(), output_directory=out)
     faults = broken_links(out, "**/*.html", re.compile(r'href="([^"$]+)"'), 'id="{}"')
     faults += broken_links(ROOT, "*.md", re.compile(r"\]\(([^)#\s]+)\)"), "")

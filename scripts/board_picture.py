@@ -2,8 +2,8 @@
 
     make board
 
-Both planes, Prometheus and a load run for a minute on this machine. What is drawn is what
-Prometheus answers to the board's own queries, and nothing else.
+Both planes, Prometheus and a load run for a minute on this machine. The picture shows Prometheus'
+answers to the board's own queries, and nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Series = tuple[str, list[float], list[float]]
 
 
 async def record(folder: Path, duration_s: float) -> list[tuple[dict[str, Any], list[Series]]]:
-    """The panels of the overview, with the series that each query has after a run."""
+    """Return the panels of the overview, with each query's series after a run."""
     arguments = ["--model", str(ROOT / "models" / "recall"), *POOL]
     with MonitoredStack(folder, [], arguments, with_alertmanager=False) as stack:
         begin_s = time.time()
@@ -59,7 +59,7 @@ async def record(folder: Path, duration_s: float) -> list[tuple[dict[str, Any], 
 def series_of(
     stack: MonitoredStack, panel: dict[str, Any], begin_s: float, end_s: float
 ) -> list[Series]:
-    """Legend, seconds and values of each series of a panel."""
+    """Return legend, seconds and values of each series of a panel."""
     found: list[Series] = []
     for target in panel["targets"]:
         expression = target["expr"].replace("$__rate_interval", INTERVAL).replace("$pool", ".*")

@@ -36,19 +36,19 @@ def total(metric: str, by: str, labels: str = P) -> str:
 
 
 def rate(metric: str, by: str) -> str:
-    """Increase per second, summed."""
+    """Return the increase per second, summed."""
     return f"sum by ({by}) (rate({of_pool(metric)}[$__rate_interval]))"
 
 
 def quantile(share: float, metric: str, by: str = "", labels: str = P) -> str:
-    """Of a histogram."""
+    """Return a quantile of a histogram."""
     groups = f"{by}, le" if by else "le"
     inner = f"sum by ({groups}) (rate({metric}_bucket{{{labels}}}[$__rate_interval]))"
     return f"histogram_quantile({share}, {inner})"
 
 
 def both(metric: str, by: str = "", labels: str = P) -> dict[str, str]:
-    """Median and 99th percentile, by legend."""
+    """Return median and 99th percentile, by legend."""
     legend = f" {{{{{by}}}}}" if by else ""
     shares = {"p50": 0.5, "p99": 0.99}
     return {
@@ -71,7 +71,7 @@ OVERVIEW = (
           "Held blocks are in use; cached ones hold prefixes and can be had at any time; retired "
           "ones wait for a receipt or a fence.", "short",
           {"{{state}}": total("kvplane_blocks", "state", f'{P}, tier="device"')}, stacked=True),
-    Panel("Sequences", "Live sequences by tier, and admissions that wait in the line.", "short",
+    Panel("Sequences", "Live sequences by tier, and admissions that wait in the queue.", "short",
           {"{{state}}": total("kvplane_sequences", "state")}, stacked=True),
     Panel("Prompt tokens",
           "Tokens looked up at admission, and those of them that were found, a second.", "short",
@@ -126,7 +126,7 @@ CACHE = (
           both("kvplane_block_idle_before_eviction_seconds", "tier")),
     Panel("Reuse gap", "Between two admissions that found a block.", "s",
           both("kvplane_block_reuse_gap_seconds", "tier")),
-    Panel("Host blocks", "Blocks of the host tier by what they are used for.", "short",
+    Panel("Host blocks", "Blocks of the host tier by use.", "short",
           {"{{state}}": total("kvplane_blocks", "state", f'{P}, tier="host"')}, stacked=True),
     Panel("Blocks moved between tiers",
           "Swaps of sequences, and cached prefixes demoted to the host tier, a second.", "ops",
@@ -143,7 +143,7 @@ CACHE = (
            "copied for a writer": rate("kvplane_copies_on_write_total", "pool")}),
     Panel("Allocation latency, p99", "Time that an operation takes in the core.", "s",
           {"{{operation}}": quantile(0.99, "kvplane_allocation_duration_seconds", "operation")}),
-    Panel("Wait for admission", "Time that granted admissions waited in the line.", "s",
+    Panel("Wait for admission", "Time that granted admissions waited in the queue.", "s",
           both("kvplane_admission_wait_seconds")),
     Panel("Sequences cut",
           "Sequences whose blocks were given to others, a second, by reason.", "ops",
@@ -174,7 +174,7 @@ CACHE = (
 
 
 def board(title: str, uid: str, panels: Sequence[Panel]) -> dict[str, Any]:
-    """A board as Grafana reads it."""
+    """Return a board in Grafana's JSON."""
     placed = []
     x = y = row_height = 0
     for number, panel in enumerate(panels, 1):
@@ -228,7 +228,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
 
 
 def files() -> dict[str, str]:
-    """Names and texts of the boards' files."""
+    """Return names and texts of the boards' files."""
     boards = {
         "overview.json": board("kvplane: overview", "kvplane-overview", OVERVIEW),
         "cache.json": board("kvplane: prefix cache and memory", "kvplane-cache", CACHE),

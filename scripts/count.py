@@ -2,7 +2,7 @@
 
 The product is everything that a user installs or builds: protos, both planes, native code, the
 client's package and the engine. Tests, benchmarks, documents, examples and scripts are counted
-apart; what is generated or data is not counted.
+apart; generated files and data are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEXT: Final = {".md", ".yml", ".yaml"}
 
 
 def part_of(path: Path) -> str | None:
-    """The part that counts a file's lines; None for what is generated, data or settings."""
+    """Return the part that counts a file's lines; None for generated files, data or settings."""
     if "_pb2" in path.name or path.suffix not in _CODE | _NATIVE | _TEXT:
         return None
     if len(path.parts) == 1:
@@ -31,7 +31,7 @@ def part_of(path: Path) -> str | None:
 
 
 def count(root: Path) -> Counter[str]:
-    """Lines by part, of the files that git knows."""
+    """Return lines by part, of the files that git knows."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
     lines: Counter[str] = Counter()
     for name in listed.stdout.decode().split("\0"):

@@ -35,19 +35,19 @@ SECTIONS = (
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     return HEAD + "".join(section(*each) for each in SECTIONS)
 
 
 def section(title: str, note: str, declarations: Iterable[Declaration]) -> str:
-    """A heading, a note and a table."""
+    """Return a heading, a note and a table."""
     rows = [row(declaration) for declaration in sorted(declarations, key=lambda d: d.name)]
     table = "\n".join(["| name | type | labels | what |", "|---|---|---|---|", *rows])
     return "\n".join(["", f"## {title}", "", *([note, ""] if note else []), table, ""])
 
 
 def row(declaration: Declaration) -> str:
-    """One line of a table."""
+    """Return one line of a table."""
     labels = ", ".join(f"`{label}`" for label in declaration.labels)
     return f"| `{declaration.name}` | {declaration.kind} | {labels} | {declaration.help} |"
 

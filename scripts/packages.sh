@@ -1,8 +1,8 @@
-# What Debian 12 has to have, sourced by setup.sh and .ci/run: collects what is missing, then
-# installs all of it at once, or prints the one line that does.
+# Packages of Debian 12, sourced by setup.sh and .ci/run: collects missing ones, then installs all
+# at once, or prints the one line that does.
 
 missing=()
-network_s=0 # seconds in which nothing was done but to fetch packages
+network_s=0 # seconds spent only on fetching packages
 
 need() { # $1: the package, rest: a command that succeeds if it is installed
   "${@:2}" >/dev/null 2>&1 || missing+=("$1")
@@ -38,9 +38,9 @@ need_at_night() {
   need debootstrap command -v debootstrap
 }
 
-# Installs what is missing where this is root and has apt-get, unless KVPLANE_APT is off; else says
-# how, and fails.
-install_missing() { # $1: who says it
+# Installs missing packages if this is root and has apt-get, unless KVPLANE_APT is off; else prints
+# the command, and fails.
+install_missing() { # $1: name of the caller, for messages
   [ ${#missing[@]} -gt 0 ] || return 0
   if [ "${KVPLANE_APT:-}" = off ] || [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
     echo "$1: packages are missing; on Debian: sudo apt-get install -y ${missing[*]}" >&2
@@ -48,7 +48,7 @@ install_missing() { # $1: who says it
   fi
   echo "$1: installing ${missing[*]}" >&2
   export DEBIAN_FRONTEND=noninteractive
-  # What starts daemons of theirs by itself is told not to.
+  # Keeps packages from starting their daemons.
   local policy=/usr/sbin/policy-rc.d is_ours=
   if [ ! -e "$policy" ] && [ -w "${policy%/*}" ]; then
     is_ours=1

@@ -27,7 +27,7 @@ SMALL_POOL = {"num_device_blocks": 4096, "num_host_blocks": 1024}
 
 
 def serve(model: Path, port_files: Path) -> int:
-    """Start both planes, print their addresses, and stop both on a signal or when one ends. Returns
+    """Start both planes, print their addresses, and stop both on a signal or when one ends. Return
     an exit code: 0 after a signal, 1 when a plane ended by itself.
     """
     signals: list[int] = []
@@ -36,7 +36,7 @@ def serve(model: Path, port_files: Path) -> int:
 
     control = os.environ.get("KVPLANE_CONTROL_PLANE_BIND", "127.0.0.1:50051")
     data = os.environ.get("KVPLANE_DATA_PLANE_BIND", "127.0.0.1:50052")
-    # The planes would find out too, but those that have the addresses would seem to be these.
+    # The planes would fail too, but whatever holds the addresses would pass for them.
     for name, address in (("CONTROL_PLANE", control), ("DATA_PLANE", data)):
         if is_taken(address):
             print(
@@ -80,14 +80,14 @@ def serve(model: Path, port_files: Path) -> int:
 
 
 def is_taken(address: str) -> bool:
-    """Whether another process listens at ``address``, "host:port"."""
+    """Return whether another process listens at ``address``, "host:port"."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_server((host.strip("[]"), int(port)), family=family_of(host)):
             return False
     except OSError as error:
         return error.errno == errno.EADDRINUSE
-    except ValueError:  # of which the planes say what is wrong
+    except ValueError:  # the planes report what is wrong with it
         return False
 
 

@@ -54,7 +54,7 @@ check_tools() { # $1: the interpreter; empty if there is none yet
 
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
-# Of what nobody has asked for: CUDA only where there is a GPU.
+# Chooses what was not set: CUDA only where there is a GPU.
 choose_defaults() {
   if ! has_gpu; then
     : "${KVPLANE_TORCH:=cpu}" "${KVPLANE_CUDA:=OFF}"
@@ -74,8 +74,8 @@ unless_done() { # $1: name, $2: digest of what it depends on, rest: command
   say "$1: $((SECONDS - began)) s"
 }
 
-# Of a variable that is not set, the value it had the last time: after "KVPLANE_TORCH=cpu make run"
-# a plain "make test" builds nothing again.
+# Gives each unset variable its last value: after "KVPLANE_TORCH=cpu make run" a plain "make test"
+# builds nothing again.
 keep_choices() {
   local file="$VENV/.kvplane-choices" name kept choices=()
   for name in KVPLANE_TORCH KVPLANE_CUDA CUDAARCHS; do
@@ -87,7 +87,7 @@ keep_choices() {
   printf '%s\n' "${choices[@]}" >"$file"
 }
 
-# Not compiled to bytecode: of what is installed little is imported, and that is compiled then.
+# Not compiled to bytecode: few of the modules are imported, and these are compiled then.
 install_packages() {
   if [ "${KVPLANE_TORCH:-}" = cpu ]; then
     "${PIP[@]}" install -qq --no-compile --retries 1 --no-deps \
@@ -96,7 +96,7 @@ install_packages() {
   "${PIP[@]}" install -qq --no-compile -r requirements/lock.txt
 }
 
-# What compiling needs, so that it goes on while the rest is fetched.
+# Installs what compiling needs first, so that it runs while the rest is fetched.
 install_build_tools() {
   local names='cmake|ninja|packaging|pathspec|pybind11|scikit[-_]build[-_]core|setuptools|wheel'
   "${PIP[@]}" install -qq --no-compile --no-deps \
@@ -124,7 +124,7 @@ packages_digest() {
   { cat requirements/lock.txt && echo "${KVPLANE_TORCH:-}"; } | digest
 }
 
-# The names and contents of what find finds there, and the versions of what builds it.
+# Hashes names and contents of the files that find prints, and the versions of the build tools.
 sources_digest() { # $1: the folder, rest: what find leaves out
   find "$1" -type f -not -path "$1/build/*" -not -name '*.pyc' "${@:2}" -print0 \
     | LC_ALL=C sort -z | xargs -0 sha256sum

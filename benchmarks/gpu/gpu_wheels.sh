@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .whl, which is taken along to a machine with a GPU (benchmarks.gpu.first) that can fetch
-# nothing, and on which compiling would cost minutes: wheels for Python 3.12 of the kernels, for
+# Makes .whl, to take to a machine with a GPU (benchmarks.gpu.first) that has no network and where
+# compiling would cost minutes: wheels for Python 3.12 of the kernels, for
 # sm_90 alone, and of the block store; the packages that such a machine lacks, as
 # requirements/lock.txt pins them; and the emulator's objects, without what only a debugger reads.
 #

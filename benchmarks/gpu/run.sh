@@ -20,8 +20,8 @@
 #   BUILD           the build folder (default: build/gpu)
 #   OUT             the folder for the JSON and the logs (default: benchmarks/results)
 #
-# What a part says at length is in OUT; here are what is wrong, what is missed, and summaries, in 60
-# lines at most.
+# Long output of a part is in OUT; here are errors, missed targets and summaries, in 60 lines at
+# most.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -46,8 +46,8 @@ usage() {
   exit 2
 }
 
-# $1: seconds, unless less is left of the run. pytest and the measurements say what they have when
-# they are interrupted, which a shell without a terminal may have told them to ignore.
+# $1: seconds, unless less is left of the run. pytest and the measurements print their results
+# when interrupted, which a shell without a terminal may have made them ignore.
 within() {
   local left=$((LIMIT_S - SECONDS)) limit=$1
   shift

@@ -1,4 +1,4 @@
-// What a client of kvplane needs beside the contract. There is no kvplane library here: the messages
+// Code that a client of kvplane needs beside the contract. There is no kvplane library here: messages
 // come from the .proto files, or from the planes themselves by reflection.
 
 import { fileURLToPath } from "node:url";
