@@ -1,6 +1,6 @@
 """An election among machines, by a lease in etcd.
 
-    kvplane/NAME/leader        what the leader stands behind: its address, under its lease
+    kvplane/NAME/leader        the leader's address, under its lease
     kvplane/NAME/incarnation   the last leader's, never removed
 
 The leader wrote the first key while it was not there, in a transaction that also raised the second.
@@ -32,7 +32,7 @@ from . import etcd_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _KEEP_ALIVES_PER_TTL: Final = 4
-_CALL_S: Final = 1.0  # then another member is asked; one of them may hang
+_CALL_S: Final = 1.0  # after which another member is asked; one may hang
 _CHANGED: Final = 2  # Compare.target
 
 
@@ -55,7 +55,7 @@ def elector_of(election: str, address: str, *, ttl_s: int) -> Elector:
 
 class EtcdElector(Elector):
     """``endpoints``: "host:port" of etcd's members, with commas. ``address``: this process's, for
-    those that stand by; empty for none. ``ttl_s``: whole seconds; etcd may grant more.
+    standbys; empty for none. ``ttl_s``: whole seconds; etcd may grant more.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EtcdElector(Elector):
         self._expires_s = 0.0  # as far as this process knows
 
     async def win(self) -> int:
-        """Tries until it leads, also while etcd cannot be reached."""
+        """Try until this process leads, also without etcd; return the incarnation."""
         while True:
             try:
                 incarnation = await self._try_to_win()
@@ -88,7 +88,7 @@ class EtcdElector(Elector):
                 return incarnation
 
     async def hold(self) -> None:
-        """Until the lease has ended, or may have, or another leads."""
+        """Return when the lease has ended, or may have, or another leads."""
         interval_s = self._ttl_s / _KEEP_ALIVES_PER_TTL
         while (left_s := self._expires_s - time.monotonic()) > 0:
             await asyncio.sleep(min(interval_s, left_s))
@@ -114,7 +114,7 @@ class EtcdElector(Elector):
         await self._channel.close()
 
     async def _try_to_win(self) -> int:
-        """The incarnation, or 0 when another leads no more and it should be tried again."""
+        """Return the incarnation, or 0 when the leader is gone and another attempt is due."""
         leader, last = await asyncio.gather(
             self._read(self._leader_key), self._read(self._incarnation_key)
         )
@@ -130,7 +130,7 @@ class EtcdElector(Elector):
         return await self._take(leader.kvs[0], last)
 
     async def _is_replaced(self, timeout_s: float) -> bool:
-        """Whether another has taken the leader's key, though this process's lease is alive."""
+        """Return whether another has taken the leader's key while this process's lease lives."""
         try:
             async with asyncio.timeout(timeout_s):
                 leader = await self._read(self._leader_key)
@@ -143,8 +143,8 @@ class EtcdElector(Elector):
         return leader.lease == self._lease
 
     async def _take(self, before: pb.KeyValue, last: pb.RangeResponse) -> int:
-        """Write this process's key in place of ``before``, empty for none; the incarnation, or 0 if
-        another has. ``last``: the last leader's.
+        """Write this process's key in place of ``before``, empty for none. Return the incarnation,
+        or 0 if another process has written its key. ``last``: the last leader's incarnation.
         """
         changed, number = (last.kvs[0].mod_revision, int(last.kvs[0].value)) if last.kvs else (0, 0)
         incarnation = next_incarnation(number)
@@ -152,7 +152,7 @@ class EtcdElector(Elector):
             pb.PutRequest(key=self._leader_key, value=self._address.encode(), lease=self._lease),
             pb.PutRequest(key=self._incarnation_key, value=str(incarnation).encode()),
         ]
-        # A key that is not there has the revision 0.
+        # A missing key has the revision 0.
         revisions = {self._leader_key: before.mod_revision, self._incarnation_key: changed}
         request = pb.TxnRequest(
             compare=[
@@ -165,8 +165,8 @@ class EtcdElector(Elector):
         return incarnation if answer.succeeded else 0
 
     async def _wait_for_end(self, leader: pb.KeyValue, revision: int) -> bool:
-        """Until the leader's key is another's or gone, or, then false, the leader has died. Keeps
-        this process's own lease meanwhile.
+        """Wait until the leader's key is another's or gone, or, then false, the leader has died.
+        Keep this process's own lease meanwhile.
         """
         changed = asyncio.ensure_future(self._changed(revision + 1))
         tasks = [changed, asyncio.ensure_future(self._stay_ready())]
@@ -203,8 +203,8 @@ class EtcdElector(Elector):
         self._expires_s = sent_s + kept_s
 
     async def _changed(self, revision: int) -> None:
-        """Until the leader's key is written or removed, at ``revision`` or later. Returns now and
-        then, to be asked again, as a watch depends on one member.
+        """Wait until the leader's key is written or removed, at ``revision`` or later. Return now
+        and then, to be called again, as a watch depends on one member.
         """
         create = pb.WatchCreateRequest(key=self._leader_key, start_revision=revision)
         call = self._stream("Watch/Watch", pb.WatchRequest, pb.WatchResponse)
@@ -220,7 +220,7 @@ class EtcdElector(Elector):
             call.cancel()
 
     async def _keep_alive(self, timeout_s: float) -> float:
-        """The lease's seconds from now, 0 when it has ended."""
+        """Renew the lease; return its seconds from now, 0 when it has ended."""
         call = self._stream(
             "Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse
         )

@@ -30,17 +30,17 @@ _HEAD: Final = "node:__internal_head__"
 
 
 def connect(address: str = "auto") -> None:
-    """Join the cluster, which a Ray process on this machine is part of. Raises ConnectionError."""
+    """Join the cluster that a Ray process on this machine is part of. Raises ConnectionError."""
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
 
 
 def disconnect() -> None:
-    """Leave the cluster; the servers go on."""
+    """Leave the cluster; the servers continue."""
     ray.shutdown()
 
 
 def up(shape: FleetShape, timeout_s: float) -> list[str]:
-    """Start what is not there; the addresses of the control planes, once all servers are up.
+    """Start missing servers; return the control planes' addresses, once all servers are up.
 
     Raises TimeoutError when the cluster has no room, or servers do not come up.
     """
@@ -49,7 +49,7 @@ def up(shape: FleetShape, timeout_s: float) -> list[str]:
     names = [each.name for each in control]
     nodes = _nodes()
     for i, server in enumerate(control):
-        # Where it was is where it is looked for, as long as that node lives.
+        # Clients look for it where it was, as long as that node lives.
         strategy = NodeAffinitySchedulingStrategy(nodes[i % len(nodes)], soft=True)
         _start(server, [], num_cpus=_CONTROL_CPUS, scheduling_strategy=strategy)
     for pool in placement.pools(shape):
@@ -75,12 +75,12 @@ def up(shape: FleetShape, timeout_s: float) -> list[str]:
 
 
 def status() -> list[Status]:
-    """Of all servers that answer, by name."""
+    """Return the status of all servers that answer, by name."""
     return sorted(statuses(_names()))
 
 
 def down() -> int:
-    """End all servers; how many there were."""
+    """End all servers; return how many there were."""
     names = _names()
     actors = [ray.get_actor(name, NAMESPACE) for name in names]
     # Data planes first: they need not find out that the control plane has gone.
@@ -101,7 +101,7 @@ def down() -> int:
 
 
 def _nodes() -> list[str]:
-    """The ids of the nodes that live, the cluster's head first: without it nothing is restarted."""
+    """Return the ids of live nodes, the cluster's head first: without it nothing is restarted."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     nodes.sort(key=lambda node: _HEAD not in node["Resources"])
     return [node["NodeID"] for node in nodes]
@@ -112,14 +112,14 @@ def _names() -> list[str]:
 
 
 def _start(server: Server, control: list[str], **options: Any) -> None:
-    """Unless it is there. It outlives this process, and is started again wherever there is room."""
+    """Start a server unless it exists; it outlives this process and restarts where it fits."""
     ray.remote(ServerActor).options(
         name=server.name,
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
         max_restarts=-1,
-        max_concurrency=2,  # its status can be asked for while it stops
+        max_concurrency=2,  # so that it answers status calls while it stops
         **options,
     ).remote(server, control)
 

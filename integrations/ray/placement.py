@@ -1,4 +1,4 @@
-"""Which servers a fleet has, what they are called and how each is started. Knows nothing of Ray."""
+"""The servers of a fleet, with their names and start commands. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CONTROL: Final = "control"
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """What is asked for. ``strategy``: how a pool's shards are placed, as Ray's placement groups
-    have it. ``num_cpus``, ``num_gpus``: of each shard, as Ray counts them. ``control_port``: of the
-    first control plane, the next has the next; fixed, so that one that starts again on its machine
-    is where it was. ``control_arguments``, ``data_arguments``: more for each program.
+    """The fleet to start. ``strategy``: Ray's placement strategy for a pool's shards. ``num_cpus``,
+    ``num_gpus``: of each shard, as Ray counts them. ``control_port``: of the first control plane,
+    the next has the next; fixed, so that one that restarts on its machine keeps its address.
+    ``control_arguments``, ``data_arguments``: more for each program.
 
     Raises InvalidRequestError naming the field at fault.
     """
@@ -51,9 +51,9 @@ class FleetShape:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server: its actor's name, its program, and what its process is started with besides the
-    addresses, which are known where it runs. ``pool``: whose placement group it is in, empty for a
-    control plane; ``bundle``: which of the group's. ``port``: 0 for any.
+    """A server: its actor's name, its program, and its arguments without the addresses, which are
+    known where it runs. ``pool``: whose placement group it is in, empty for a control plane;
+    ``bundle``: index in the group. ``port``: 0 for any.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Server:
 
 
 def control_planes(shape: FleetShape) -> list[Server]:
-    """In the order of their ports."""
+    """Return the control planes in the order of their ports."""
     election = ("--election", shape.election) if shape.election else ()
     return [
         Server(
@@ -79,12 +79,12 @@ def control_planes(shape: FleetShape) -> list[Server]:
 
 
 def pools(shape: FleetShape) -> list[str]:
-    """The ids of the pools, which are their placement groups' names too."""
+    """Return the ids of the pools, which also name their placement groups."""
     return [f"pool-{i}" for i in range(shape.num_pools)]
 
 
 def shards(shape: FleetShape, pool: str) -> list[Server]:
-    """A pool's data planes, one a bundle."""
+    """Return a pool's data planes, one a bundle."""
     return [
         Server(
             f"{pool}-shard-{i}",
@@ -101,7 +101,7 @@ def shards(shape: FleetShape, pool: str) -> list[Server]:
 
 
 def bundles(shape: FleetShape) -> list[dict[str, float]]:
-    """Of a pool's placement group: what each shard takes, as Ray counts it."""
+    """Return a placement group's bundles: the resources of each shard, as Ray counts them."""
     needs = {"CPU": shape.num_cpus, "GPU": shape.num_gpus}
     return [{name: num for name, num in needs.items() if num > 0}] * shape.num_shards
 
@@ -109,7 +109,7 @@ def bundles(shape: FleetShape) -> list[dict[str, float]]:
 def command(
     server: Server, python: str, host: str, port_file: str, control: Sequence[str]
 ) -> list[str]:
-    """How to start it on ``host``. ``control``: where the control planes are, for a data plane."""
+    """Return its start command on ``host``. ``control``: the control planes, for a data plane."""
     arguments = [python, "-m", server.program, "--bind", f"{host}:{server.port}"]
     arguments += ["--port-file", port_file, "--metrics-port", "0"]
     if server.program == "data_plane":

@@ -18,7 +18,7 @@ _EXAMPLE = """\
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, or 1 when what was asked for could not be done."""
+    """Run a command; return the exit code: 0, or 1 when it could not be done."""
     options = _parser().parse_args(argv)
     try:
         shape = _shape(options) if options.command == "up" else None
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", help="where each server is")
     commands.add_parser("down", help="end all servers")
-    up = commands.add_parser("up", help="start what is not there, and wait until it is up")
+    up = commands.add_parser("up", help="start missing servers, and wait until they are up")
     default = FleetShape()
     up.add_argument("--pools", type=int, default=default.num_pools)
     up.add_argument("--shards", type=int, default=default.num_shards, help="data planes a pool")

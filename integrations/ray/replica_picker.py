@@ -1,7 +1,7 @@
-"""Which replica of a Ray Serve deployment gets a request. Knows nothing of Ray.
+"""Picks the replica of a Ray Serve deployment for a request. Knows nothing of Ray.
 
-Replicas are the picker's engines, which come and go. Requests are known by the ids that Serve gives
-them: one that a replica refuses is sent to another under the same id.
+Replicas are the picker's engines, and may come and go. Requests are known by the ids that Serve
+gives them: one that a replica refuses is sent to another under the same id.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ..router.engine_load import EngineLoad
 from ..router.picker import Pick, Picker
 from ..router.prompts import Prompts
 
-# Key of the pool's id in what a replica tells of itself, by its method record_replica_metadata.
+# Key of the pool's id in the result of a replica's method record_replica_metadata.
 POOL: Final = "kvplane_pool"
 _PROMPT_FIELDS: Final = ("prompt", "messages")
 
 
 class ReplicaPicker:
-    """Chooses replicas, and keeps the picker's book of what they have been sent."""
+    """Chooses replicas, and keeps the picker's account of requests sent to them."""
 
     def __init__(self, picker: Picker) -> None:
         self.picker = picker
@@ -29,8 +29,8 @@ class ReplicaPicker:
     def choose(
         self, request_id: str, prompts: Prompts, among: Collection[str], now_s: float
     ) -> str | None:
-        """The best replica for a request, of those ``among``; None when the picker knows none of
-        them. May be asked again for a request: the last choice counts.
+        """Return the best replica for a request, of those ``among``; None when the picker knows
+        none of them. May be called again for a request: the last choice counts.
         """
         pick = self.picker.pick(
             prompts.token_ids, now_s, num_unread_tokens=prompts.num_unread_tokens, among=among
@@ -41,30 +41,30 @@ class ReplicaPicker:
         return pick.engine
 
     def sent(self, request_id: str, replica: str, now_s: float) -> None:
-        """Serve sent it to a replica: the one chosen, or another when that one was full."""
+        """Note the replica that Serve sent it to: the chosen one, or another if that was full."""
         pick = self._chosen.pop(request_id, None)
         if pick is None or replica not in self.picker.loads:
             return
-        if replica != pick.engine:  # what that one has cached was not looked up
+        if replica != pick.engine:  # that replica's cached tokens were not looked up
             num_tokens = pick.num_cached_tokens + pick.num_uncached_tokens
             pick = Pick(replica, 0, num_tokens, pick.cost_s)
         number = self.picker.sent(pick, now_s, is_told=False)
         self._sent[request_id, replica] = self.picker.loads[replica], number
 
     def given_up(self, request_id: str) -> None:
-        """It will not be sent."""
+        """Note that the request will not be sent."""
         self._chosen.pop(request_id, None)
 
     def ended(self, request_id: str, replica: str) -> None:
-        """A replica has answered it, failed, or refused it."""
+        """Note that a replica has answered the request, failed, or refused it."""
         if (booked := self._sent.pop((request_id, replica), None)) is not None:
             load, number = booked
             load.ended(number)
 
 
 def body_of(arguments: Iterable[Any]) -> Mapping[str, Any]:
-    """The first of a call's arguments that is a request of OpenAI's API: a mapping with a prompt or
-    messages, or an object that has them as attributes. Empty when there is none.
+    """Return the first of a call's arguments that is a request of OpenAI's API: a mapping with a
+    prompt or messages, or an object that has them as attributes. Empty when there is none.
     """
     for argument in arguments:
         for field in _PROMPT_FIELDS:
@@ -77,7 +77,7 @@ def body_of(arguments: Iterable[Any]) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Messages may be objects of pydantic."""
+    """Return messages as plain objects: they may be objects of pydantic."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return value.model_dump() if hasattr(value, "model_dump") else value

@@ -1,7 +1,7 @@
 """Routes calls of a Ray Serve deployment to the replica that will first have computed the prompt.
 
-Needs ``pip install 'ray[serve]' 'kvplane[ray,router]'``. Every process that holds a handle of the
-deployment follows the pools of its replicas by a connection of its own.
+Needs ``pip install 'ray[serve]' 'kvplane[ray,router]'``. Every process with a handle of the
+deployment follows its replicas' pools by its own connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .replica_picker import POOL, ReplicaPicker, body_of
 class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which has no types
     """For ``RequestRouterConfig(request_router_class=..., request_router_kwargs=...)``.
 
-    Replicas tell their pools by ``record_replica_metadata``: ``{"kvplane_pool": "pool-0"}``.
+    Replicas report their pools by ``record_replica_metadata``: ``{"kvplane_pool": "pool-0"}``.
     """
 
     def initialize_state(
@@ -38,9 +38,9 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
         hit_bias: float = HIT_BIAS,
         tls: dict[str, str] | None = None,
     ) -> None:
-        """As the flags of ``python -m kvplane.integrations.router``. ``tls``: the fields of
-        TlsOptions; None for plain text. ``tokens_per_s`` stays what it is: Serve does not tell when
-        an answer begins.
+        """Take the settings of ``python -m kvplane.integrations.router``. ``tls``: the fields of
+        TlsOptions; None for plain text. ``tokens_per_s`` stays fixed: Serve does not report when an
+        answer begins.
 
         Raises InvalidRequestError when there is no tokenizer in the folder.
         """
@@ -59,7 +59,7 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The best one first, and then the others, of which Serve takes one that is not full."""
+        """Return the best one, then the others; Serve takes the first that is not full."""
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         self._look_at_replicas()
@@ -68,7 +68,7 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
             arguments = (*pending_request.args, pending_request.kwargs)
             arguments += (*pending_request.kwargs.values(),)
             self._prompts[request_id] = await self._reader.read(body_of(arguments))
-            # Serve tells no other way where a request that it does not let be refused has gone.
+            # Serve reports in no other way where a request went that replicas may not refuse.
             pending_request.future.add_done_callback(partial(self._sent, request_id))
         best = self.replica_picker.choose(
             request_id,
@@ -81,7 +81,7 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
         return [each for each in (first, others) if each]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called in any thread."""
+        """Note the end of a request. Called in any thread."""
         self._event_loop.call_soon_threadsafe(
             self.replica_picker.ended, internal_request_id, replica_id.unique_id
         )

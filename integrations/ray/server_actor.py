@@ -1,4 +1,4 @@
-"""What a Ray actor of a fleet is: it runs a server as a child process, and says where it is."""
+"""A Ray actor of a fleet: runs a server as a child process, and reports its address."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _POLL_S: Final = 0.1
 
 
 class Status(NamedTuple):
-    """``address``: "host:port", empty while the server is not up. ``num_starts``: of its process
-    by this actor.
+    """Status of a server. ``address``: "host:port", empty while it is not up. ``num_starts``: of
+    its process by this actor.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Status(NamedTuple):
 
 
 class ServerActor:
-    """``control``: the names of the control planes' actors, for a data plane."""
+    """Runs one server. ``control``: names of the control planes' actors, for a data plane."""
 
     def __init__(self, server: Server, control: list[str]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -45,7 +45,7 @@ class ServerActor:
         self._supervisor = Supervisor(self._command, self._follows_nobody)
 
     def status(self) -> Status:
-        """At this moment."""
+        """Return the present status."""
         port = self._supervisor.port
         address = f"{self._host}:{port}" if port else ""
         pid, num_starts = self._supervisor.pid, self._supervisor.num_starts
@@ -61,8 +61,8 @@ class ServerActor:
         return command(self._server, sys.executable, self._host, str(port_file), control)
 
     def _follows_nobody(self) -> bool:
-        """Whether all control planes are elsewhere than when this data plane started. What
-        it holds is of no use then: nobody can plan for it.
+        """Return whether all control planes have moved since this data plane started. Its blocks
+        are of no use then: no control plane can plan for it.
         """
         if not self._control:
             return False
@@ -71,8 +71,8 @@ class ServerActor:
 
 
 def addresses_of(names: list[str], timeout_s: float) -> list[str]:
-    """Where the servers of these actors are. Those that are not up are left out, when the others
-    have been waited for as long; raises TimeoutError when it is all of them.
+    """Return the addresses of these actors' servers. Those that are not up are left out, after a
+    wait; raises TimeoutError when none is up.
     """
     end_s = time.monotonic() + timeout_s
     while True:
@@ -87,7 +87,7 @@ def addresses_of(names: list[str], timeout_s: float) -> list[str]:
 
 
 def statuses(names: list[str]) -> list[Status]:
-    """Of those actors that are there and answer."""
+    """Return the statuses of those actors that exist and answer."""
     asked = []
     for name in names:
         try:

@@ -19,8 +19,8 @@ _FIRST_DELAY_S: Final = 0.1
 _LONGEST_DELAY_S: Final = 5.0
 _LONG_RUN_S: Final = 10.0
 _ENOUGH: Final = 2
-# Runs the command that follows it, to be killed when the thread that started it ends. A program of
-# its own, as what runs between fork and exec must not be Python where there are threads.
+# Runs the command that follows it, which is killed when the thread that started it ends. A separate
+# program, because Python must not run between fork and exec where there are threads.
 _UNTIL_PARENT_ENDS: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -30,9 +30,8 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class Supervisor:
-    """``make_command`` is given a port file, and asked before each start. ``is_useless`` is asked
-    now and then; when it says so twice in a row, the process is ended and started again. Starts at
-    once.
+    """Runs a process from now on. ``make_command`` is called with a port file before each start.
+    ``is_useless`` is called now and then; when it is true twice in a row, the process is restarted.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """Of the running process; 0 when there is none."""
+        """The running process's id; 0 when there is none."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else 0
 
@@ -83,7 +82,7 @@ class Supervisor:
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
     def _run_once(self, port_file: Path) -> None:
-        """From start to end."""
+        """Run the process from start to end."""
         port_file.unlink(missing_ok=True)
         command = [sys.executable, "-S", "-c", _UNTIL_PARENT_ENDS, str(os.getpid())]
         command += self._make_command(port_file)

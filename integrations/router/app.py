@@ -43,8 +43,8 @@ _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 
 
 class RouterApp:
-    """The application, as ``asgi``. ``api_keys``: one of them is asked of every client of ``/v1``,
-    unless there are none. ``max_received_bytes``: of requests that no engine has begun to answer.
+    """The application, as ``asgi``. ``api_keys``: every client of ``/v1`` must have one of them,
+    unless there are none. ``max_received_bytes``: limit for requests before an engine's answer.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RouterApp:
         raw = await read_body(http, self._max_body_bytes, received.take)
         body = _json(raw)
         return Request(
-            path=http.scope["path"],  # of those that are served: a Host header cannot change it
+            path=http.scope["path"],  # of the served paths: a Host header cannot change it
             headers=http.headers.raw,
             body=raw,
             prompts=await self._reader.read(body),

@@ -54,7 +54,7 @@ class RouterConfig:
         help="File of the keys that clients may have, one on each line; none: no key is asked.",
     )
     engine_key_file: Path | None = setting(
-        None, help="File of the key to show to engines; none: what the client showed is passed on."
+        None, help="File of the key for engines; none: the client's key is passed on."
     )
     engine_ca: Path | None = setting(
         None, help="PEM file of the authority that signs engines' certificates; none: the system's."
@@ -76,7 +76,7 @@ class RouterConfig:
         1 << 28,
         unit="bytes",
         minimum=1024,
-        help="Requests that were received and that no engine has begun to answer, in all.",
+        help="Most bytes, in all, of requests that no engine has begun to answer.",
     )
     engine_timeout_s: float = setting(
         600.0, unit="s", minimum=0.1, help="How long an engine that answers may send nothing."
@@ -86,23 +86,23 @@ class RouterConfig:
         unit="s",
         minimum=0.05,
         maximum=3600,
-        help="How often engines are asked what they serve.",
+        help="How often engines are asked for their models.",
     )
     tokens_per_s: float = setting(
         TOKENS_PER_S,
         unit="tokens/s",
         minimum=0.001,
-        help="How fast an engine computes prompts, until it is known.",
+        help="How fast an engine computes prompts, until that was measured.",
     )
     hit_bias: float = setting(
         HIT_BIAS,
         minimum=0,
         maximum=10,
-        help="How much more than its own time a hit is worth when engines are busy; 0 is nothing.",
+        help="How much more than its own time a hit is worth when engines are busy; 0: no more.",
     )
     control_plane: str = setting(
         "127.0.0.1:50051",
-        help="Address of the control plane, host:port; with commas those of all that may lead, or"
+        help="Addresses host:port, with commas, of all control planes that may lead, or"
         " dns:///host:port.",
     )
     namespace: str = setting("", help="Namespace of the engines' prefixes.")
@@ -150,7 +150,7 @@ class RouterConfig:
         self.pools()
 
     def pools(self) -> dict[str, str]:
-        """The pool of each engine, by the engine's URL. Raises InvalidRequestError."""
+        """Return the pool of each engine, by the engine's URL. Raises InvalidRequestError."""
         pools: dict[str, str] = {}
         for entry in self.engine.split(","):
             url, _, pool = entry.strip().rpartition("=")
@@ -163,15 +163,15 @@ class RouterConfig:
         return pools
 
     def api_keys(self) -> tuple[str, ...]:
-        """The keys that clients may have; none when everybody may. Raises InvalidRequestError when
-        the file cannot be read.
+        """Read the keys that clients may have; none when no key is asked. Raises
+        InvalidRequestError when the file cannot be read.
         """
         if self.api_keys_file is None:
             return ()
         return tuple(dict.fromkeys(_read(self.api_keys_file, "api_keys_file").split()))
 
     def engine_key(self) -> str:
-        """The key to show to engines; empty for that of the client. Raises InvalidRequestError."""
+        """Read the key to show to engines; empty for the client's. Raises InvalidRequestError."""
         if self.engine_key_file is None:
             return ""
         return _read(self.engine_key_file, "engine_key_file").strip()

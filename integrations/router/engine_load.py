@@ -1,14 +1,14 @@
-"""How long a prompt would wait at an engine, and how fast the engine computes prompts.
+"""Estimates how long a prompt would wait at an engine, and how fast it computes prompts.
 
-An engine is taken for a line: prompts are computed in the order in which they were sent, at a rate
-that is learnt from when their first bytes came.
+An engine is modelled as a queue: it computes prompts in the order in which they were sent, at a
+rate that is learnt from the times of their first bytes.
 
     sent A, B, C          first byte of A        first byte of B
     ──┬───────────────────────┬──────────────────────┬─────────►
       └──── A is computed ────┘──── B is computed ───┘
 
-An engine that computes several at once answers in another order, and gives the same rate: all that
-was computed over all the time in which something was.
+An engine that computes several at once answers in another order, and gives the same rate: all
+computed tokens over all busy time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-# What was measured counts half after as many seconds of computing.
+# A measurement counts half after this many seconds of computing.
 _HALF_LIFE_S: Final = 20.0
 # A first guess counts as much as a second of measurements.
 _GUESS_S: Final = 1.0
@@ -25,7 +25,7 @@ _GUESS_S: Final = 1.0
 
 @dataclass(slots=True)
 class _Waiting:
-    """A prompt of which no byte has come. ``is_told``: its first byte will be, as in a stream."""
+    """A prompt without a first byte yet. ``is_told``: that will be reported, as in a stream."""
 
     num_tokens: int
     sent_s: float
@@ -35,7 +35,7 @@ class _Waiting:
 class EngineLoad:
     """The load of one engine. Times are seconds of one clock that never goes back.
 
-    ``tokens_per_s``: what to believe before anything was measured.
+    ``tokens_per_s``: the rate until one was measured.
     """
 
     def __init__(self, tokens_per_s: float) -> None:
@@ -43,7 +43,7 @@ class EngineLoad:
         self._seconds = _GUESS_S
         self._waiting: dict[int, _Waiting] = {}  # in the order in which they were sent
         self._num_waiting_tokens = 0
-        self._since_s = 0.0  # when the engine turned to the first of them
+        self._since_s = 0.0  # when the engine began the first of them
         self.num_open = 0
 
     @property
@@ -52,7 +52,7 @@ class EngineLoad:
         return self._tokens / self._seconds
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds until the engine will have computed all that was sent."""
+        """Return the seconds until the engine will have computed all sent prompts."""
         self._forget_overdue(now_s)
         first = next(iter(self._waiting.values()), None)
         if first is None:
@@ -61,8 +61,8 @@ class EngineLoad:
         return self._num_waiting_tokens / self.tokens_per_s - done_s
 
     def sent(self, number: int, num_tokens: int, now_s: float, *, is_told: bool) -> None:
-        """Request ``number`` was sent, of which ``num_tokens`` have to be computed. ``is_told``:
-        ``answered`` will be called when its prompt is computed, not only when all is.
+        """Note that request ``number`` was sent, with ``num_tokens`` to compute. ``is_told``:
+        ``answered`` will be called when its prompt is computed, not only when the whole answer is.
         """
         self._forget_overdue(now_s)
         self.num_open += 1
@@ -70,13 +70,13 @@ class EngineLoad:
         self._num_waiting_tokens += num_tokens
 
     def answered(self, number: int, now_s: float) -> None:
-        """The first byte of a request came."""
+        """Note the first byte of a request."""
         request = self._waiting.get(number)
         if request is None or not request.is_told:
             return
         begun_s = self._begun_s(next(iter(self._waiting.values())))
         earlier = takewhile(lambda other: other != number, self._waiting)
-        # Those before it whose turn is over without anybody telling.
+        # Earlier requests that were computed without a report.
         untold = [other for other in earlier if not self._waiting[other].is_told]
         num_tokens = sum(map(self._drop, [*untold, number]))
         took_s = max(0.0, now_s - begun_s)
@@ -86,13 +86,13 @@ class EngineLoad:
         self._since_s = now_s
 
     def ended(self, number: int) -> None:
-        """A request is over: answered in full, failed, or given up."""
+        """Note that a request is over: answered in full, failed, or given up."""
         self.num_open -= 1
         if number in self._waiting:
             self._drop(number)
 
     def _forget_overdue(self, now_s: float) -> None:
-        """Let those go whose first byte is not told, once their time has passed."""
+        """Drop requests whose first byte is not reported, once their time has passed."""
         while self._waiting:
             number, first = next(iter(self._waiting.items()))
             takes_s = first.num_tokens / self.tokens_per_s

@@ -1,4 +1,4 @@
-"""The engines behind the router: which of them answer, and which models they serve."""
+"""Tracks the engines behind the router: which of them answer, and which models they serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_MODELS: Final = 1024
 
 
 class Engines:
-    """Asks each engine for its models again and again: whoever answers is up."""
+    """Asks each engine for its models again and again: an engine that answers is up."""
 
     def __init__(
         self, client: httpx2.AsyncClient, urls: Iterable[str], interval_s: float, key: str
@@ -25,18 +25,18 @@ class Engines:
         self._client = client
         self._interval_s = interval_s
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
-        # None: it does not say. Who is missing is down.
+        # None: unknown models. A missing engine is down.
         self._models: dict[str, list[dict[str, Any]] | None] = {}
         self._urls = tuple(urls)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def up(self) -> set[str]:
-        """Those that answered when they were asked last, and have not failed since."""
+        """The engines that answered when they were asked last, and have not failed since."""
         return {*self._models}
 
     def serving(self, model: Any) -> set[str]:
-        """Those that are up and serve a model, as far as they say what they serve."""
+        """Return the engines that are up and serve a model, as far as they list their models."""
         return {
             url
             for url, models in self._models.items()
@@ -44,7 +44,7 @@ class Engines:
         }
 
     def models(self) -> list[dict[str, Any]]:
-        """What all serve together, as objects of OpenAI's list; each model once."""
+        """Return the models of all engines, as objects of OpenAI's list; each model once."""
         found: dict[str, dict[str, Any]] = {}
         for models in self._models.values():
             for model in models or ():
@@ -52,18 +52,18 @@ class Engines:
         return [*found.values()]
 
     def failed(self, url: str) -> None:
-        """An engine could not be reached: it is down until it answers again."""
+        """Note that an engine could not be reached: it is down until it answers again."""
         if url in self._models:
             del self._models[url]
             _LOGGER.warning("engine=%s is down", url)
 
     async def start(self) -> None:
-        """Ask all once, and go on asking."""
+        """Ask all engines once, and keep asking."""
         await asyncio.gather(*map(self._check, self._urls))
         self._tasks = [asyncio.create_task(self._watch(url)) for url in self._urls]
 
     async def stop(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -88,7 +88,7 @@ class Engines:
         self._models[url] = _models(body) if status == 200 else None
 
     async def _ask(self, url: str) -> tuple[int, bytes]:
-        """The status and the body, of which no more is read than a list of models has."""
+        """Return the status and the body, read up to the length of a list of models."""
         headers = {"accept-encoding": "identity", **self._headers}
         body = bytearray()
         async with self._client.stream(
@@ -102,7 +102,7 @@ class Engines:
 
 
 def _models(body: bytes) -> list[dict[str, Any]] | None:
-    """The models of a list; None for what is no such list."""
+    """Return the models of a list; None if it is no such list."""
     try:
         models = json.loads(body)["data"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -18,7 +18,7 @@ NO_PARENT = bytes(16)
 
 
 class PoolIndex:
-    """What one pool has cached: the block that follows each prefix with the same tokens."""
+    """The cached prefixes of one pool: the block that follows each prefix with the same tokens."""
 
     def __init__(self, block_size_tokens: int) -> None:
         self.block_size_tokens = block_size_tokens
@@ -44,7 +44,7 @@ class PoolIndex:
                     self.caught_up.set()
 
     def num_cached_tokens(self, prompt: Sequence[int]) -> int:
-        """Leading tokens of ``prompt`` that are cached, in whole blocks."""
+        """Return the number of leading tokens of ``prompt`` that are cached, in whole blocks."""
         size, at, found = self.block_size_tokens, NO_PARENT, 0
         for first in range(0, len(prompt) - size + 1, size):
             at = self._next.get((at, tuple(prompt[first : first + size])), b"")
@@ -72,8 +72,8 @@ class Router:
         await asyncio.gather(*(index.caught_up.wait() for index in self._pools.values()))
 
     def choose(self, prompt: Sequence[int]) -> tuple[str, int]:
-        """The pool with most of the prompt, and how many tokens of it; the first by name if none
-        has any.
+        """Return the pool with most of the prompt, and its number of tokens; the first by name if
+        no pool has any.
         """
         found = {name: pool.num_cached_tokens(prompt) for name, pool in self._pools.items()}
         return max(sorted(found.items()), key=lambda entry: entry[1])

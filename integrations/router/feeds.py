@@ -21,9 +21,9 @@ _LOOK_TIMEOUT_S: Final = 5.0
 
 
 class PoolFeeds:
-    """Puts an index into ``indexes`` for each pool that could be followed. What is known stays
-    while the control plane is away: to routing it is worth more than nothing. ``lost`` has the
-    pools of which the control plane says that no session can be opened on them.
+    """Puts an index into ``indexes`` for each pool that could be followed. The index stays while
+    the control plane is away: for routing, old data is better than none. ``lost`` has the pools of
+    which the control plane says that no session can be opened on them.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class PoolFeeds:
 
     @property
     def caught_up(self) -> dict[str, bool]:
-        """Of each pool whether all was known that it had, at some time."""
+        """Whether the whole index of each pool was known at some time, by pool."""
         return {pool: event.is_set() for pool, event in self._caught_up.items()}
 
     def follow(self, pools: Iterable[str]) -> None:
-        """These from now on, and no others."""
+        """Follow these pools from now on, and no others."""
         wanted = set(pools)
         for pool in self._tasks.keys() - wanted:
             for task in self._tasks.pop(pool):
@@ -62,7 +62,7 @@ class PoolFeeds:
             ]
 
     async def wait(self, timeout_s: float) -> None:
-        """Return when all are caught up, or the time is over."""
+        """Return when all pools are caught up, or the time is over."""
         waiting = asyncio.gather(*(event.wait() for event in self._caught_up.values()))
         try:
             await asyncio.wait_for(waiting, timeout_s)
@@ -71,14 +71,14 @@ class PoolFeeds:
             _LOGGER.warning("not followed yet pools=%s", ",".join(missing))
 
     async def stop(self) -> None:
-        """End all."""
+        """End all feeds."""
         tasks = [task for of_pool in self._tasks.values() for task in of_pool]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self, pool: str) -> None:
-        """Keep ``lost`` right. A control plane that does not answer says nothing of its pools."""
+        """Keep ``lost`` right. A control plane that does not answer changes nothing."""
         while True:
             try:
                 described = await self._control.describe_pool(pool, timeout_s=_LOOK_TIMEOUT_S)
@@ -109,6 +109,6 @@ class PoolFeeds:
         async for event in self._control.watch(pool, self._namespace):
             index.apply(event)
             if isinstance(event, CaughtUp) and self._indexes.get(pool) is not index:
-                self._indexes[pool] = index  # only now: what was known before is better than a part
+                self._indexes[pool] = index  # only now: old data beats a part of the new
                 self._caught_up[pool].set()
                 _LOGGER.info("follows pool=%s blocks=%d", pool, index.num_blocks)

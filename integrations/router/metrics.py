@@ -54,7 +54,7 @@ ENGINE_UP: Final = Declaration(
 ENGINE_WAIT: Final = Declaration(
     "gauge",
     "kvplane_router_engine_wait_seconds",
-    "How long an engine has yet to compute what was sent to it, as estimated.",
+    "Estimated time until an engine has computed all prompts sent to it.",
     ("engine",),
 )
 ENGINE_RATE: Final = Declaration(
@@ -86,12 +86,12 @@ DECLARATIONS: Final = (
     *(ENGINE_UP, ENGINE_WAIT, ENGINE_RATE, POOL_FOLLOWED, POOL_LOST, POOL_BLOCKS),
 )
 
-# A gauge with one label, and what is read at a scrape: a value of each label.
+# A gauge with one label, and its reading at a scrape: a value for each label.
 Reading = tuple[Declaration, Callable[[], Iterable[tuple[str, float]]]]
 
 
 class RouterMetrics(Collector):
-    """In a registry of their own. ``readings``: gauges that are read at each scrape."""
+    """Metrics in a registry of their own. ``readings``: gauges that are read at each scrape."""
 
     def __init__(self, readings: Iterable[Reading]) -> None:
         self._readings = tuple(readings)
@@ -108,7 +108,7 @@ class RouterMetrics(Collector):
         self.open = Gauge(OPEN.name, OPEN.help, registry=self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges that are read."""
+        """Yield the gauges that are read."""
         for declaration, read in self._readings:
             family = GaugeMetricFamily(
                 declaration.name, declaration.help, labels=declaration.labels
@@ -118,13 +118,13 @@ class RouterMetrics(Collector):
             yield family
 
     def count_sent(self, pick: Pick) -> None:
-        """A request goes to the engine that was picked."""
+        """Count a request that goes to the engine that was picked."""
         self.sent.labels(pick.engine).inc()
         self.prompt_tokens.inc(pick.num_cached_tokens + pick.num_uncached_tokens)
         self.cached_tokens.inc(pick.num_cached_tokens)
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _counter(self, declaration: Declaration) -> Counter:

@@ -3,11 +3,11 @@
     seconds = (1 - busy) ** hit_bias x seconds that the engine has yet to compute
               + uncached tokens / its rate
 
-What is computed twice delays all that come before the engine is idle again: the more of them, the
-busier engines are. So a hit counts for more than this one request's time, by the share of engines
-that requests find ``busy``. A bias of 0 minds this request alone, and 1 is right where requests
-come one by one (the work that one adds to an M/G/1 queue delays others by busy / (1 - busy) times
-that work); they come in bursts.
+Prompts that are computed twice delay all requests until the engine is idle again: the busier the
+engines, the more requests. So a hit counts for more than this request's own time, by the share of
+engines that requests find ``busy``. A bias of 0 considers this request only. 1 is right where
+requests come one by one (the work that one adds to an M/G/1 queue delays others by busy / (1 -
+busy) times that work); real ones come in bursts.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .pool_index import PoolIndex
 
 HIT_BIAS: Final = 1.5
 TOKENS_PER_S: Final = 4000.0
-# What one request sees counts so much of the share of busy engines.
+# Weight of one request's observation in the share of busy engines.
 _GAIN: Final = 0.01
 _BUSY_AT_FIRST: Final = 0.5
-# Costs that differ by less are equal: the rates behind them are no better known.
+# Costs that differ by less are equal: the rates behind them are not more exact.
 _EQUAL: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """An engine for a prompt. ``cost_s``: the weighted seconds that made it the choice."""
+    """An engine for a prompt. ``cost_s``: the weighted seconds by which it was chosen."""
 
     engine: str
     num_cached_tokens: int
@@ -40,10 +40,10 @@ class Pick:
 
 
 class Picker:
-    """Chooses among engines. ``pool_of``: the pool of each, by name. ``indexes``: of pools that are
-    followed; another counts as empty. ``lost``: pools on which engines can do nothing now.
+    """Chooses among engines. ``pool_of``: the pool of each, by name. ``indexes``: of followed
+    pools; other pools count as empty. ``lost``: pools on which engines can do nothing now.
 
-    ``tokens_per_s``: rate of an engine of which nothing is known yet.
+    ``tokens_per_s``: rate of an engine until its own is known.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Picker:
         self.choose_among(pool_of)
 
     def choose_among(self, pool_of: Mapping[str, str]) -> None:
-        """From now on. What is known of an engine that was there already is kept."""
+        """Choose among these from now on. Data on engines that stay is kept."""
         self.pool_of = dict(pool_of)
         self.loads = {
             engine: self.loads.get(engine) or EngineLoad(self._tokens_per_s) for engine in pool_of
@@ -81,12 +81,12 @@ class Picker:
         num_unread_tokens: int = 0,
         among: Collection[str] | None = None,
     ) -> Pick | None:
-        """The engine for the prompts of a request, of those ``among``, or of all; None when there
-        is none. ``num_unread_tokens``: more tokens, which are not cached as far as is known. One
-        of a pool that is lost, which holds its requests, is picked only where there is no other.
+        """Return the engine for a request's prompts, of those ``among``, or of all; None when there
+        is none. ``num_unread_tokens``: more tokens, not known to be cached. An engine of a lost
+        pool, which holds its requests, is picked only if there is no other.
 
-        Of nearly equal ones that with the fewest open requests, then the one not picked for
-        longest.
+        Of nearly equal engines, picks the one with the fewest open requests, then the one not
+        picked for longest.
         """
         engines = self._usable(self.loads.keys() if among is None else among)
         if not engines:
@@ -115,14 +115,14 @@ class Picker:
         return best
 
     def _usable(self, among: Collection[str]) -> list[str]:
-        """The engines among these whose pools are there, or all if there are none."""
+        """Return the engines among these whose pools are not lost, or all if there are none."""
         engines = [engine for engine in self.loads if engine in among]
         usable = [engine for engine in engines if self.pool_of[engine] not in self.lost]
         return usable or engines
 
     def sent(self, pick: Pick, now_s: float, *, is_told: bool) -> int:
-        """The prompt was sent to the engine picked. Returns a number for the load's ``answered``
-        and ``ended``.
+        """Note that the prompt was sent to the picked engine. Return a number for the load's
+        ``answered`` and ``ended``.
         """
         number = next(self._numbers)
         self.loads[pick.engine].sent(number, pick.num_uncached_tokens, now_s, is_told=is_told)

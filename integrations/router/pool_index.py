@@ -1,4 +1,4 @@
-"""What a pool has cached, as far as its feed has told.
+"""The cached prefixes of a pool, as its feed reports them.
 
 prompt  [block 0][block 1][block 2]
            │        │        │
@@ -36,11 +36,11 @@ class PoolIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that can be found, in whatever tier."""
+        """The number of cached blocks that can be found, in any tier."""
         return len(self._tiers)
 
     def apply(self, event: PrefixEvent) -> None:
-        """Take the next event of the feed."""
+        """Apply the next event of the feed."""
         match event:
             case BlocksStored(blocks):
                 for block in blocks:
@@ -56,8 +56,8 @@ class PoolIndex:
                 pass
 
     def num_cached_tokens(self, prompt: Sequence[int]) -> int:
-        """Leading tokens of ``prompt`` that are cached, in whole blocks. The last token never
-        counts: an engine computes at least one.
+        """Return the number of leading tokens of ``prompt`` that are cached, in whole blocks. The
+        last token never counts: an engine computes at least one.
         """
         at, found = _NO_PARENT, 0
         for tokens in self._blocks(prompt):
@@ -69,7 +69,7 @@ class PoolIndex:
         return found
 
     def _blocks(self, prompt: Sequence[int]) -> Iterator[bytes]:
-        """The tokens of each block, as the index has them; made only as far as they are asked."""
+        """Yield the tokens of each block in the index's form; made only as far as needed."""
         size = self.block_size_tokens
         for first in range(0, len(prompt) - size, size):
             yield array("i", prompt[first : first + size]).tobytes()

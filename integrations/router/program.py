@@ -1,4 +1,4 @@
-"""``python -m kvplane.integrations.router``: routes until it is told to stop."""
+"""``python -m kvplane.integrations.router``: routes until a signal."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _LOGGER: Final = logging.getLogger("router")
 _CONNECT_TIMEOUT_S: Final = 5.0
 # Shorter than servers keep idle connections: a request on one that is being closed would fail.
 _KEPT_IDLE_S: Final = 2.0
-# Requests are served by queues alone until indexes are known, but not before a moment has passed.
+# Longest wait for the indexes before serving. Until they are known, queues alone decide.
 _FEEDS_TIMEOUT_S: Final = 10.0
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the program; its exit code: 0 stopped by a signal, 1 cannot serve, 2 bad settings."""
+    """Run the program; return its exit code: 0 after a signal, 1 cannot serve, 2 bad settings."""
     config = parse(RouterConfig, "router", argv, environ, "kvplane.integrations.")
     logs.setup(config.log_level, config.log_format)
     if config.log_level == "info":  # a line for each request, and for each look at an engine
@@ -54,7 +54,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except (KvplaneError, OSError) as error:
         print(f"router: error: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS if isinstance(error, InvalidRequestError) else 1
-    except SystemExit as end:  # of uvicorn: the address cannot be bound
+    except SystemExit as end:  # by uvicorn: the address cannot be bound
         return int(bool(end.code))
     return 0
 
@@ -99,7 +99,7 @@ async def _route(config: RouterConfig) -> None:
 
 
 def engine_client(config: RouterConfig) -> httpx2.AsyncClient:
-    """What asks engines. Raises InvalidRequestError when the authority's file cannot be read."""
+    """Return the client that asks engines. Raises InvalidRequestError for a bad authority file."""
     try:
         context: ssl.SSLContext = (
             RenewedClientContext(config.engine_ca)
@@ -111,7 +111,7 @@ def engine_client(config: RouterConfig) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         cookies=CookieJar(
             DefaultCookiePolicy(allowed_domains=[])
-        ),  # one client's are not another's
+        ),  # one client's cookies are not another's
         verify=context,
         trust_env=False,
         timeout=httpx2.Timeout(config.engine_timeout_s, connect=_CONNECT_TIMEOUT_S),

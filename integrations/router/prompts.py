@@ -1,4 +1,4 @@
-"""What a request asks to compute: the token ids of its prompts, as its engine will read them."""
+"""Reads a request's prompts as token ids, as its engine will read them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
 
-# What a message costs a chat template, beside its text.
+# Tokens that a chat template adds to a message.
 _CHARACTERS_PER_MESSAGE: Final = 64
-# Of texts that are not read. Most tokenizers make a token of three or four characters.
+# For texts that are not read. Most tokenizers make a token of three or four characters.
 _CHARACTERS_PER_TOKEN: Final = 4
 MAX_PROMPTS: Final = 64
 """Of one request, that are read."""
 MAX_WAITING_CHARACTERS: Final = 1 << 18
-"""Of texts that wait for the tokenizer, before more are not read: routing can do without."""
+"""Most that wait for the tokenizer. Further texts are not read: routing can do without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Prompts:
 
 
 class PromptReader:
-    """Reads prompts in a thread of its own: tokenizers are not made for several.
+    """Reads prompts in a thread of its own: tokenizers are not thread-safe.
 
-    ``folder``: a model's; None reads token ids alone. Raises InvalidRequestError of the field
+    ``folder``: a model's; None reads token ids only. Raises InvalidRequestError of the field
     "tokenizer" when there is no tokenizer in it.
     """
 
@@ -43,8 +43,8 @@ class PromptReader:
         self._tokenizer: Any = None if folder is None else _load(folder)
 
     async def read(self, body: Any) -> Prompts:
-        """The prompts in the body of a request. What is malformed, or not understood, has none:
-        the engine will say so.
+        """Return the prompts in the body of a request. A malformed or unknown body has none: the
+        engine will report it.
         """
         if not isinstance(body, Mapping):
             return Prompts()
@@ -73,7 +73,7 @@ class PromptReader:
     async def _in_thread(
         self, encode: Callable[[Any], list[array[int]]], what: Any, num_characters: int
     ) -> tuple[list[array[int]], int]:
-        """What is read, and an estimate of the tokens of what is not."""
+        """Return the prompts that are read, and an estimate of the tokens of the others."""
         waiting = self._num_waiting_characters
         is_long = waiting and waiting + num_characters > MAX_WAITING_CHARACTERS
         if self._tokenizer is None or is_long:
@@ -90,7 +90,7 @@ class PromptReader:
         for text in texts:
             try:
                 ids = list(self._tokenizer(text)["input_ids"])
-            except (TypeError, ValueError):  # half of a surrogate pair, for one
+            except (TypeError, ValueError):  # such as half of a surrogate pair
                 continue
             while ids and ids[-1] == self._tokenizer.eos_token_id:
                 ids.pop()
@@ -102,7 +102,7 @@ class PromptReader:
             encoded = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except Exception:  # templates are programs and raise what they like
+        except Exception:  # templates are programs and may raise anything
             return []
         return [array("i", encoded["input_ids"])]
 
@@ -112,7 +112,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _messages(value: Any) -> list[dict[str, str]]:
-    """The messages, their parts of text joined; none when one of them is something else."""
+    """Return the messages, their parts of text joined; none when one of them is something else."""
     messages = []
     for message in value if isinstance(value, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
@@ -131,7 +131,7 @@ def _load(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # each tokenizer raises what it likes
+    except Exception as error:  # each tokenizer may raise anything
         raise InvalidRequestError(
             f"transformers cannot load it: {type(error).__name__}: {error}", field="tokenizer"
         ) from error

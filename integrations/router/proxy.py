@@ -1,7 +1,7 @@
-"""Sends a request to the engine that is picked for it, and its answer back as it comes.
+"""Sends a request to the engine picked for it, and its answer back as it comes.
 
-Another engine is tried while nothing of an answer has come. Whatever ends early on one side, a
-client that goes away or an engine that dies, ends on the other side too.
+Another engine is tried until an answer has begun. When one side ends early, a client that goes away
+or an engine that dies, the other side is ended too.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .prompts import Prompts
 
 Headers = list[tuple[bytes, bytes]]
 
-# Of one connection or one server, not of what is carried.
+# Headers of one connection or one server, not of the message.
 _HOP_BY_HOP: Final = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
     *(b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect"),
     *(b"date", b"server"),
 }
-# An engine answers so that cannot take more now, or has lost what it needs.
+# Statuses of an engine that cannot take more now, or has lost a plane.
 _TRY_ANOTHER: Final = {429, 502, 503, 504}
-# A request that breaks engines must not come to all of them.
+# A request that breaks engines must not reach all of them.
 _MOST_BROKEN: Final = 2
 _STATUSES: Final = range(200, 600)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks. ``body``: as it came. ``model``: as far as it is known."""
+    """A client's request. ``body``: as it came. ``model``: as far as it is known."""
 
     path: str
     headers: Headers
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """An engine's answer that has begun. ``first``: what came of its body already."""
+    """An engine's answer that has begun. ``first``: the part of its body that has come."""
 
     response: httpx2.Response
     chunks: AsyncIterator[bytes]
@@ -63,11 +63,11 @@ class Answer:
 
 
 class _BrokenError(Exception):
-    """An engine took a request, and then ended the connection or answered with what is no HTTP."""
+    """An engine took a request, and then ended the connection or sent invalid HTTP."""
 
 
 class Proxy:
-    """Asks engines, and keeps the picker's book of what was sent and answered."""
+    """Asks engines, and keeps the picker's account of requests and answers."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Proxy:
         self._engine_key = engine_key
 
     async def ask(self, request: Request) -> Answer:
-        """The answer of an engine, once it has begun; that of the last one when all fail.
+        """Return an engine's answer, once it has begun; that of the last one when all fail.
 
         Raises NotFoundError when no engine serves the model, PlaneUnavailableError when none can be
         reached or two broke the connection, DeadlineExceededError when one does not begin to
@@ -109,7 +109,7 @@ class Proxy:
         return answer
 
     async def close(self, answer: Answer) -> None:
-        """Nothing more is read of it: the engine notices if there was more."""
+        """Stop reading it: the engine notices if there was more."""
         self._picker.loads[answer.pick.engine].ended(answer.number)
         await answer.response.aclose()
 
@@ -129,8 +129,8 @@ class Proxy:
         )
 
     async def _ask(self, request: Request, pick: Pick) -> Answer | None:
-        """An engine's answer, or None when it cannot be reached. Raises _BrokenError when it failed
-        before there was an answer, and DeadlineExceededError.
+        """Return an engine's answer, or None when it cannot be reached. Raises _BrokenError when it
+        failed before there was an answer, and DeadlineExceededError.
         """
         load, began_s = self._picker.loads[pick.engine], time.monotonic()
         number = self._picker.sent(pick, began_s, is_told=request.is_stream)
@@ -187,7 +187,7 @@ class Relay(Response):
         self.raw_headers = _passed_on(answer.response.headers.raw)
         headers = answer.response.headers
         length = headers.get("content-length")
-        if length and "transfer-encoding" not in headers:  # else it says nothing
+        if length and "transfer-encoding" not in headers:  # else the length is void
             self.raw_headers.append((b"content-length", length.encode()))
         self.raw_headers.append((b"x-kvplane-pool", pool.encode()))
         cached = answer.pick.num_cached_tokens
@@ -221,7 +221,7 @@ class Relay(Response):
         await _send_body(send, b"", more=False)
 
     async def _send_error(self, send: Send) -> None:
-        """A stream ends with an error in it. Of anything else the length shows that it is cut."""
+        """End a stream with an error in it. Other answers are cut, as their length shows."""
         if self._answer.response.headers.get("content-type", "").startswith("text/event-stream"):
             error = refusal(PlaneUnavailableError("the engine is gone"))
             await _send_body(send, b"data: " + bytes(error.body) + b"\n\n", more=False)
@@ -232,7 +232,7 @@ async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
 
 
 def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Those that are not of one connection alone, names in lower case."""
+    """Return the headers that are not of one connection only, names in lower case."""
     lowered = [(name.lower(), value) for name, value in headers]
     named = {
         each.strip().lower()

@@ -1,4 +1,4 @@
-"""One cluster, one fleet and one engine's answers for all tests of the fleet."""
+"""One cluster, one fleet and one engine's answers, shared by all tests of the fleet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cluster() -> Iterator[SimulatedCluster]:
 
 @pytest.fixture
 def addresses(cluster: SimulatedCluster, model: Path) -> str:
-    """Of the control planes of a fleet that is up: two pools of two shards."""
+    """Addresses of the control planes of a fleet that is up: two pools of two shards."""
     from kvplane.integrations.ray import fleet
     from kvplane.integrations.ray.placement import FleetShape
 
@@ -48,7 +48,7 @@ def addresses(cluster: SimulatedCluster, model: Path) -> str:
 
 @pytest.fixture
 def same_answers_after(addresses: str, model: Path) -> Callable[[Callable[[], None]], LLM]:
-    """A function that breaks something while an engine answers; it is given how to break."""
+    """Return a function that breaks something while an engine answers; its argument breaks it."""
 
     def check(broken: Callable[[], None]) -> LLM:
         with LLM(

@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Read by Ray's processes when they start. A node that is gone is noticed after two seconds rather
-# than fifteen; what is in the global control store outlives its process.
+# Read by Ray's processes when they start. A lost node is noticed after two seconds rather than
+# fifteen; the contents of the global control store outlive its process.
 SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -74,7 +74,7 @@ class SimulatedCluster:
         self._say(f"add {host}")
 
     def lose_node(self, host: str) -> None:
-        """As a machine that loses power. Not the head, which the driver is connected to."""
+        """End a node as a power loss would. Not the head, which the driver is connected to."""
         self._say(f"lose {host}")
 
     def restart_store(self) -> None:

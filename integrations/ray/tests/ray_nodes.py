@@ -1,8 +1,8 @@
-"""The process that has a simulated Ray cluster: `SimulatedCluster` starts it, and says what to do.
+"""The process that has a simulated Ray cluster: `SimulatedCluster` starts and commands it.
 
 A line of its input is a command and its argument; each is answered by a line. It ends with its
-input. It is a process of its own because Ray forks to start others, which a process with threads of
-torch and gRPC does not survive.
+input. It is a separate process because Ray forks, which a process with threads of torch and gRPC
+does not survive.
 """
 
 from __future__ import annotations

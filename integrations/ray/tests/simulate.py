@@ -2,10 +2,10 @@
 
     make fleet
 
-Two pools of two shards and two control planes on a Ray cluster of four nodes, three members of
-etcd, an engine for each pool and a router before them, all on this machine, in a network of their
-own. Clients ask the router questions, several at a time. What an engine said that lost nothing is
-what they must be told.
+Two pools of two shards and two control planes run on a Ray cluster of four nodes. Beside them run
+three members of etcd, an engine for each pool and a router, all on this machine, in a network of
+their own. Clients ask the router questions, several at a time. Their answers must be those of an
+engine that loses nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ POOLS = ("pool-0", "pool-1")
 NODE_CPUS = 3  # room for a pool and a control plane, and on all nodes for one pool more
 UP_S = 180.0
 ANSWERS_BETWEEN = 6  # of each engine, between two losses
-# Of fifteen questions each, more than are answered: while one engine is away the other caches what
-# it is asked, and of the same questions the router would send none to the one that is back.
+# Of fifteen questions each, more than are answered: while one engine is away the other caches its
+# questions, and the router would send none of these to the one that is back.
 NUM_SETS = 10
 
 
@@ -58,7 +58,7 @@ class Programs:
         self._control = ("--control-plane", addresses, "--log-level", "error")
 
     def start(self) -> str:
-        """The router's URL, once it has engines to send requests to."""
+        """Return the router's URL, once it has engines to send requests to."""
         recovery = ("--timeout-s", "5", "--recovery-timeout-s", str(UP_S))
         more = ("--num-threads", "1", "--no-probe", *recovery, *self._control)
         engines = [
@@ -83,7 +83,7 @@ class Programs:
 
 
 def _url(program: Supervisor) -> str:
-    """Waits until it serves."""
+    """Wait until it serves; return its URL."""
     end_s = time.monotonic() + UP_S
     while not (port := program.port):
         if time.monotonic() >= end_s:
@@ -93,7 +93,7 @@ def _url(program: Supervisor) -> str:
 
 
 def answers(addresses: str, asked: list[Question]) -> dict[str, str]:
-    """What an engine says to each prompt whose pool is in its own process and loses nothing."""
+    """Return an engine's answers to the prompts; its pool is in its process and loses nothing."""
     alone = {"data_plane": "embedded", "pool_id": "alone", "num_device_blocks": 256}
     with LLM(MODEL, control_plane=addresses, probe=False, num_threads=1, **alone) as llm:
         outputs = llm.generate([each.prompt for each in asked], [each.params for each in asked])
@@ -110,11 +110,11 @@ class TakeoverClock:
         self._addresses = addresses
 
     def leader(self, control: list[Status]) -> Status:
-        """Which of them leads."""
+        """Return which of them leads."""
         return asyncio.run(self._leader(control))
 
     def until_another_leads(self, end: Callable[[], None]) -> float:
-        """Seconds from ``end``, which ends the leader, until the next one answers."""
+        """Call ``end``, which ends the leader; return the seconds until the next one answers."""
         return asyncio.run(self._until_another_leads(end))
 
     async def _leader(self, control: list[Status]) -> Status:
@@ -137,14 +137,14 @@ class TakeoverClock:
             while True:
                 try:
                     now = (await describe(request, wait_for_ready=True, timeout=60)).incarnation
-                except grpc.aio.AioRpcError:  # it was on its way to the one that has ended
+                except grpc.aio.AioRpcError:  # the call was on its way to the ended one
                     continue
                 if now > before:
                     return time.monotonic() - began_s
 
 
 def find(name: str) -> Status:
-    """A server that is up; waits until it is."""
+    """Wait for a server that is up; return it."""
     end_s = time.monotonic() + UP_S
     while time.monotonic() < end_s:
         for each in fleet.status():
@@ -155,7 +155,7 @@ def find(name: str) -> Status:
 
 
 def lose_all(cluster: SimulatedCluster, addresses: str, clients: Clients) -> None:
-    """Lose the leader, a shard and a machine, one after another, and say how long each took."""
+    """Lose the leader, a shard and a machine, one after another, and print how long each took."""
     clock = TakeoverClock(addresses)
 
     def report(what: str, took_s: float, until: str) -> None:
@@ -191,7 +191,7 @@ def lose_all(cluster: SimulatedCluster, addresses: str, clients: Clients) -> Non
 
 
 def report_answers(answers: Sequence[Answer]) -> int:
-    """The exit code: 0 when all are what they should be."""
+    """Return the exit code: 0 when all answers are right."""
     for pool in POOLS:
         cached = [each.num_cached_tokens for each in answers if each.pool == pool]
         print(f"{pool}: {len(cached)} answers, {sum(cached)} tokens of prompts cached there")

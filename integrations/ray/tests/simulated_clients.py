@@ -19,8 +19,8 @@ _JOIN_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``asked_s``: when it was asked, on the monotonic clock. ``num_cached_tokens``: of its prompt,
-    which the router knew to be cached in the ``pool`` of the engine that answered.
+    """One answer. ``asked_s``: when it was asked, on the monotonic clock. ``num_cached_tokens``: of
+    its prompt, known to the router as cached in the ``pool`` of the engine that answered.
     """
 
     pool: str
@@ -31,7 +31,7 @@ class Answer:
 
 class Clients:
     """``with Clients(url, model, asked, expected) as clients``. ``url``: of the router. The
-    questions are asked in turn, again and again; ``expected``: what to answer to each prompt.
+    questions are asked in turn, again and again; ``expected``: the right answer to each prompt.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Clients:
             thread.join(_JOIN_S)
 
     def num_answers(self, pool: str, asked_since_s: float) -> int:
-        """To questions asked since then, by the engine of a pool."""
+        """Return the number of answers to questions asked since then, by the engine of a pool."""
         return sum(each.pool == pool and each.asked_s >= asked_since_s for each in self.answers)
 
     def wait_for(self, num: int, pool: str, asked_since_s: float, timeout_s: float) -> None:
-        """Until a pool's engine has answered so many questions asked since then. Raises what ended
-        a client, or TimeoutError.
+        """Wait until a pool's engine has answered so many questions asked since then. Raises the
+        error that ended a client, or TimeoutError.
         """
         with self._changed:
             is_done = self._changed.wait_for(

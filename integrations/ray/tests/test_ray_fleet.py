@@ -24,7 +24,7 @@ def status_of(name: str) -> Any:
 
 
 def wait_until_it_is_another(name: str, before: Any) -> Any:
-    """Until the server is up again, as another process."""
+    """Wait until the server is up again, as another process."""
     deadline_s = time.monotonic() + UP_S
     while (now := status_of(name)) is None or not now.address or now.pid == before.pid:
         assert time.monotonic() < deadline_s, f"{name} was not started again: {now}"

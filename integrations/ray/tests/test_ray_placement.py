@@ -1,4 +1,4 @@
-"""What a fleet on Ray is made of, and the processes that its actors keep running; without Ray."""
+"""The parts of a fleet on Ray, and the processes that its actors keep running; without Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvplane.serving.settings import parse
 
 WAIT_S = 60.0
 ROOT = Path(__file__).parents[3]
-# A server as far as its supervisor can tell: it writes its port file, and runs.
+# A server in its supervisor's view: it writes its port file, and runs.
 SERVER = "import sys, time; open(sys.argv[1], 'w').write('4711'); time.sleep(90)"
 
 
@@ -41,7 +41,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """A process that has ended and was not waited for is not."""
+    """Return whether it runs; a process that has ended and was not waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -113,7 +113,7 @@ def test_a_fleet_that_cannot_be_is_refused_by_the_field_at_fault(
 
 
 def command_of_slurm() -> str:
-    """As the script makes it, with settings as a job would have them."""
+    """Return the command that the script makes, with settings as a job would have them."""
     script = (ROOT / "deploy" / "slurm" / "fleet.sh").read_text()
     lines = re.findall(r"^run\+?=.*$", script, re.MULTILINE)
     settings = "pools=2 shards=2 model=models/recall serving=--insecure"

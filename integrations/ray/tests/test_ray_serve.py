@@ -58,7 +58,7 @@ class Replica:
 
 @pytest.fixture
 def pickers(monkeypatch: pytest.MonkeyPatch) -> list[ReplicaPicker]:
-    """Those of the routers in this process. Serve makes a copy of the routers' class."""
+    """Return the pickers of this process's routers. Serve copies the routers' class."""
     made: list[ReplicaPicker] = []
     original = ReplicaPicker.__init__
 
@@ -74,7 +74,7 @@ def pickers(monkeypatch: pytest.MonkeyPatch) -> list[ReplicaPicker]:
 def ask(
     addresses: str, model: Path, pickers: list[ReplicaPicker]
 ) -> Iterator[Callable[[list[int]], tuple[str, list[int]]]]:
-    """A call of the deployment: the pool of the replica that answered, and the answer."""
+    """Call the deployment; return the pool of the replica that answered, and the answer."""
     from ray import cloudpickle, serve
     from ray.serve.config import RequestRouterConfig
 

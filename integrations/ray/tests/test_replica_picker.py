@@ -1,4 +1,4 @@
-"""Which replica of a Ray Serve deployment gets a request, without Ray."""
+"""Tests which replica of a Ray Serve deployment gets a request, without Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPLICAS = {"a": "cold", "b": "warm", "c": "unknown"}
 
 
 def replicas() -> ReplicaPicker:
-    """Three, at 4 tokens a second; the pool of "b" has the first block of the prompt."""
+    """Make three, at 4 tokens a second; the pool of "b" has the first block of the prompt."""
     picker = Picker({}, hit_bias=0.0, tokens_per_s=4.0)
     picker.choose_among(REPLICAS)
     picker.indexes |= {"cold": PoolIndex(4), "warm": PoolIndex(4)}

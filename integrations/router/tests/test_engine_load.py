@@ -1,4 +1,4 @@
-"""What a router believes of an engine: how fast it is, and what it has yet to compute."""
+"""Tests a router's estimates of an engine: how fast it is, and how much it has yet to compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pools a router follows."""
+"""Tests which pools a router follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine a prompt goes to."""
+"""Tests which engine a prompt goes to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = list(range(1, 10))
 
 
 def picker(**pool_of: str) -> Picker:
-    """Engines at 4 tokens a second. Pool "warm" has the first 8 tokens of the prompt."""
+    """Make engines at 4 tokens a second. Pool "warm" has the first 8 tokens of the prompt."""
     made = Picker(pool_of, hit_bias=1.0, tokens_per_s=4.0)
     for pool in {*pool_of.values()}:
         made.indexes[pool] = PoolIndex(4)
@@ -78,7 +78,7 @@ def test_engines_that_are_ruled_out_are_not_picked() -> None:
 
 
 def test_engines_of_lost_pools_are_picked_last() -> None:
-    """One is idle because it can do nothing, and has the prompt cached."""
+    """Engine "a" is idle because it can do nothing, and has the prompt cached."""
     engines = picker(a="cold", b="warm")
     engines.lost.add("warm")
     engines.loads["a"].sent(100, 400, 0.0, is_told=True)

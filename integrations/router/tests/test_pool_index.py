@@ -1,4 +1,4 @@
-"""What a router knows of a pool: the prefixes that its feed told of, and nothing else."""
+"""Tests a router's index of a pool: the prefixes that its feed reported, and nothing else."""
 
 from __future__ import annotations
 

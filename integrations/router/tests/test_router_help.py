@@ -1,4 +1,4 @@
-"""What the router's program says of itself."""
+"""Tests the help of the router's program."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def client(program: Program) -> openai.OpenAI:
 
 
 def complete(program: Program, prompt: Any, **how: Any) -> tuple[Any, str, int]:
-    """The completion, the pool that it came from, and how much was known to be cached there."""
+    """Return the completion, the pool that it came from, and how much of it was known there."""
     how = {"max_tokens": 8, "temperature": 0} | how
     with client(program) as openai_client:
         raw = openai_client.completions.with_raw_response.create(
@@ -234,7 +234,7 @@ def test_two_routers_agree_also_after_one_has_started_again(fleet: Fleet) -> Non
         return [complete(router, prompt, max_tokens=1)[1:] for prompt in prompts]
 
     def send_others() -> list[tuple[str, int]]:
-        """The pool of each new prompt, and how much should be found there: all but a token."""
+        """Return each new prompt's pool, and how much should be found there: all but a token."""
         prompts.clear()
         sent = []
         for _ in range(3):

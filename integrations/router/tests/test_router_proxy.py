@@ -1,4 +1,4 @@
-"""The router's proxy before engines that fail: small servers that answer as they are told."""
+"""Tests the router's proxy before failing engines: small servers that answer by script."""
 
 from __future__ import annotations
 
