@@ -29,7 +29,7 @@ HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 START_S = 30.0
 PATIENCE_S = 30.0
-# What a caller beside an attack may wait: 50 ms, and a multiple of what it waits in quiet.
+# Longest wait of a caller beside an attack: 50 ms, and a multiple of its wait in quiet.
 RATIO = 10.0
 LONGEST_S = 0.05
 QUIET_S = 0.3
@@ -75,7 +75,7 @@ class PlaneProcess:
         return self._status("VmRSS")
 
     def peak_bytes(self) -> int:
-        """The most memory in use since ``begin_peak``."""
+        """Return the most memory in use since ``begin_peak``."""
         return self._status("VmHWM")
 
     def num_descriptors(self) -> int:
@@ -89,7 +89,7 @@ class PlaneProcess:
 
 
 class HonestCaller:
-    """``honest_caller.py``, or another program that speaks as it does."""
+    """Runs ``honest_caller.py``, or another program with the same interface."""
 
     def __init__(self, *arguments: str, program: str = "honest_caller.py") -> None:
         self._process = subprocess.Popen(
@@ -110,13 +110,13 @@ class HonestCaller:
         self._process.communicate()
 
     def period(self, seconds: float) -> list[float]:
-        """The latencies of its steps in so many seconds."""
+        """Return the latencies of its steps in so many seconds."""
         self._begin(seconds)
         return self._read()
 
     @contextmanager
     def meanwhile(self, seconds: float) -> Iterator[list[float]]:
-        """Its latencies while the body runs; filled in after it."""
+        """Yield its latencies while the body runs; filled in after it."""
         latencies: list[float] = []
         self._begin(seconds)
         try:
@@ -154,12 +154,12 @@ def p99(latencies: list[float]) -> float:
 
 
 def assert_calm(honest: HonestCaller, attack: Callable[[], list[float]]) -> None:
-    """Whoever waits beside the attack waits little more than without it. ``attack`` returns the
-    honest caller's latencies during it.
+    """Assert that a caller waits little more beside the attack than without it. ``attack`` returns
+    the honest caller's latencies during it.
 
     Quiet is measured right before and right after, because other work on the machine comes and
-    goes; and other work can hold all up for a moment, so one of a few attacks has to be calm: one
-    that holds others up does so every time.
+    goes. Other work can also delay everything for a moment, so only one of a few attacks has to be
+    calm: an attack that delays others does so every time.
     """
     tried = []
     quiet_s = p99(honest.period(QUIET_S))
@@ -180,8 +180,8 @@ def refusal(
     *,
     timeout_s: float = PATIENCE_S,
 ) -> KvplaneError | None:
-    """What a call is refused with; None when it is answered. ``requests``: the bytes of a unary
-    call's, or the messages of a stream's. ``method``: "SERVICE/METHOD".
+    """Return the error that refuses a call; None when it is answered. ``requests``: the bytes of a
+    unary call's, or the messages of a stream's. ``method``: "SERVICE/METHOD".
     """
     path = f"/kvplane.v1.{method}"
     try:

@@ -46,7 +46,7 @@ class Planes:
         await self.start_data(address)
 
     async def start_data(self, bind: str, pool_id: str = POOL) -> None:
-        """Start a data plane, as ``data`` from now on."""
+        """Start a data plane, which is ``data`` from now on."""
         config = DataPlaneConfig(
             control_plane=self.control.address,
             bind=bind,
@@ -63,7 +63,7 @@ class Planes:
 
 
 async def run_step(session: Session, execution: Execution, *operations: pb.Operation) -> None:
-    """A step, its plan and the receipt, as they are meant."""
+    """Run a step and its plan, and submit the receipt."""
     result = (await session.step(operations)).raise_for_status()
     num_tokens = (await execution.start(result.plan)).num_tokens
     for layer in execution.layers if num_tokens else []:
@@ -72,6 +72,6 @@ async def run_step(session: Session, execution: Execution, *operations: pb.Opera
 
 
 def zeros(num_tokens: int) -> Tensor:
-    """Queries, keys or values."""
+    """Return queries, keys or values."""
     shape = (num_tokens, 1, 8)
     return Tensor("float32", shape, bytes(Tensor.size_bytes("float32", shape)))

@@ -57,7 +57,7 @@ class Browser:
         self._stack.close()
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression on the page."""
+        """Return the value of an expression on the page."""
         answer = self._call("Runtime.evaluate", expression=script, returnByValue=True)
         return answer["result"].get("value")
 
@@ -71,7 +71,7 @@ class Browser:
             time.sleep(0.1)
 
     def take_picture(self, path: Path) -> None:
-        """Write what the window shows, as PNG."""
+        """Write a picture of the window, as PNG."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
 
     def _call(self, method: str, **parameters: Any) -> Any:
@@ -97,7 +97,7 @@ class Browser:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the browser and all that it started: what still runs writes into its profile."""
+    """End the browser and all of its processes: a running one writes into its profile."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(10)

@@ -1,4 +1,4 @@
-"""A small model that nobody has to train: what it answers depends on every token before."""
+"""A small model without training, whose answers depend on every token before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY = 259
 
 
 def save_byte_model(folder: Path) -> Path:
-    """A random byte-level Llama in which attention matters, with its tokenizer."""
+    """Save a random byte-level Llama in which attention matters, with its tokenizer."""
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(
         LlamaConfig(

@@ -16,14 +16,14 @@ CPU = torch.device("cpu")
 
 
 def key_of(positions: torch.Tensor) -> torch.Tensor:
-    """Keys (and values, and a quarter of the queries) are functions of the position alone."""
+    """Return keys (and values, and a quarter of the queries), as functions of the position only."""
     return tokens(128, seed=1)[positions]
 
 
 class Engine:
     """One session that runs what it is given and checks every output.
 
-    ``window_tokens``: that the layout's layers see, 0 for all. ``begins``: whether plans that
+    ``window_tokens``: the window of the layout's layers, 0 for none. ``begins``: whether plans that
     compute something are sent without waiting for their answers.
     """
 

@@ -38,7 +38,7 @@ class Decoder:
     pause_s: float
 
     async def period(self, seconds: float) -> list[float]:
-        """How long each decode step took."""
+        """Return the latency of each decode step."""
         latencies: list[float] = []
         end_s = time.perf_counter() + seconds
         while time.perf_counter() < end_s:

@@ -1,4 +1,4 @@
-"""A Docker daemon of a test's own, with images that no registry is asked for.
+"""A Docker daemon for one test, with images that come from no registry.
 
 Everything that it has is in one folder, and everything that it starts dies with it. While it
 builds, it has this machine's network; while it runs containers, one of its own, so that its bridges
@@ -62,13 +62,13 @@ class DockerDaemon:
 
     @contextmanager
     def builds(self) -> Iterator[None]:
-        """With the machine's network, for builds that have it too."""
+        """Run with the machine's network, for builds that use it too."""
         with self._runs(_BRIDGELESS, ()):
             yield
 
     @contextmanager
     def runs(self) -> Iterator[None]:
-        """With a network of its own."""
+        """Run with a network of its own."""
         with self._runs((), ("--net",)):
             self.enter("ip", "link", "set", "lo", "up")
             yield
@@ -109,44 +109,44 @@ class DockerDaemon:
 
     @property
     def main_pid(self) -> int:
-        """The daemon's, on this machine: the only child of the process that made its namespaces."""
+        """The daemon's pid on this machine: only child of the process that made its namespaces."""
         assert self._process is not None
         pid = self._process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def log(self) -> str:
-        """The end of what the daemon wrote."""
+        """Return the end of the daemon's log."""
         return (self.folder / "dockerd.log").read_text()[-4000:]
 
     def enter(self, *command: str, timeout_s: float = 120) -> str:
-        """Run a command where the daemon's network is; its output."""
+        """Run a command in the daemon's network; return its output."""
         return _output(["nsenter", f"--target={self.main_pid}", "--net", *command], {}, timeout_s)
 
     def docker(self, *arguments: str, timeout_s: float = 300) -> str:
-        """Run ``docker``; its output."""
+        """Run ``docker``; return its output."""
         return _output(["docker", *arguments], self.environment, timeout_s)
 
     def logs(self, container: str) -> str:
-        """What a container wrote, to either stream."""
+        """Return a container's output, of both streams."""
         command = ["docker", "logs", container]
         done = subprocess.run(command, env=self.environment, stdout=-1, stderr=-2, check=True)
         return done.stdout.decode()
 
     def compose(self, *arguments: str, files: Sequence[Path] = (), timeout_s: float = 300) -> str:
-        """Run ``docker-compose`` on the project's file and on ``files``; its output."""
+        """Run ``docker-compose`` on the project's file and on ``files``; return its output."""
         named = [f"--file={path}" for path in (ROOT / "docker-compose.yml", *files)]
         command = ["docker-compose", f"--project-directory={ROOT}", *named, *arguments]
         return _output(command, self.environment, timeout_s)
 
     def container(self, service: str) -> dict[str, Any]:
-        """What the daemon says of a service's container."""
+        """Return the daemon's description of a service's container."""
         (found,) = self.compose("ps", "--quiet", service).split()
         (described,) = json.loads(self.docker("inspect", found))
         return dict(described)
 
     def kill_9(self, service: str) -> None:
-        """The main process of a service's container, as the kernel kills one: a daemon that is told
-        to kill a container does not start it again.
+        """Kill the main process of a service's container, as the kernel would: a daemon that kills
+        a container on request does not restart it.
         """
         pid = self.container(service)["State"]["Pid"]
         here = ["nsenter", f"--target={self.main_pid}", "--pid"]
@@ -173,8 +173,8 @@ class DockerDaemon:
 
 
 def download_wheels(folder: Path, extras: Sequence[str]) -> None:
-    """What the images' builds install, at the locked versions, with this environment's pip and
-    settings: ``extras`` of the project, and what it and its native parts are built with.
+    """Download the packages of the images' builds, at the locked versions, with this environment's
+    pip and settings: ``extras`` of the project, and the build tools of it and its native parts.
     """
     project = _toml(ROOT / "pyproject.toml")["project"]
     wanted = {*project["dependencies"], *_BUILD_TOOLS}
@@ -194,7 +194,7 @@ def download_wheels(folder: Path, extras: Sequence[str]) -> None:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address, on loopback, of a page of the files of ``folder``."""
+    """Serve a page of the files of ``folder``; yield its address, on loopback."""
     handler = partial(_Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

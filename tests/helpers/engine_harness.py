@@ -53,7 +53,7 @@ OPT = OPTConfig(
 
 
 def save_model(config: PreTrainedConfig, folder: Path) -> Path:
-    """A random model in which attention matters and few tokens repeat."""
+    """Save a random model in which attention matters and few tokens repeat."""
     torch.manual_seed(0)
     made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -81,7 +81,7 @@ class Planes:
         self.restart_control_plane(incarnation=1)
 
     def restart_control_plane(self, incarnation: int) -> None:
-        """Another run of it, which learns of the pool from the executor's report."""
+        """Start another run of it, which learns of the pool from the executor's report."""
         self.core = ControlPlane(
             incarnation=incarnation, config=CoreConfig(), clock=lambda: self.now_s
         )
@@ -105,7 +105,7 @@ class Planes:
             self.core.report(POOL, 0, executor.epoch, part)
 
     def pump(self) -> None:
-        """Carry what the control plane has to say to the executor, and its answers back."""
+        """Carry the control plane's messages to the executor, and its answers back."""
         for message in self.core.take_outgoing(POOL, 0):
             if message.HasField("publish"):
                 self.executor.publish(message.publish.publications)
@@ -133,7 +133,7 @@ class OpenedSession:
 
 
 class Link:
-    """As ``kvplane.runtime.link.ControlLink``, with the core behind it. ``faults``: raised by
+    """Works as ``kvplane.runtime.link.ControlLink``, with the core behind it. ``faults``: raised by
     steps, one each, before the control plane has them.
     """
 
@@ -164,7 +164,7 @@ class Link:
         return self.session
 
     def begin_step(self, operations: Sequence[pb.Operation]) -> Future[StepResult]:
-        """The control plane answers at once, and its answer is looked at when the engine waits."""
+        """Have the control plane answer at once; the engine reads the answer when it waits."""
         answer: Future[StepResult] = Future()
         try:
             answer.set_result(self._step(operations))
@@ -200,7 +200,7 @@ class Link:
         return sequence_states(self._call(self.planes.core.abort_plan, request).sequences)
 
     def _call(self, method: Callable[[Any, str], Any], request: Any) -> Any:
-        """Fill in who, when and the receipts; the number is used up also by a failure."""
+        """Fill in who, when and the receipts; a failure uses up the number as well."""
         request.session.CopyFrom(self.session.ref)
         self.number += 1
         request.number = self.number
@@ -212,7 +212,7 @@ class Link:
 
 
 class Backend:
-    """As ``kvplane.runtime.backend.DataBackend``, with the executor behind it.
+    """Works as ``kvplane.runtime.backend.DataBackend``, with the executor behind it.
 
     ``faults``: raised, one each, by the layers that ``fault_at`` counts down to.
     """
@@ -328,7 +328,7 @@ class Engine:
         raise AssertionError(f"not done after {max_steps} steps")
 
     def tokens(self, request_id: str) -> list[list[int]]:
-        """The tokens of each continuation of a request that is done."""
+        """Return the tokens of each continuation of a request that is done."""
         if request_id not in self.outputs:
             output = self.core.take_output(request_id)
             assert output is not None
@@ -336,7 +336,7 @@ class Engine:
         return [each.token_ids for each in self.outputs[request_id].outputs]
 
     def check_quiet(self) -> None:
-        """Nothing is held, everything adds up."""
+        """Check that nothing is held and that counts add up."""
         self.core.settle()
         self.planes.check_integrity()
         for tier in self.planes.pool().usage.tiers:
@@ -344,13 +344,13 @@ class Engine:
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
 
 
 class Reference:
-    """Greedy tokens by transformers itself."""
+    """Computes greedy tokens by transformers itself."""
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""A TCP proxy that loses what passes through it, as networks do, when a test says so."""
+"""A TCP proxy that loses data, as networks do, when a test asks for it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class FlakyProxy:
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def hold_answers(self) -> None:
-        """From now on requests arrive and answers do not."""
+        """Let requests through and hold answers, from now on."""
         self._answers_pass.clear()
 
     def cut(self) -> None:
-        """Drop every connection and what was held; new ones pass everything."""
+        """Drop every connection and all held data; new connections pass everything."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()

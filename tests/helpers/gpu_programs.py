@@ -44,5 +44,5 @@ def run_on_simulated_gpu(
         text=True,
         check=False,
     )
-    assert "Error in sitecustomize" not in done.stderr, done.stderr[-4000:]  # it ran without
+    assert "Error in sitecustomize" not in done.stderr, done.stderr[-4000:]  # it ran without it
     return done

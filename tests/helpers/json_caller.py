@@ -1,4 +1,4 @@
-"""What grpcurl does with a line of a shell: a call by reflection, its messages as JSON."""
+"""Does grpcurl's work on a line of a shell: a call by reflection, its messages as JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PROGRAM = ["grpcurl", "-plaintext"]
 
 
 def lines_of(script: str) -> list[list[str]]:
-    """The arguments of each command, without the program and -plaintext."""
+    """Return the arguments of each command, without the program and -plaintext."""
     commands = [shlex.split(line) for line in script.replace("\\\n", "").splitlines()]
     assert all(command[:2] == PROGRAM for command in commands)
     return [command[2:] for command in commands]
 
 
 def call(address: str, method: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a unary call. ``method``: "SERVICE/METHOD"."""
+    """Return the answer to a unary call. ``method``: "SERVICE/METHOD"."""
     with grpc.insecure_channel(address) as channel:
         service = _service(channel, method.partition("/")[0])
         described = service.FindMethodByName(method.partition("/")[2])
@@ -40,7 +40,7 @@ def call(address: str, method: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def methods_of(address: str, service: str) -> set[str]:
-    """The names of a service's methods."""
+    """Return the names of a service's methods."""
     with grpc.insecure_channel(address) as channel:
         return {method.name for method in _service(channel, service).methods}
 

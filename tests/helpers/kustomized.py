@@ -1,4 +1,4 @@
-"""What kustomize makes of a folder of deploy/kubernetes, as far as these folders use kustomize.
+"""Builds a folder of deploy/kubernetes as kustomize does, as far as these folders use kustomize.
 
 Names get no suffix and objects no namespace; test_kubernetes_schemas.py compares the rest with
 kubectl's.
@@ -17,7 +17,7 @@ Object = dict[str, Any]
 
 
 def objects(folder: Path) -> list[Object]:
-    """The objects that ``kubectl apply -k folder`` would send, in no particular order."""
+    """Return the objects that ``kubectl apply -k folder`` would send, in no particular order."""
     made: list[Object] = []
     _accumulate(made, folder)
     return made
@@ -46,7 +46,7 @@ def _accumulate(made: list[Object], folder: Path) -> None:
 
 
 def _patch(made: list[Object], patch: Any, target: Object | None) -> None:
-    """Raises ValueError when it changes nothing, KeyError for a path that is not there."""
+    """Apply a patch. Raises ValueError when it changes nothing, KeyError for a missing path."""
     if target is None:
         target = {"kind": patch["kind"], "name": patch["metadata"]["name"]}
     found = [
@@ -66,7 +66,7 @@ def _patch(made: list[Object], patch: Any, target: Object | None) -> None:
 
 
 def _apply(changed: Any, operation: Object) -> None:
-    """One operation of a JSON patch: add or replace."""
+    """Apply one operation of a JSON patch: add or replace."""
     *path, last = operation["path"].strip("/").replace("~1", "/").split("/")
     for part in path:
         changed = changed[int(part) if isinstance(changed, list) else part]

@@ -1,6 +1,6 @@
 """Both planes over TLS with an access list, and callers of several tenants and roles.
 
-Callers name themselves by bearer tokens, one for each, so one server certificate serves them all.
+Callers authenticate by bearer tokens, one for each, so one server certificate serves them all.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Peers:
 
 @asynccontextmanager
 async def listed_peers(folder: Path, **data_settings: Any) -> AsyncIterator[Peers]:
-    """Both planes, until the body ends; then they have kept their integrity. ``data_settings``: of
-    the data plane.
+    """Run both planes until the body ends; then check their integrity. ``data_settings``: of the
+    data plane.
     """
     peers = Peers(folder)
     peers.control = await ControlPlaneServer.start(

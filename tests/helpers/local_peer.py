@@ -33,7 +33,7 @@ class LocalPeer:
         self.memory: mmap.mmap | None = None
         self.fd = -1
         self.file = -1
-        """That came with a region on the GPU."""
+        """The answer that came with a region on the GPU."""
 
     @classmethod
     async def offered(cls, stub: Any, grant: tpb.SignedPayload) -> LocalPeer:
@@ -49,7 +49,7 @@ class LocalPeer:
 
     @classmethod
     async def joined(cls, stub: Any, grant: tpb.SignedPayload) -> LocalPeer:
-        """Take the offer too."""
+        """Open a stream and take its offer."""
         self = await cls.offered(stub, grant)
         answer = await self.join()
         assert answer.HasField("joined"), answer
@@ -73,7 +73,7 @@ class LocalPeer:
         self.peer.send(packet, packets.NO_WAIT)
 
     async def ask(self, packet: bytes | None = None, **message: Any) -> pb.ExecuteResponse:
-        """The answer to a packet, or to a message; raises ConnectionError at the end."""
+        """Return the answer to a packet, or to a message; raises ConnectionError at the end."""
         self.send(pb.ExecuteRequest(**message).SerializeToString() if packet is None else packet)
         return await self.answer()
 
@@ -95,7 +95,7 @@ class LocalPeer:
         return pb.ExecuteResponse.FromString(packet)
 
     async def ended(self) -> bool:
-        """Whether the data plane has closed the socket, or does soon."""
+        """Return whether the data plane has closed the socket, or does soon."""
         try:
             await self.answer()
         except ConnectionError:
@@ -103,16 +103,14 @@ class LocalPeer:
         return False
 
     def view(self, offset_bytes: int, *shape: int) -> torch.Tensor:
-        """A float32 tensor in the region."""
+        """Return a float32 tensor in the region."""
         assert self.memory is not None
         count = torch.Size(shape).numel()
         flat = torch.frombuffer(self.memory, dtype=torch.float32, count=count, offset=offset_bytes)
         return flat.view(shape)
 
     def layer(self, layer: int, num_tokens: int, seed: int = 0) -> pb.LayerInput:
-        """The message of a layer whose tensors, of the layout of ``plan_author``, are put into the
-        region by this.
-        """
+        """Return a layer's message; put tensors, of ``plan_author``'s layout, into the region."""
         request = pb.LayerInput(layer=layer)
         for i, name in enumerate(("query", "key", "value")):
             tensor = tokens(num_tokens, 4 if name == "query" else 2, seed=seed + i)
@@ -125,7 +123,7 @@ class LocalPeer:
         return request
 
     def output(self, num_tokens: int) -> torch.Tensor:
-        """Where ``layer`` asks for the output."""
+        """Return the output that ``layer`` asks for."""
         return self.view(4096 * 3, num_tokens, 4, 16).clone()
 
     def close(self) -> None:
@@ -148,7 +146,7 @@ class LocalPeer:
 
 
 def plan_of_two_tokens(author: PlanAuthor, number: int = 1, session_id: int = 1) -> Any:
-    """In a block of its own for each session."""
+    """Return a plan of two tokens, in a block of its own for each session."""
     changes = [set_blocks(1, [(session_id - 1, 1)])] if number == 1 else []
     first = 2 * (number - 1)
     return author.plan(number, session_id, changes=changes, spans=[span(1, first, 2)])
@@ -162,13 +160,13 @@ async def regions(server: DataPlaneServer, wanted: int) -> None:
 
 
 def forget_regions_of_others() -> None:
-    """Those that tests before this one left to be collected as garbage, with the frames of errors
-    that they expected.
+    """Collect regions as garbage that earlier tests left in the frames of errors that they
+    expected.
     """
     gc.collect()
     assert num_mapped() == 0
 
 
 def num_mapped() -> int:
-    """Regions that this process has mapped, on either side."""
+    """Return the number of regions that this process has mapped, on either side."""
     return Path("/proc/self/maps").read_text().count("memfd:kvplane")

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def faster(text: str) -> str:
-    """Rules whose durations are a sixtieth."""
+    """Return rules whose durations are a sixtieth."""
 
     def scaled(match: re.Match[str]) -> str:
         return f"{max(1000, round(1000 * int(match[1]) * _MINUTES[match[2]]))}ms"
@@ -85,13 +85,13 @@ class MonitoredStack:
         wait_for(lambda: self._get(name, "healthz"), lambda said: said == "SERVING\n", name)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series that an expression has now."""
+        """Return the present series of an expression."""
         return self._ask("query", query=expression)
 
     def query_range(
         self, expression: str, begin_s: float, end_s: float, step_s: float
     ) -> list[dict[str, Any]]:
-        """The series that an expression had between two times."""
+        """Return the series of an expression between two times."""
         return self._ask("query_range", query=expression, start=begin_s, end=end_s, step=step_s)
 
     def _ask(self, what: str, **parameters: Any) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class MonitoredStack:
         return result
 
     def firing(self) -> set[str]:
-        """The alerts that Alertmanager has and that have not ended."""
+        """Return Alertmanager's alerts that have not ended."""
         alerts = json.loads(self._get("alertmanager", "api/v2/alerts"))
         return {alert["labels"]["alertname"] for alert in alerts}
 
@@ -154,7 +154,7 @@ class MonitoredStack:
         self._stack.callback(process.kill)
 
     def _get(self, name: str, path: str) -> str:
-        """What a GET answers; empty when nobody does."""
+        """Return a GET's answer; empty when there is none."""
         try:
             with urllib.request.urlopen(
                 f"http://{self._addresses[name]}/{path}", timeout=10

@@ -20,8 +20,8 @@ _SOUND: set[Run] = set()
 
 
 def load(path: str) -> ModuleType:
-    """The module of a file under ``tests/``: apart from the one that pytest collects, so that
-    patches of it stay here.
+    """Load the module of a file under ``tests/``, separate from the one that pytest collects, so
+    that patches stay here.
     """
     file = TESTS / path
     name = path.removesuffix(".py").replace("/", "_")
@@ -39,7 +39,7 @@ def load(path: str) -> ModuleType:
 
 
 def alone(test: Callable[[], None]) -> Run:
-    """A test that needs nothing."""
+    """Wrap a test that needs no folder and no patches."""
     return lambda folder, patch: test()
 
 
@@ -49,7 +49,7 @@ def assert_noticed(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
 ) -> None:
-    """``run`` passes, and fails once ``fault`` is planted."""
+    """Assert that ``run`` passes, and fails once ``fault`` is planted."""
     sound, faulty = folder / "sound", folder / "faulty"
     sound.mkdir()
     faulty.mkdir()

@@ -1,5 +1,5 @@
-"""What ``generate`` on a PlaneCache must give: what it gives with eager attention and transformers'
-own cache. Each check takes a model, and the settings of its caches.
+"""Checks that ``generate`` on a PlaneCache returns the same as with eager attention and
+transformers' own cache. Each check takes a model, and the settings of its caches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PADDING = (0, 5, 17)
 NUM_COLUMNS = 40
 ATOL = 5e-5
 
-# What the installed release of transformers calls the argument that takes a cache.
+# The name of the cache's argument in the installed release of transformers.
 ARGUMENT: Final = (
     "cache"
     if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
@@ -34,7 +34,7 @@ Check = Callable[..., None]
 
 
 def tiny_llama() -> PreTrainedModel:
-    """A random Llama in which attention matters."""
+    """Make a random Llama in which attention matters."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -51,7 +51,7 @@ def tiny_llama() -> PreTrainedModel:
 
 
 def prompts(seed: int = 1, num_columns: int = NUM_COLUMNS) -> dict[str, torch.Tensor]:
-    """A batch with padding on the left."""
+    """Return a batch with padding on the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 64, (len(PADDING), num_columns), generator=generator)
     mask = (torch.arange(num_columns) >= torch.tensor(PADDING)[:, None]).long()
@@ -59,13 +59,13 @@ def prompts(seed: int = 1, num_columns: int = NUM_COLUMNS) -> dict[str, torch.Te
 
 
 def one_prompt() -> dict[str, torch.Tensor]:
-    """A single row that repeats itself, so that some of what is looked up in it is right."""
+    """Return a single row that repeats itself, so that look-ups in it are sometimes right."""
     ids = prompts()["input_ids"][:1, :9].repeat(1, 5)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def answer(model: PreTrainedModel, cache: Cache | None, **how: Any) -> Any:
-    """What ``generate`` returns; with eager attention when there is no cache of ours."""
+    """Return the result of ``generate``; with eager attention when there is no cache of ours."""
     adapters.set_attention(model, "eager" if cache is None else "kvplane")
     defaults = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
     how = {**defaults, "use_cache": True, **how}
@@ -86,15 +86,15 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 def greedy_with_padding(model: PreTrainedModel, **settings: Any) -> None:
-    """Tokens and logits of rows of several lengths."""
+    """Compare tokens and logits of rows of several lengths."""
     want = answer(model, None, **prompts())
     with PlaneCache(model, **settings) as cache:
         assert_same(answer(model, cache, **prompts()), want)
 
 
 def second_call(model: PreTrainedModel, **settings: Any) -> None:
-    """What a cache left is found by the next, with more padding before it, is not computed again,
-    and is right.
+    """Check that a second call, with more padding before it, finds the contents of the first call's
+    cache, does not compute them again, and is right.
     """
     first = prompts(seed=2)
     again = {name: pad(tensor, (3, 0)) for name, tensor in first.items()}
@@ -116,7 +116,7 @@ def second_call(model: PreTrainedModel, **settings: Any) -> None:
 
 
 def beams(model: PreTrainedModel, **settings: Any) -> None:
-    """Beam search, whose beams begin with equal prompts, fork, and end."""
+    """Compare beam search, whose beams begin with equal prompts, fork, and end."""
     how = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True, **prompts(seed=3)}
     want = answer(model, None, **how)
     with PlaneCache(model, **settings) as cache:
@@ -126,7 +126,7 @@ def beams(model: PreTrainedModel, **settings: Any) -> None:
 
 
 def sampling(model: PreTrainedModel, **settings: Any) -> None:
-    """Sampling with a seed, several continuations of each prompt."""
+    """Compare sampling with a seed, several continuations of each prompt."""
     how = {"do_sample": True, "num_return_sequences": 2, "top_k": 20, **prompts(seed=4)}
     set_seed(0)
     want = answer(model, None, **how)
@@ -136,8 +136,8 @@ def sampling(model: PreTrainedModel, **settings: Any) -> None:
 
 
 def assisted(model: PreTrainedModel, **settings: Any) -> None:
-    """Tokens proposed by a look-up in the prompt; rejected ones are rolled back. Twice: what is
-    found cached must leave the logits of all proposed tokens.
+    """Compare tokens proposed by a look-up in the prompt; rejected ones are rolled back. Twice:
+    cached tokens must leave the logits of all proposed tokens.
     """
     how = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 24, **one_prompt()}
     want = answer(model, None, **how)
@@ -149,7 +149,7 @@ def assisted(model: PreTrainedModel, **settings: Any) -> None:
 
 
 def conversation(model: PreTrainedModel, **settings: Any) -> None:
-    """A second turn on the same cache, in chunks, and another one on a copy of it."""
+    """Compare a second turn on the same cache, in chunks, and another one on a copy of it."""
     first = one_prompt()
     with PlaneCache(model, **settings) as cache:
         turn = answer(model, cache, **first).sequences

@@ -1,4 +1,4 @@
-"""A router before small servers that answer as they are told."""
+"""A router before small servers that answer by script."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Routed:
 
 @asynccontextmanager
 async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIterator[Routed]:
-    """The first engine is picked first, then the next."""
+    """Run a router that picks the first engine first, then the next."""
     servers = [await asyncio.start_server(engine.serve, "127.0.0.1", 0) for engine in engines]
     for engine, server in zip(engines, servers, strict=True):
         engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -22,7 +22,7 @@ def fetch(port: int | None, accept: str = "text/plain") -> str:
 
 
 def read(text: str) -> dict[str, Metric]:
-    """The families by name. A name that is there twice, with its samples or without, fails."""
+    """Return the families by name. A name that is there twice, with or without samples, fails."""
     families: dict[str, Metric] = {}
     for family in text_string_to_metric_families(text):
         assert family.name not in families, f"{family.name} is there twice"
@@ -33,7 +33,7 @@ def read(text: str) -> dict[str, Metric]:
 
 
 def lint(text: str) -> None:
-    """Fails with what promtool says."""
+    """Run promtool; fail with its complaints."""
     needs("promtool")
     run = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True
@@ -42,7 +42,7 @@ def lint(text: str) -> None:
 
 
 async def checked(port: int | None) -> dict[str, Metric]:
-    """The families of a scrape, in both formats, after all checks."""
+    """Return the families of a scrape, in both formats, after all checks."""
     text = await asyncio.to_thread(fetch, port)
     lint(text)
     open_text = await asyncio.to_thread(fetch, port, OPEN_METRICS)

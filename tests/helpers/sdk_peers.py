@@ -92,7 +92,7 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
 
 
 def interceptor() -> ErrorInterceptor:
-    """That of a server without an access list."""
+    """Return the interceptor of a server without an access list."""
     services = [
         file.DESCRIPTOR.services_by_name[name]
         for file, name in ((cpb, "ControlPlaneService"), (dpb, "DataPlaneService"))
@@ -103,7 +103,7 @@ def interceptor() -> ErrorInterceptor:
 
 @asynccontextmanager
 async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
-    """Serve ``plane`` on a loopback port; its address."""
+    """Serve ``plane`` on a loopback port; yield its address."""
     server = grpc.aio.server(interceptors=[interceptor()])
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -113,7 +113,7 @@ async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
 
 
 class ScriptedDataPlane(data_pb2_grpc.DataPlaneServiceServicer):
-    """As ScriptedControlPlane; answers to requests of a stream are always lists."""
+    """Works as ScriptedControlPlane; answers to requests of a stream are always lists."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -121,7 +121,7 @@ class ScriptedDataPlane(data_pb2_grpc.DataPlaneServiceServicer):
 
     @property
     def kinds(self) -> list[str]:
-        """What came on streams, in order."""
+        """The kinds of messages that came on streams, in order."""
         return [request.WhichOneof("message") for request in self.requests]
 
     async def Execute(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -149,12 +149,12 @@ async def hang_up(context: Any) -> None:
 
 
 def numbered(request: Any) -> Any:
-    """The part of a request that has the number."""
+    """Return the part of a request that has the number."""
     return request.step if isinstance(request, cpb.RunStepRequest) else request
 
 
 def answer_step(request: Any) -> Any:
-    """An answer whose plan holds the request's number."""
+    """Return an answer whose plan holds the request's number."""
     plan = plan_of(numbered(request).number)
     if isinstance(request, cpb.RunStepRequest):
         return cpb.RunStepResponse(result=cpb.StepResult(plan=plan))
@@ -168,7 +168,7 @@ def answer_step(request: Any) -> Any:
 
 
 def answer_execution(request: Any) -> Any:
-    """Layers 0 to 2 of plans of two tokens; a layer's output is its query."""
+    """Answer layers 0 to 2 of plans of two tokens; a layer's output is its query."""
     kind = request.WhichOneof("message")
     if kind == "open":
         opened = dpb.ExecutionOpened(protocol_version=2, layers=[0, 1, 2])

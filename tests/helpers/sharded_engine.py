@@ -38,14 +38,14 @@ def layer_input(layout: Layout, layer: int, num_tokens: int, seed: int) -> list[
 async def run(
     session: Session, execution: ShardedExecution, step: int, operation: pb.Operation
 ) -> list[Tensor]:
-    """One step's outputs, layer by layer; its receipts go with the next."""
+    """Run one step; return its outputs, layer by layer. Its receipts go with the next."""
     return await finish(session, execution, await session.step([operation]), step)
 
 
 async def finish(
     session: Session, execution: ShardedExecution, result: StepResult, step: int
 ) -> list[Tensor]:
-    """The outputs of a step that was answered."""
+    """Return the outputs of a step that was answered."""
     assert result.plan is not None, result
     started = await execution.start(result.plan)
     assert not started.has_run
@@ -68,7 +68,7 @@ def prompt(num_tokens: int) -> list[int]:
 
 
 async def outputs_of(folder: Path, shards: list[Ranges], layout: Layout) -> list[Tensor]:
-    """Prefill, two decode steps, and a second sequence that hits what the first one published."""
+    """Return outputs of prefill, two decode steps, and a sequence that hits the first one."""
     async with (
         ShardedPool(folder, shards, layout) as pool,
         ControlClient(pool.address) as control,

@@ -21,11 +21,11 @@ LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2, 3), 
 NUM_HEADS = 8
 
 Ranges = dict[str, int]
-"""Settings of one data plane that say which part of the pool it holds."""
+"""Settings of one data plane that set its part of the pool."""
 
 
 def by_heads(num_shards: int) -> list[Ranges]:
-    """Shards that divide the KV heads evenly."""
+    """Return shards that divide the KV heads evenly."""
     return [{"num_shards": num_shards, "shard_index": i} for i in range(num_shards)]
 
 
@@ -97,7 +97,7 @@ class ShardedPool:
         await self.planes.pop(index).stop()
 
     async def restart_control(self) -> None:
-        """Another control plane at the same address."""
+        """Start another control plane at the same address."""
         address = self.control.address
         await self.control.stop()
         await self._start_control(address)

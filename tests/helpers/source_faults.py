@@ -36,13 +36,13 @@ def plant(file: Path, old: str, new: str) -> None:
 
 
 def copy_csrc(folder: Path) -> Path:
-    """A copy of csrc in ``folder``."""
+    """Copy csrc to ``folder``; return the copy."""
     ignored = shutil.ignore_patterns("build", "*.so")
     return Path(shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=ignored))
 
 
 def copy_with(fault: Fault, folder: Path, *, csrc: bool = False) -> None:
-    """Copy the tree to ``folder`` and plant the fault there. Of csrc, what the fault is not in is
+    """Copy the tree to ``folder`` and plant the fault there. Parts of csrc without the fault are
     not compiled again.
     """
     for part in PARTS:

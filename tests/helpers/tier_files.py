@@ -8,7 +8,7 @@ from data_plane.files.record import HEADER_BYTES, read_header
 
 
 def in_order(folder: Path) -> list[Path]:
-    """Those of one prompt, its first block first; of shards, one shard after the other."""
+    """Return one prompt's files, its first block first; of shards, one shard after the other."""
     keys = {path: read_header(path.read_bytes()[:HEADER_BYTES])[0] for path in _paths(folder)}
     ordered = []
     for first, key in keys.items():

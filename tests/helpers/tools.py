@@ -28,8 +28,8 @@ _GO_PACKAGES: Final = Path("/usr/share/gocode/src/google.golang.org/grpc")
 
 
 def needs(*tools: str) -> None:
-    """Skip the test, with the line that installs what is missing. With ``KVPLANE_TESTS=strict``, as
-    ``.ci/run`` sets it, the test fails.
+    """Skip the test, with the command that installs the missing program. With
+    ``KVPLANE_TESTS=strict``, as ``.ci/run`` sets it, the test fails.
     """
     missing = {_PACKAGES[tool] for tool in tools if not shutil.which(_PROGRAMS.get(tool, tool))}
     if "go" in tools and not _GO_PACKAGES.is_dir():

@@ -1,7 +1,7 @@
 """Runs of pytest in processes of their own that need not import torch and gRPC each.
 
-What plants a fault does it before the project is imported, so each such run is a process. They are
-forked from one that has imported what the project uses, and nothing of the project.
+Faults are planted before the project is imported, so each such run is a process. They are forked
+from one that has imported the project's dependencies, and nothing of the project.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ IMPORTED = ("grpc.aio", "grpc_status.rpc_status", "numpy", "torch", "xxhash")
 def run_pytest(
     *arguments: str | Path, cwd: Path, env: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """As ``python -m pytest -q -x`` with the arguments, in ``cwd``. What it prints, to either
-    stream, is in stdout.
+    """Run ``python -m pytest -q -x`` with the arguments, in ``cwd``. Its output, of either stream,
+    is in stdout.
 
     env: on top of this process's environment.
     """
@@ -54,7 +54,7 @@ def run_pytest(
 
 
 def assert_noticed(plugin: Path, fault: str, tests: str) -> None:
-    """A plugin of pytest plants the fault that $FAULT names; the tests fail with it."""
+    """Plant the fault that $FAULT names, by a plugin of pytest; the tests must fail with it."""
     path = os.pathsep.join(map(str, (plugin.parent, ROOT)))
     env = {"FAULT": fault, "PYTHONPATH": path}
     done = run_pytest("-p", plugin.stem, "-m", "not nightly", tests, cwd=ROOT, env=env)
@@ -64,7 +64,7 @@ def assert_noticed(plugin: Path, fault: str, tests: str) -> None:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """The process that forks. It ends when this one does, as its standard input ends."""
+    """Return the process that forks. It ends when this one does, as its standard input ends."""
     return subprocess.Popen(
         [sys.executable, "-P", __file__],
         stdin=subprocess.PIPE,
@@ -75,7 +75,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def serve() -> None:
-    """Run what each line of standard input asks for, and print its exit code."""
+    """Run the command of each line of standard input, and print its exit code."""
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()
@@ -89,7 +89,7 @@ def serve() -> None:
 
 
 def run(job: dict[str, Any]) -> NoReturn:
-    """In the child: be as a new process."""
+    """Make the child a new process, and run pytest."""
     code = TESTS_FAILED + 1
     try:
         files = [os.open(os.devnull, os.O_RDONLY), os.open(job["out"], os.O_WRONLY | os.O_APPEND)]

@@ -1,4 +1,4 @@
-"""What an engine believes of its sequences, by the answers that it gets."""
+"""An engine's view of its sequences, from the answers that it gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.core.core_messages import DEVICE, HOST, unpack
 
 @dataclass
 class ModelSequence:
-    """What an engine knows of a sequence. ``truth``: its tokens, also those not yet submitted."""
+    """An engine's view of a sequence. ``truth``: its tokens, also those not yet submitted."""
 
     admitted_by: int
     truth: list[int]
@@ -28,7 +28,7 @@ Sequences = dict[int, ModelSequence]
 def believe(
     sequences: Sequences, number: int, operation: cpb.Operation, result: cpb.OperationResult
 ) -> None:
-    """What an operation of step ``number`` did to an engine's sequences, by its answer."""
+    """Apply an operation of step ``number`` to an engine's view of its sequences, by its answer."""
     kind = operation.WhichOneof("operation")
     failed = {failure.item for failure in result.failures}
     assert len(failed) == len(result.failures)
@@ -75,7 +75,7 @@ def _admitted(sequences: Sequences, number: int, admit: cpb.Admit, done: cpb.Adm
 def believe_grants(
     sequences: Sequences, waiting: dict[int, tuple[int, cpb.Admit]], granted: Iterable[cpb.Grant]
 ) -> None:
-    """Admissions were granted. ``waiting``: for each that waits the step that asked for it."""
+    """Apply grants of admissions. ``waiting``: the step that asked for each waiting admission."""
     for grant in granted:
         asked_by, admit = waiting.pop(grant.sequence_id)
         tokens = unpack(admit.token_ids)

@@ -1,8 +1,8 @@
-"""A model of a data plane that keeps content, and asserts what a real one checks.
+"""A model of a data plane that keeps content, and asserts the checks of a real one.
 
-In place of keys and values a slot holds the hash of the whole prefix that it was computed from, so
-a span that reads its context sees at once whether every slot before it holds exactly its own
-prefix. A wrong plan is an AssertionError, never a refusal.
+Instead of keys and values a slot holds the hash of the whole prefix that it was computed from. So a
+span that reads its context sees whether every slot before it holds its own prefix. A wrong plan is
+an AssertionError, never a refusal.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DataPlane:
         self.restart()
 
     def restart(self) -> None:
-        """Another process: all content is lost."""
+        """Begin another process: all content is lost."""
         self.world.epoch += 1
         self.epoch = self.world.epoch
         self.incarnation = 0
@@ -150,12 +150,12 @@ class DataPlane:
         )
 
     def leave(self) -> None:
-        """The registration stream breaks; messages under way on it are lost."""
+        """Break the registration stream; messages under way on it are lost."""
         self.world.core.take_outgoing(POOL, self.index)
         self.world.core.disconnect(POOL, self.index, self.epoch)
 
     def pump(self) -> None:
-        """Receive all that waits on the registration stream."""
+        """Receive all waiting messages of the registration stream."""
         while messages := all_outgoing(self.world.core, POOL, self.index):
             for message in messages:
                 self.take(message)
@@ -209,12 +209,12 @@ class DataPlane:
     # Plans
 
     def started(self, session_id: int) -> int:
-        """The session's latest plan that ran, or began to."""
+        """Return the session's latest plan that ran, or began to."""
         running = self.running[session_id][0] if session_id in self.running else 0
         return max(running, self.finished.get(session_id, 0))
 
     def receipt(self, plan: tpb.Plan, digest: bytes) -> tpb.SignedPayload:
-        """The signed statement that the plan ran."""
+        """Return the signed statement that the plan ran."""
         return self.sign_receipt(
             tpb.Receipt(
                 version=protocol.PAYLOAD_VERSION,
@@ -235,7 +235,7 @@ class DataPlane:
     def run(
         self, signed: tpb.SignedPayload, expected: dict[int, list[int]], *, halfway: bool = False
     ) -> bool:
-        """Run a plan from its start; False when it was refused, or stopped ``halfway``.
+        """Run a plan from its start; return False when it was refused, or stopped ``halfway``.
 
         ``expected[sequence]``: the values of all positions up to the end of its span.
         """
@@ -346,7 +346,7 @@ class DataPlane:
         known = self.generation.get(source.block_id)
         content = self.content[source.block_id]
         if known != source.generation:
-            # What a block held that this plan allocates: nothing has written it yet.
+            # Earlier contents of a block that this plan allocates: nothing has written it yet.
             former = self.former[session_id].get((source.block_id, source.generation))
             assert former is not None, f"a transfer of {source}, which is {known}"
             content = former
@@ -371,7 +371,7 @@ class DataPlane:
             self.content[block_id][position % BLOCK] = values[position]
 
     def _check_alone(self, plan: tpb.Plan, sequence_id: int, block_id: BlockId) -> None:
-        """Only sequences that this plan lets read the block, past its end, may share it."""
+        """Check that only sequences that this plan lets read the block, past its end, share it."""
         session_id = plan.session.session_id
         firsts = {span.sequence_id: span.first_position for span in spans_of(plan)}
         for other, tables in self.tables.items():

@@ -34,7 +34,7 @@ from tests.helpers.core.core_model import LATER, NEVER, OK, Engine, World, statu
 
 LEASE_S = 30.0
 MAX_ENGINES = 3
-# What ends sessions is rare, so that most walks get far before it.
+# Events that end sessions are rare, so that most walks get far before them.
 RANDOMS = st.integers(0, 2**32).map(Random)
 RARELY = st.integers(0, 11).map(lambda n: n == 11)
 
@@ -98,7 +98,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 1.5, 12.0]))
     def time_passes(self, seconds: float) -> None:
-        """Who waits makes others yield: sequences are cut."""
+        """Advance time, after which waiting admissions make others yield: sequences are cut."""
         for engine in self.engines:
             engine.renew()
         self.world.clock.now += seconds
@@ -129,7 +129,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), rng=RANDOMS, num_steps=st.integers(5, 30), runs=st.booleans())
     def serve(self, data: st.DataObject, rng: Random, num_steps: int, runs: bool) -> None:
-        """Undisturbed steps, each run and receipted before the next, or one behind."""
+        """Take undisturbed steps, each run and receipted before the next, or one behind."""
         engine = self.pick(data)
         for _ in range(num_steps):
             if not runs and len(engine.queue) > 1:
@@ -145,7 +145,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), num_tokens=st.sampled_from([1, 1, 2, 8]))
     def decode(self, data: st.DataObject, num_tokens: int) -> None:
-        """Every sequence on the device grows by the same tokens, all in one operation."""
+        """Append the same number of tokens to every sequence on the device, in one operation."""
         engine = self.pick(data)
         self.make_steps_possible(engine)
         growths = [
@@ -172,7 +172,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.sent for engine in self.engines))
     @rule(data=st.data(), rng=RANDOMS)
     def duplicates_arrive_late(self, data: st.DataObject, rng: Random) -> None:
-        """Requests that were answered long ago, or refused, are delivered again."""
+        """Deliver requests again that were answered long ago, or refused."""
         engine = data.draw(st.sampled_from([e for e in self.engines if e.sent]))
         for sent in rng.sample(engine.sent, min(len(engine.sent), 3)) + engine.sent[-4:]:
             engine.repeat(sent)
@@ -180,7 +180,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.sent for engine in self.engines))
     @rule(data=st.data(), rng=RANDOMS)
     def a_number_is_used_again(self, data: st.DataObject, rng: Random) -> None:
-        """The last number with other content is refused, whatever came of it."""
+        """Check that the last number with other content is refused, whatever its outcome was."""
         engine = data.draw(st.sampled_from([e for e in self.engines if e.sent]))
         before = engine.everything()
         request = cpb.StepRequest(
@@ -282,7 +282,7 @@ class CoreMachine(RuleBasedStateMachine):
                 engine.check()
 
     def teardown(self) -> None:
-        """In the end nothing is held, and the whole pool can be allocated."""
+        """Check that finally nothing is held, and that the whole pool can be allocated."""
         if not hasattr(self, "world"):
             return
         for engine in self.engines:
@@ -301,7 +301,7 @@ class CoreMachine(RuleBasedStateMachine):
     # Helpers
 
     def make_steps_possible(self, engine: Engine) -> None:
-        """Run and receipt what is in flight, if no more may be."""
+        """Run and receipt the plans in flight, if no more are allowed."""
         if len(self.world.core._sessions[engine.id].plans) >= 3:
             engine.run_all()
             engine.settle()
@@ -311,7 +311,7 @@ class CoreMachine(RuleBasedStateMachine):
         return engine
 
     def keep_open_engines(self) -> None:
-        """Some may have been ended for the receipts that they keep."""
+        """Drop engines whose sessions may have been ended for the receipts that they keep."""
         sessions = self.world.core._sessions
         self.engines = [engine for engine in self.engines if engine.id in sessions]
 
@@ -329,7 +329,7 @@ class CoreMachine(RuleBasedStateMachine):
         return operation.WhichOneof("operation") in ("append", "swap_out", "swap_in")
 
     def check_publications(self, plane: DataPlane) -> None:
-        """A connected data plane knows of all that can be found, and what it follows."""
+        """Check that a connected data plane has all publications of blocks that can be found."""
         pool = self.world.core._pools["pool"]
         if not pool.built or not pool.shards.states[plane.index].connected:
             return
@@ -338,7 +338,7 @@ class CoreMachine(RuleBasedStateMachine):
                 assert plane.published[index] == known
 
     def operation(self, rng: Random, engine: Engine) -> cpb.Operation:
-        """A change that makes sense most of the time."""
+        """Return a change that makes sense most of the time."""
         live = sorted(engine.sequences)
         unused = [i for i in range(1, 7) if i not in live]
         kinds = ["admit"]
@@ -380,7 +380,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
-    """An append, now and then of tokens that cannot be known yet or at a wrong position."""
+    """Return an append, sometimes of tokens that cannot be known yet or at a wrong position."""
     ahead = ahead_of(engine.sequences[sequence_id])
     tokens = ahead if rng.random() < 0.7 else []
     if len(tokens) == len(ahead):
@@ -393,12 +393,12 @@ def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
 
 
 def ahead_of(sequence: ModelSequence) -> list[int]:
-    """Tokens of scheduled slots that the core was not given yet."""
+    """Return tokens of scheduled slots that the core was not given yet."""
     return sequence.truth[sequence.num_known : sequence.num_scheduled]
 
 
 def joined(appends: Iterable[cpb.Operation]) -> cpb.Operation:
-    """All in one operation."""
+    """Return all operations as one."""
     columns_of: dict[str, bytes] = dict.fromkeys(
         ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids"), b""
     )

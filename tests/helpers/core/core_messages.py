@@ -25,22 +25,22 @@ BlockId = tuple[int, int]
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Token ids as a column."""
+    """Return token ids as a column."""
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
 def unpack(token_ids: bytes) -> list[int]:
-    """The inverse of ``pack``."""
+    """Return the token ids of a column."""
     return list(struct.unpack(f"<{len(token_ids) // 4}i", token_ids))
 
 
 def root_value(owner: tuple[str, str]) -> int:
-    """What the first position of a tenant's namespace is computed from, beside its token."""
+    """Return the value from which, with its token, a tenant's first position is computed."""
     return zlib.crc32(repr(owner).encode())
 
 
 def prefix_values(tokens: Sequence[int], start: int) -> list[int]:
-    """What each position's KV is computed from: all tokens up to it, from ``start`` on."""
+    """Return each position's value, computed from all tokens up to it, from ``start`` on."""
     values, value = [], start
     for token in tokens:
         value = hash((value, token))
@@ -91,7 +91,7 @@ class Published(NamedTuple):
 
 
 def changes_of(plan: tpb.Plan) -> list[Change]:
-    """A plan's changes, one by one."""
+    """Yield a plan's changes, one by one."""
     message = plan.changes
     entries = zip(
         columns.read(INT32, message.indices, "indices"),
@@ -123,7 +123,7 @@ def changes_of(plan: tpb.Plan) -> list[Change]:
 
 
 def allocations_of(plan: tpb.Plan) -> list[Block]:
-    """Blocks that a plan allocates for no table."""
+    """Return the blocks that a plan allocates for no table."""
     message = plan.allocations
     return [
         Block(*each)
@@ -137,7 +137,7 @@ def allocations_of(plan: tpb.Plan) -> list[Block]:
 
 
 def transfers_of(plan: tpb.Plan) -> list[tuple[Block, Block]]:
-    """A plan's transfers, (source, destination) each."""
+    """Return a plan's transfers, (source, destination) each."""
     message = plan.transfers
     sources, destinations = (
         map(
@@ -152,7 +152,7 @@ def transfers_of(plan: tpb.Plan) -> list[tuple[Block, Block]]:
 
 
 def spans_of(plan: tpb.Plan) -> list[Span]:
-    """A plan's spans."""
+    """Return a plan's spans."""
     message = plan.spans
     return [
         Span(*each)
@@ -166,7 +166,7 @@ def spans_of(plan: tpb.Plan) -> list[Span]:
 
 
 def publications_of(message: tpb.Publications) -> dict[int, Published]:
-    """Publications by the index of their block."""
+    """Return publications by the index of their block."""
     parents = zip(
         columns.read(INT32, message.parent_indices, "parent_indices"),
         columns.read(INT64, message.parent_generations, "parent_generations"),

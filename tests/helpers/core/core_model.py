@@ -1,4 +1,4 @@
-"""A naive model of what surrounds the core: its data planes, and engines that know tokens."""
+"""A naive model of the core's surroundings: its data planes, and engines that know tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class World:
         self.clock = Clock()
         self.config = config or CoreConfig(watermark=0.0)
         self.layout = layout
-        # What the last slot of a prefix holds, by (tenant, namespace) and the prefix's hash.
+        # The value of a prefix's last slot, by (tenant, namespace) and the prefix's hash.
         self.values: dict[tuple[tuple[str, str], bytes], int] = {}
         self.incarnation = 1
         self._random = random.Random(1)
@@ -88,19 +88,19 @@ class World:
         )
 
     def restart_control_plane(self) -> None:
-        """Another process with a higher incarnation; every shard registers and reports."""
+        """Start another process with a higher incarnation; every shard registers and reports."""
         self.incarnation += 1
         self.core = self._core()
         for shard in self.shards:
             shard.join()
 
     def pump(self) -> None:
-        """Deliver to every data plane all that waits for it, and its answers."""
+        """Deliver all waiting messages to every data plane, and its answers."""
         for shard in self.shards:
             shard.pump()
 
     def tick(self) -> None:
-        """Time has passed: sequences may be cut, and their blocks be others' at once."""
+        """Advance time: sequences may be cut, and their blocks allocated to others at once."""
         self.core.tick()
         for session_id, news in self.core.take_notices():
             last_plan = self.core._sessions[session_id].last_plan
@@ -109,14 +109,14 @@ class World:
                     shard.cut[session_id, i] = last_plan
 
     def engine(self, tenant: str = "tenant", namespace: str = "") -> Engine:
-        """A new engine with an open session."""
+        """Return a new engine with an open session."""
         return Engine(self, tenant, namespace)
 
     def pool(self) -> cpb.DescribePoolResponse:
         return self.core.describe_pool(POOL)
 
     def usage(self, tier: int = DEVICE) -> dict[str, int]:
-        """Blocks of a tier by state."""
+        """Return the blocks of a tier by state."""
         (usage,) = (usage for usage in self.pool().usage.tiers if usage.tier == tier)
         return {
             "free": usage.num_free_blocks,
@@ -128,7 +128,7 @@ class World:
 
 @dataclass
 class MadePlan:
-    """A plan as an engine got it, and what its spans compute."""
+    """A plan that an engine got, and the tokens that its spans compute."""
 
     signed: tpb.SignedPayload
     plan: tpb.Plan
@@ -142,7 +142,7 @@ class MadePlan:
 
 @dataclass(frozen=True)
 class Sent:
-    """A request with a number, and what came of it."""
+    """A request with a number, and its outcome."""
 
     method: str
     request: Any
@@ -166,7 +166,7 @@ class Engine:
         self.number = 0
         self.sequences: dict[int, ModelSequence] = {}
         self.waiting: dict[int, tuple[int, cpb.Admit]] = {}
-        self.num_learned = (0, 0)  # grants and cuts believed before an answer told them
+        self.num_learned = (0, 0)  # grants and cuts believed before an answer reported them
         self.queue: list[MadePlan] = []
         self.receipts: list[tpb.SignedPayload] = []
         self.sent: list[Sent] = []
@@ -174,7 +174,7 @@ class Engine:
     # Requests
 
     def call(self, method: str, request: Any) -> Any:
-        """Send a request under the next number, which is used up whatever comes of it."""
+        """Send a request under the next number, which is used up whatever its outcome."""
         self.number += 1
         request.session.CopyFrom(self.ref)
         request.number = self.number
@@ -189,7 +189,7 @@ class Engine:
         return answer
 
     def repeat(self, sent: Sent) -> None:
-        """A request arrives again: it is answered as before, or not at all, and changes nothing."""
+        """Send a request again: it gets the same answer, or none, and changes nothing."""
         before = self.everything()
         num_kept = self.world.config.max_plans_in_flight + 1
         run: Callable[[Any, str], Any] = getattr(self.world.core, sent.method)
@@ -205,7 +205,7 @@ class Engine:
         assert self.everything() == before, "a repeat changed something"
 
     def everything(self) -> tuple[Any, ...]:
-        """All that requests of this session could change."""
+        """Return all state that requests of this session could change."""
         self.learn()
         states = [
             self.world.core.describe_sequence(self._about(i), self.tenant) for i in self.sequences
@@ -235,7 +235,7 @@ class Engine:
         return result
 
     def send(self, *operations: cpb.Operation) -> cpb.StepResult:
-        """A step with all receipts and deferred tokens at hand; then run its plan."""
+        """Send a step with all receipts and deferred tokens at hand; then run its plan."""
         receipts, self.receipts = self.receipts, []
         result = self.step(*operations, receipts=receipts, deferred=True)
         self.run_all()
@@ -248,7 +248,7 @@ class Engine:
         return result
 
     def cached(self, sequence_id: int, tokens: Sequence[int]) -> int:
-        """Admit, and say how many tokens were found cached."""
+        """Admit; return how many tokens were found cached."""
         (result,) = self.admit(sequence_id, tokens).results
         assert status_of(result) == OK, result
         return result.admit.num_cached_tokens
@@ -265,7 +265,7 @@ class Engine:
     def growth(
         self, sequence_id: int, tokens: Sequence[int] = (), num_slots: int = 0
     ) -> cpb.Operation:
-        """An append at the position where the sequence is."""
+        """Return an append at the sequence's present position."""
         first_position = self.sequences[sequence_id].num_scheduled
         return ops.append(sequence_id, pack(tokens), num_slots, first_position=first_position)
 
@@ -280,7 +280,7 @@ class Engine:
         *,
         deferred: bool | cpb.DeferredTokens = False,
     ) -> cpb.SubmitReceiptsResponse:
-        """Submit receipts; ``deferred``: and all deferred tokens, or these."""
+        """Submit receipts. ``deferred``: also all deferred tokens, or these."""
         request = cpb.SubmitReceiptsRequest(receipts=receipts)
         if deferred is True:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
@@ -292,7 +292,7 @@ class Engine:
         return response
 
     def deferred_tokens(self) -> cpb.DeferredTokens:
-        """Tokens of computed positions that the core was not given yet."""
+        """Return tokens of computed positions that the core was not given yet."""
         reserved = {i: s for i, s in self.sequences.items() if s.num_known < s.num_scheduled}
         tokens = [s.truth[s.num_known : s.num_scheduled] for s in reserved.values()]
         return ops.deferred_tokens(
@@ -306,7 +306,7 @@ class Engine:
     def abort(
         self, plan_number: int, receipts: Sequence[tpb.SignedPayload] = ()
     ) -> cpb.AbortPlanResponse:
-        """Abort a plan and all in flight with it, and believe what is left."""
+        """Abort a plan and all in flight with it, and believe the rest."""
         request = cpb.AbortPlanRequest(plan_number=plan_number, receipts=receipts)
         response: cpb.AbortPlanResponse = self.call("abort_plan", request)
         self._believe_states(response.sequences)
@@ -330,12 +330,12 @@ class Engine:
         self.world.core.close_session(self.ref, self.tenant)
 
     def lookup(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a prompt are cached."""
+        """Return how many tokens of a prompt are cached."""
         request = cpb.LookupPrefixRequest(session=self.ref, token_ids=pack(tokens))
         return self.world.core.lookup_prefix(request, self.tenant).num_cached_tokens
 
     def blocks(self, sequence_id: int) -> list[tuple[int, int, int]]:
-        """(tier, index, generation) of each block of the core's table of a sequence."""
+        """Return (tier, index, generation) of each block of the core's table of a sequence."""
         request = cpb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
         (table,) = self.world.core.block_table(request, self.tenant).tables
         indices = columns.read(INT32, table.indices, "indices")
@@ -343,11 +343,11 @@ class Engine:
         return [(table.tier, i, g) for i, g in zip(indices, generations, strict=True)]
 
     def table(self, sequence_id: int) -> list[BlockId]:
-        """(tier, index) of each block of the core's table of a sequence."""
+        """Return (tier, index) of each block of the core's table of a sequence."""
         return [(tier, index) for tier, index, _ in self.blocks(sequence_id)]
 
     def state(self, sequence_id: int) -> SequenceState:
-        """The core's state of a sequence."""
+        """Return the core's state of a sequence."""
         response = self.world.core.describe_sequence(self._about(sequence_id), self.tenant)
         (state,) = sequence_states(response.sequences)
         return state
@@ -382,7 +382,7 @@ class Engine:
     # What it believes
 
     def check(self) -> None:
-        """The core agrees with what this engine believes, and so do shards that are up to date."""
+        """Check that the core agrees with this engine's view, and up-to-date shards as well."""
         self.learn()
         for i, sequence in self.sequences.items():
             state = self.state(i)
@@ -400,7 +400,7 @@ class Engine:
                     assert plane.tables[self.id] == tables
 
     def _believe_place(self, operation: cpb.Operation, done: cpb.OperationResult) -> None:
-        """Whether an admission waits now, or does not any more."""
+        """Believe whether an admission still waits."""
         if done.HasField("free"):
             for i in columns.read(INT64, operation.free.sequence_ids, "ids"):
                 self.waiting.pop(i, None)
@@ -412,7 +412,7 @@ class Engine:
                 self.waiting = {admit.sequence_id: (self.number, admit)}
 
     def learn(self) -> None:
-        """Believe now what the next answer will tell."""
+        """Believe now the contents of the next answer."""
         news = self.world.core._sharing[POOL].members[self.id].news
         if news is not None:
             self._believe_news(news)
@@ -427,7 +427,7 @@ class Engine:
         self.num_learned = (len(news.granted), len(cut))
 
     def is_current(self, plane: DataPlane) -> bool:
-        """Whether the data plane has run the latest plan, so that it knows of every abort."""
+        """Return whether the data plane has run the latest plan, and so knows of every abort."""
         member = self.world.core._sharing[POOL].members[self.id]
         session = member.session
         if session.resync_due or member.is_drafted:
@@ -435,7 +435,7 @@ class Engine:
         return session.last_plan == plane.finished.get(self.id)
 
     def done_with(self, receipts: Sequence[tpb.SignedPayload]) -> int:
-        """The last plan that has run, as far as the core knows with these receipts."""
+        """Return the last plan that has run, as far as the core knows with these receipts."""
         highest = list(self.world.core._sessions[self.id].receipted)
         for signed in receipts:
             receipt = tpb.Receipt.FromString(signed.payload)
@@ -445,7 +445,7 @@ class Engine:
         return min(highest)
 
     def believe_past(self) -> None:
-        """The last step failed as a whole, after its deferred tokens were taken."""
+        """Believe that the last step failed as a whole, after its deferred tokens were taken."""
         if self.sent[-1].request.HasField("deferred_tokens"):
             self._believe_deferred()
 
@@ -483,11 +483,11 @@ class Engine:
 
 
 def status_of(result: cpb.OperationResult) -> int:
-    """The status of an operation's only item."""
+    """Return the status of an operation's only item."""
     return result.failures[0].status if result.failures else OK
 
 
 def error_in(result: cpb.OperationResult) -> KvplaneError:
-    """Why an operation's only item failed."""
+    """Return the error of an operation's only item."""
     (failure,) = result.failures
     return error_of(failure)

@@ -1,4 +1,4 @@
-"""Plans that an executor must refuse: why, the error, the field it names, and what is wrong.
+"""Plans that an executor must refuse: the reason, the error, the field it names, and the fault.
 
 They follow plan 1, which admitted sequence 1 to device blocks 0 and 1 and wrote 12 tokens.
 """
@@ -41,7 +41,7 @@ HUGE_INDEX = 2**31 - 1
 
 
 def _columns(message: Any) -> dict[str, bytes]:
-    """The columns of a message, or of changes."""
+    """Return the columns of a message, or of changes."""
     if isinstance(message, list):
         message = pack_changes(message)
     return {field.name: value for field, value in message.ListFields()}
@@ -394,7 +394,7 @@ BAD_PLANS |= {
 
 
 def _cut_columns() -> dict[str, tuple[type[KvplaneError], str, dict[str, Any]]]:
-    """Each column of each message, one byte short."""
+    """Yield each column of each message, one byte short."""
     whole: dict[str, Any] = {
         "changes": pack_changes([set_blocks(2, [(2, 1)]), fork(3, 2, 1)]),
         "transfers": pack_transfers([transfer(ref(0), ref(2))]),

@@ -26,8 +26,8 @@ LAYERS = (0, 1)
 
 
 def stored(executor: Executor, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-    """What the first blocks of a table hold in the first layer group, also what nothing was written
-    to and what nobody may read: [num_layers, num_blocks, ...].
+    """Return the contents of a table's first blocks in the first layer group, also of slots never
+    written and slots that no query may read: [num_layers, num_blocks, ...].
     """
     table = executor._tables.get(session_id, sequence_id, "sequence_id").part(0, num_blocks)
     layers = range(len(executor.shard.group_layers(executor.layout, 0)))
@@ -90,7 +90,7 @@ class Rig:
         assert self.executor.publish(publications((index, generation))) == 1
 
     def snapshot(self) -> tuple[bytes, ...]:
-        """What both tiers hold, and all that is known of the blocks."""
+        """Return the contents of both tiers, and all known facts about the blocks."""
         return (
             self.executor.pools.device_tier.view(torch.uint8).numpy().tobytes(),
             self.executor.pools.host_tier.view(torch.uint8).numpy().tobytes(),
@@ -99,7 +99,7 @@ class Rig:
 
     @contextmanager
     def refuses(self, error: type[KvplaneError], field: str | None = None) -> Iterator[None]:
-        """What runs inside raises exactly ``error`` naming ``field``, and leaves memory, tables
+        """Assert that the body raises exactly ``error`` naming ``field``, and leaves memory, tables
         and counts as they were.
         """
         before = self.snapshot(), self.executor.num_sequences

@@ -41,7 +41,7 @@ def config_of(folder: Path, control_plane: str, **settings: Any) -> DataPlaneCon
 async def serving(
     folder: Path, kernels: Kernels | None = None, **settings: Any
 ) -> AsyncIterator[tuple[DataPlaneServer, Any]]:
-    """A data plane, and the side of the control plane that it is registered with."""
+    """Run a data plane; yield it and the side of the control plane that it is registered with."""
     side = await RegisterSide().start()
     server = await DataPlaneServer.start(config_of(folder, side.address, **settings), kernels)
     try:

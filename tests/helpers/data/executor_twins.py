@@ -1,7 +1,7 @@
 """Two executors that run the same random plans: one on the CPU's kernels, one on others.
 
-Two sessions take turns, layer by layer: they admit, extend, fork, swap out and in, and drop. What
-both computed and hold is compared whenever a plan has its receipt.
+Two sessions take turns, layer by layer: they admit, extend, fork, swap out and in, and drop. Their
+outputs and contents are compared whenever a plan has its receipt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYERS = (0, 1)
 
 
 class Side:
-    """One executor, and what its plans are signed with."""
+    """One executor, and the key that signs its plans."""
 
     def __init__(self, layout: Layout, **settings: Any) -> None:
         self.executor = Executor(
@@ -61,7 +61,7 @@ class Side:
         self.outputs: dict[int, list[torch.Tensor]] = {1: [], 2: []}
 
     def start(self, number: int, session_id: int, **fields: Any) -> bool:
-        """Whether the plan has already run."""
+        """Start a plan; return whether it has already run."""
         plan = self.author.plan(number, session_id, **fields)
         return self.executor.start(session_id, plan).receipt is not None
 
@@ -72,13 +72,13 @@ class Side:
         self.outputs[session_id].append(output)
 
     def finish(self, session_id: int) -> list[torch.Tensor]:
-        """What the plan computed, once it has its receipt."""
+        """Return the plan's outputs, once it has its receipt."""
         self.author.read_receipt(self.executor.receipt(session_id))
         outputs, self.outputs[session_id] = self.outputs[session_id], []
         return [output.cpu() for output in outputs]
 
     def blocks(self, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-        """What a table holds, as bytes."""
+        """Return a table's contents, as bytes."""
         blocks = stored(self.executor, session_id, sequence_id, num_blocks)
         self.executor.kernels.streams.finish()
         return blocks.cpu().view(torch.uint8)
@@ -93,7 +93,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Plan:
-    """One that is being made."""
+    """A plan under construction."""
 
     changes: list[Change] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -126,7 +126,7 @@ class SessionAuthor:
         return self._sequences
 
     def next_plan(self) -> dict[str, Any]:
-        """The fields of a plan of a few random operations."""
+        """Return the fields of a plan of a few random operations."""
         plan = Plan()
         touched: set[int] = set()
         for _ in range(self._chance.randint(1, 4)):
@@ -176,7 +176,7 @@ class SessionAuthor:
         return chosen
 
     def _fork(self, plan: Plan, chosen: int) -> int:
-        """The child copies the last block, and begins to write in it."""
+        """Fork a sequence: the child copies the last block, and begins to write in it."""
         parent = self._sequences[chosen]
         blocks = self._take(DEVICE, 1)
         if blocks is None or parent.num_tokens % BLOCK_SIZE == 0:
@@ -195,7 +195,7 @@ class SessionAuthor:
         return self._swap(plan, chosen, HOST)
 
     def _in(self, plan: Plan, chosen: int) -> int:
-        """Swapped in, and computed on at once."""
+        """Swap a sequence in, and compute it on at once."""
         self._swap(plan, chosen, DEVICE)
         sequence = self._sequences[chosen]
         if sequence.tier == DEVICE and sequence.num_tokens % BLOCK_SIZE:
@@ -218,7 +218,7 @@ class SessionAuthor:
         return chosen
 
     def _drop(self, plan: Plan, chosen: int) -> int:
-        """Its blocks may be allocated again by the same plan."""
+        """Drop a sequence, whose blocks the same plan may allocate again."""
         sequence = self._sequences.pop(chosen)
         plan.changes.append(drop(chosen))
         now = Plan()
@@ -237,7 +237,7 @@ class SessionAuthor:
         plan.freed += [(tier, index) for index in blocks if (tier, index) not in held]
 
     def _take(self, tier: pb.Tier, num_blocks: int) -> list[tuple[int, int]] | None:
-        """Blocks with their new generations; None when there are not as many."""
+        """Return blocks with their new generations; None when there are not as many."""
         free = self._free[tier]
         if num_blocks > len(free):
             return None
@@ -268,7 +268,7 @@ def run_twins(
     before_turn: Callable[[random.Random], None] = lambda _: None,
     **settings: Any,
 ) -> Side:
-    """Runs the plans, compares, and gives the side that was made with ``settings``."""
+    """Run the plans and compare; return the side that was made with ``settings``."""
     layout = replace(LAYOUT, dtype=dtype, kv_dtype=kv_dtype or dtype)
     sides = Side(layout, num_threads=1), Side(layout, **settings)
     chance = random.Random(seed)

@@ -1,5 +1,5 @@
-"""A session whose steps run in fixed rows, its twin that runs them layer by layer, and what native
-calls a step makes: recorded, they can be made again, as a CUDA graph would.
+"""A session whose steps run in fixed rows, its twin that runs them layer by layer, and a recorder
+of a step's native calls, which can be replayed as a CUDA graph would.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
 class Recorder:
-    """A native module that notes the calls which a graph would capture."""
+    """A native module that notes the calls that a graph would capture."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -56,7 +56,7 @@ def play(calls: Sequence[Call]) -> None:
 
 
 class Inputs:
-    """A step's tensors, at addresses that stay: of each layer query, key, value and output."""
+    """A step's tensors, at addresses that stay: query, key, value and output of each layer."""
 
     def __init__(self, num_tokens: int, device: str = "cpu") -> None:
         self.num_tokens = num_tokens
@@ -67,7 +67,7 @@ class Inputs:
         ]
 
     def fill(self, num_tokens: int, seed: int) -> None:
-        """What is behind the tokens is NaN."""
+        """Fill in the tokens, and NaN behind them."""
         for i, of_layer in enumerate(self.layers):
             for j, tensor in enumerate(of_layer):
                 tensor.fill_(torch.nan)
@@ -80,7 +80,7 @@ class Inputs:
 
 
 class Stepped:
-    """The session; its prompts have run."""
+    """The session, whose prompts have run."""
 
     def __init__(
         self, bounds: StepBounds = BOUNDS, options: AttentionOptions = AttentionOptions()
@@ -94,13 +94,13 @@ class Stepped:
         self.recorder.taken()
 
     def forward(self, inputs: Inputs | None = None) -> None:
-        """All layers of a step."""
+        """Run all layers of a step."""
         inputs = inputs or self.inputs
         for layer, (query, key, value, out) in zip(LAYERS, inputs.layers, strict=True):
             self.step.layer(layer, query, key, value, options=self.options, out=out)
 
     def captured(self) -> list[Call]:
-        """The calls of a step that has no rows yet, after a first pass."""
+        """Return the calls of a step that has no rows yet, after a first pass."""
         self.forward()
         self.recorder.taken()
         self.forward()
@@ -126,7 +126,7 @@ def rig_with_prompts(**settings: Any) -> Rig:
 def run_by_layers(
     rig: Rig, inputs: Inputs, num_tokens: int, options: AttentionOptions = AttentionOptions()
 ) -> list[torch.Tensor]:
-    """The latest plan without a fixed step."""
+    """Run the latest plan without a fixed step."""
     outputs = []
     for layer, of_layer in zip(LAYERS, inputs.layers, strict=True):
         query, key, value = (tensor[:num_tokens].clone() for tensor in of_layer[:3])
@@ -138,5 +138,5 @@ def run_by_layers(
 
 
 def start_step(rig: Rig, number: int, step: Sequence[int], lengths: dict[int, int]) -> None:
-    """Plan ``number``: a token for each of these sequences."""
+    """Start plan ``number``: a token for each of these sequences."""
     rig.start(number, spans=[span(s, lengths[s], 1) for s in step])

@@ -24,7 +24,7 @@ from tests.helpers.data.plan_author import tokens
 
 
 class Engine(MemoryUser):
-    """In the other process."""
+    """The engine in the other process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Engine(MemoryUser):
         self.order: list[str] = []
 
     def open_execution(self, address: str, grant: bytes) -> None:
-        """Go on as the SDK does, with tensors of a GPU."""
+        """Open an execution as the SDK does, with tensors of a GPU."""
         device_region.cuda_module = lambda: self.native  # type: ignore[assignment]
         region_layers.gpu_of = lambda tensor: 0  # type: ignore[assignment]
         handler = logging.handlers.QueueHandler(self.lines)
@@ -48,12 +48,12 @@ class Engine(MemoryUser):
         self.layers = RegionLayers(self.execution)
 
     def claim_uuid(self, uuid: str) -> None:
-        """Have tensors count as being on this GPU."""
+        """Make tensors count as being on this GPU."""
         made = SimpleNamespace(open_shared=self.native.open_shared, device_uuid=lambda _: uuid)
         device_region.cuda_module = lambda: made  # type: ignore[assignment,return-value]
 
     def change_region(self, **fields: Any) -> None:
-        """Have what the data plane gives say something else."""
+        """Change fields of the data plane's offer."""
         share_now = self.execution.share_now
 
         def changed(uuid: str) -> tuple[pb.MemoryRegion, int] | None:
@@ -66,7 +66,7 @@ class Engine(MemoryUser):
         self.execution.share_now = changed  # type: ignore[method-assign]
 
     def run_plan(self, plan: bytes, num_layers: int, seed: int) -> list[torch.Tensor | None]:
-        """The outputs of a plan of two tokens."""
+        """Return the outputs of a plan of two tokens."""
         assert self.layers.begin(SignedPayload.FromString(plan), 2)
         return [self.run_layer(layer, seed) for layer in range(num_layers)]
 
@@ -76,7 +76,7 @@ class Engine(MemoryUser):
         return None if output is None else output.clone()
 
     def note_order(self) -> None:
-        """Of waits for the GPU and of packets, from now on."""
+        """Note the order of waits for the GPU and of packets, from now on."""
         settle, send = DeviceRegion.settle, LocalConnection.send
 
         def settled(region: DeviceRegion) -> None:
@@ -94,14 +94,14 @@ class Engine(MemoryUser):
         return self.order
 
     def regions(self) -> list[bool]:
-        """Whether the GPU's memory was had, of each GPU that it was looked for."""
+        """Return whether the GPU's memory was mapped, for each GPU looked up."""
         return [region is not None for region in self.layers._regions.values()]
 
     def log(self) -> list[str]:
         return [self.lines.get().getMessage() for _ in range(self.lines.qsize())]
 
     def hold(self) -> None:
-        """Keep a tensor of the region, whatever else happens."""
+        """Keep a tensor of the region alive."""
         (region,) = self.layers._regions.values()
         assert isinstance(region, DeviceRegion)
         self.held.append(region.whole[64:128])
@@ -114,7 +114,7 @@ class Engine(MemoryUser):
 
 
 class GpuEngine(OtherProcess):
-    """The test's end."""
+    """The test's end of the engine."""
 
     def __init__(self) -> None:
         super().__init__(Engine)

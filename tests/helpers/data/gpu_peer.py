@@ -19,12 +19,12 @@ _WAIT_S = 60.0
 
 
 def num_gpu_maps() -> int:
-    """Memory of the emulated GPU that this process has mapped."""
+    """Return the number of this process's mappings of the emulated GPU's memory."""
     return Path("/proc/self/maps").read_text().count("kvplane-emulated-gpu")
 
 
 class OtherProcess:
-    """The test's end. ``call`` has the process call a method of the ``role`` that it makes."""
+    """The test's end. ``call`` makes the process call a method of its ``role``."""
 
     def __init__(self, role: type[MemoryUser]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -34,7 +34,7 @@ class OtherProcess:
         theirs.close()
 
     def call(self, name: str, *args: Any, **fields: Any) -> Any:
-        """What the method returns; raises what it raises."""
+        """Return the method's result; raise its error."""
         self._pipe.send((name, args, fields))
         assert self._pipe.poll(_WAIT_S), f"no answer to {name}"
         result = self._pipe.recv()
@@ -43,18 +43,18 @@ class OtherProcess:
         return result
 
     async def soon(self, name: str, *args: Any, **fields: Any) -> Any:
-        """``call`` beside the event loop."""
+        """Run ``call`` beside the event loop."""
         return await asyncio.to_thread(self.call, name, *args, **fields)
 
     def kill(self) -> None:
-        """As the system does to a process that takes too much memory."""
+        """Kill it as the system does to a process that takes too much memory."""
         self.process.kill()
         self.process.join()
         self._pipe.close()
 
 
 class MemoryUser:
-    """In the other process."""
+    """The memory's user in the other process."""
 
     def __init__(self) -> None:
         sys.path.append(str(Path(__file__).parents[2] / "kernels"))
@@ -62,7 +62,7 @@ class MemoryUser:
         self.held: list[Any] = []
 
     def open_memory(self, handle: bytes, num_bytes: int, file: int = -1) -> bytes:
-        """Open what another process allocated. Returns its first bytes, and writes into it."""
+        """Open memory of another process. Return its first bytes, and write into it."""
         memory = self.native.open_shared(device=0, handle=handle, num_bytes=num_bytes, file=file)
         whole: torch.Tensor = torch.utils.dlpack.from_dlpack(memory.dlpack())
         before = bytes(whole[:16].cpu().numpy())
@@ -73,7 +73,7 @@ class MemoryUser:
         return before
 
     def open_memory_with_file(self, handle: bytes, num_bytes: int, path: str) -> bytes:
-        """With a file that nothing else here keeps open."""
+        """Open memory by a file that nothing else here keeps open."""
         file = os.open(path, os.O_WRONLY)
         try:
             return self.open_memory(handle, num_bytes, file)

@@ -1,6 +1,4 @@
-"""Faults to plant in the kernels that an executor is given, to show that what checks its output
-would notice them.
-"""
+"""Faults to plant in an executor's kernels, to show that output checks notice them."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from data_plane.kernels.backend import Kernels
 
 
 def with_fault(kernels: Kernels, fault: str) -> Kernels:
-    """The kernels with one fault of ``FAULTS``."""
+    """Return the kernels with one fault of ``FAULTS``."""
     return FAULTS[fault](kernels)
 
 
 def with_operations(kernels: Kernels, **operations: Callable[..., Any]) -> Kernels:
-    """The kernels with other operations in place of those named, one call for each."""
+    """Return the kernels with other operations in place of those named, one call for each."""
     changed = copy.copy(kernels)
     changed.bound_layers = lambda: None  # type: ignore[method-assign]
     for name, operation in operations.items():
@@ -37,7 +35,7 @@ def _zero_attention(kernels: Kernels) -> Kernels:
 
 
 def _swap_two_blocks(kernels: Kernels) -> Kernels:
-    """The first two blocks of every table change places."""
+    """Exchange the first two blocks of every table."""
 
     def swap(block_tables: torch.Tensor) -> torch.Tensor:
         swapped = block_tables.clone()
@@ -48,7 +46,7 @@ def _swap_two_blocks(kernels: Kernels) -> Kernels:
 
 
 def _shift_table(kernels: Kernels) -> Kernels:
-    """Every table is read from its second entry on."""
+    """Read every table from its second entry on."""
 
     def shift(block_tables: torch.Tensor) -> torch.Tensor:
         return block_tables.roll(-1, dims=1)
@@ -57,7 +55,7 @@ def _shift_table(kernels: Kernels) -> Kernels:
 
 
 def _skip_newest_slot(kernels: Kernels) -> Kernels:
-    """The last slot of every run of slots, which holds the newest token, is not written."""
+    """Skip the last slot of every run of slots, which holds the newest token."""
 
     def reshape_and_cache(arguments: WriteArguments) -> None:
         slots = arguments.slots

@@ -22,7 +22,7 @@ _KERNEL_TESTS = Path(__file__).parents[2] / "kernels"
 
 
 def emulated_kernels(*, split_tokens: int = 64) -> Kernels:
-    """The CUDA kernels on the CPU, their threads in the order of seed 0."""
+    """Return the CUDA kernels on the CPU, their threads in the order of seed 0."""
     if str(_KERNEL_TESTS) not in sys.path:
         sys.path.append(str(_KERNEL_TESTS))
     from emulated_build import emulated_module
@@ -118,7 +118,7 @@ class LateRuntime:
 
 
 def late_kernels(kernels: Kernels, seed: int) -> tuple[Kernels, LateRuntime]:
-    """``kernels`` with every call put on a stream, its results set only when it is done."""
+    """Return ``kernels`` with every call put on a stream, its results set only when it is done."""
     runtime = LateRuntime(seed)
 
     def late(call: Callable[..., None]) -> Callable[..., None]:

@@ -43,7 +43,7 @@ class PlanAuthor:
         return pb.SessionRef(incarnation=self.incarnation, session_id=session_id)
 
     def grant(self, session_id: int = 1, **fields: Any) -> pb.SignedPayload:
-        """A session's grant, its ordinal the session's id unless ``ordinal`` is given."""
+        """Return a session's grant; its ordinal is the session's id unless ``ordinal`` is given."""
         values: dict[str, Any] = {
             "version": PAYLOAD_VERSION,
             "session": self.session(session_id),
@@ -68,7 +68,7 @@ class PlanAuthor:
         allocations: Sequence[pb.BlockRef] | pb.Allocations = (),
         **fields: Any,
     ) -> pb.SignedPayload:
-        """Follows plan ``number - 1`` unless ``previous`` is given."""
+        """Return a plan that follows plan ``number - 1`` unless ``previous`` is given."""
         values: dict[str, Any] = {
             "version": PAYLOAD_VERSION,
             "session": self.session(session_id),
@@ -91,7 +91,7 @@ class PlanAuthor:
         return self.sign(signing.PLAN, plan.SerializeToString())
 
     def read_receipt(self, signed: pb.SignedPayload | None) -> pb.Receipt:
-        """The receipt, its signature checked."""
+        """Return the receipt, after a check of its signature."""
         assert signed is not None, "there is no receipt"
         signing.verify(
             self.key,
@@ -227,7 +227,7 @@ def pack_spans(spans: Sequence[Span]) -> pb.Spans:
 
 
 def publications(*blocks: tuple[int, int]) -> pb.Publications:
-    """One for each (index, generation), each the child of the one before it."""
+    """Return one for each (index, generation), each the child of the one before it."""
     parents = [(-1, 0), *blocks[:-1]] if blocks else []
     return pb.Publications(
         tenant="default",
@@ -243,7 +243,7 @@ def publications(*blocks: tuple[int, int]) -> pb.Publications:
 
 
 def blocks_of(message: pb.Blocks | pb.Publications) -> list[tuple[int, int]]:
-    """(index, generation) of each block."""
+    """Return (index, generation) of each block."""
     indices = columns.read(columns.INT32, message.indices, "indices")
     generations = columns.read(columns.INT64, message.generations, "generations")
     return list(zip(indices, generations, strict=True))
@@ -262,7 +262,7 @@ def _int64(values: Iterable[int]) -> bytes:
 
 
 def tokens(num_tokens: int, num_heads: int = 2, *, seed: int = 0) -> torch.Tensor:
-    """[num_tokens, num_heads, 16] float32."""
+    """Return float32 [num_tokens, num_heads, 16]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_tokens, num_heads, 16, generator=generator)
 

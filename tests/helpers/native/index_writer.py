@@ -13,27 +13,27 @@ DEVICE, HOST = 1, 2
 
 
 def i32(values: Iterable[int]) -> bytes:
-    """An int32 column."""
+    """Return an int32 column."""
     return struct.pack(f"<{len(listed := list(values))}i", *listed)
 
 
 def i64(values: Iterable[int]) -> bytes:
-    """An int64 column."""
+    """Return an int64 column."""
     return struct.pack(f"<{len(listed := list(values))}q", *listed)
 
 
 def ints(column: bytes, letter: str) -> list[int]:
-    """The elements of a column; ``letter``: as in ``struct``."""
+    """Return the elements of a column; ``letter``: as in ``struct``."""
     return list(struct.unpack(f"<{len(column) // struct.calcsize(letter)}{letter}", column))
 
 
 def blocks(*firsts: int) -> list[int]:
-    """Tokens of full blocks, each known by its first token."""
+    """Return tokens of full blocks, each known by its first token."""
     return [first * 10 + i for first in firsts for i in range(BLOCK_TOKENS)]
 
 
 def hashes_of(root: bytes, tokens: list[int]) -> list[bytes]:
-    """The chained hashes of the tokens' full blocks."""
+    """Return the chained hashes of the tokens' full blocks."""
     found, last = [], root_hash(root)
     for i in range(0, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
         last = chained_hash(last, i32(tokens[i : i + BLOCK_TOKENS]))
@@ -45,7 +45,7 @@ def hashes_of(root: bytes, tokens: list[int]) -> list[bytes]:
 def checked_pool(
     num_device: int, num_host: int = 0, *, policy: str = "lru", seed: int = 0
 ) -> Iterator[Pool]:
-    """A new pool, whose integrity is checked in the end."""
+    """Make a pool, whose integrity is checked in the end."""
     pool = Pool(BLOCK_TOKENS, num_device, num_host, b"", b"", policy, seed=seed)
     yield pool
     pool.check_integrity()
@@ -62,7 +62,7 @@ class Writer:
 
     @contextmanager
     def step(self) -> Iterator[int]:
-        """A step, given its number."""
+        """Run a step, given its number."""
         self._number += 1
         self.pool.begin(self.handle, self._number)
         yield self._number
@@ -71,11 +71,11 @@ class Writer:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """All plans so far have run."""
+        """Run all plans so far."""
         self.pool.receipted(self.handle, self.pool.last_plan(self.handle))
 
     def write(self, tokens: list[int], *, num_compute: int = -1) -> int:
-        """The id of a new sequence of these tokens."""
+        """Write a new sequence of these tokens; return its id."""
         self._last_id += 1
         with self.step():
             answer = self.pool.admit(
@@ -85,7 +85,7 @@ class Writer:
         return self._last_id
 
     def fork(self, parent: int) -> int:
-        """The id of a new sequence forked from another."""
+        """Fork a sequence; return the new id."""
         self._last_id += 1
         with self.step():
             answer = self.pool.fork(self.handle, i64([parent]), i64([self._last_id]))
@@ -93,7 +93,7 @@ class Writer:
         return self._last_id
 
     def append(self, sequence_id: int, first: int, tokens: list[int]) -> None:
-        """Writes further slots, whose tokens are known."""
+        """Write further slots, whose tokens are known."""
         num = i32([len(tokens)])
         with self.step():
             answer = self.pool.append(
@@ -102,24 +102,24 @@ class Writer:
         assert answer[1] is None, answer
 
     def free(self, *sequence_ids: int) -> None:
-        """In the order given."""
+        """Free sequences in the order given."""
         with self.step():
             assert self.pool.free(self.handle, i64(sequence_ids))[1] is None
 
     def cache(self, tokens: list[int]) -> None:
-        """Leaves the tokens' blocks cached and idle."""
+        """Leave the tokens' blocks cached and idle."""
         self.free(self.write(tokens))
 
     def end(self) -> None:
-        """Its blocks may be used by others at once."""
+        """End the session: others may use its blocks at once."""
         self.pool.end_session(self.handle)
         self.pool.session_fenced(self.handle)
 
     def num_cached(self, tokens: list[int]) -> tuple[int, int]:
-        """Leading blocks that are cached on the device, and in the host tier after those."""
+        """Return the leading blocks cached on the device, and in the host tier after those."""
         num_device, num_host, _ = self.pool.match(self.root, i32(tokens))
         return num_device, num_host
 
     def priorities(self, tokens: list[int]) -> list[int]:
-        """Of the leading cached blocks."""
+        """Return the priorities of the leading cached blocks."""
         return list(self.pool.explain(self.root, i32(tokens))[7])

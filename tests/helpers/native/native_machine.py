@@ -56,7 +56,7 @@ WAITS = (Code.LATER, Code.LATER_HEADROOM, Code.LATER_QUOTA)
 
 
 class Walk:
-    """One world, and what may happen in it."""
+    """One world, and the steps that it may take."""
 
     def __init__(self, rng: Random, shape: Shape) -> None:
         self.rng = rng
@@ -83,7 +83,7 @@ class Walk:
     }
 
     def act(self) -> None:
-        """One thing happens."""
+        """Take one step."""
         names, weights = list(self.ACTIONS), list(self.ACTIONS.values())
         (name,) = self.rng.choices(names, weights)
         getattr(self, name)()
@@ -119,7 +119,7 @@ class Walk:
         engine.finish()
 
     def do(self, engine: Engine, operation: Operation) -> Any:
-        """Run an operation and believe its answer; what fails changes nothing."""
+        """Run an operation and believe its answer; failed operations change nothing."""
         call, believe = operation
         before = self.world.dump()
         quota, core, owner = self.world.quota, self.world.cores[0], engine.caller.owner
@@ -309,7 +309,7 @@ class Walk:
                 return
 
     def run_a_voided_plan(self) -> None:
-        """A plan that was aborted arrives all the same, or arrives again."""
+        """Run an aborted plan for the first time, or again."""
         for engine in self.world.engines + self.world.ended:
             for issued in engine.voided[:1] + engine.queue[:1]:
                 halfway = self.rng.random() < 0.3
@@ -326,7 +326,7 @@ class Walk:
         engine.receive()
 
     def defer(self) -> None:
-        """Tokens whose slots were reserved become known."""
+        """Submit tokens whose slots were reserved."""
         engine, rng = self.pick(), self.rng
         rows = []
         for i, known in engine.sequences.items():
@@ -363,7 +363,7 @@ class Walk:
     # Outside of steps
 
     def grant(self) -> None:
-        """A sequence that waited is admitted between steps."""
+        """Admit a waiting sequence between steps."""
         engine = self.pick()
         operation = self._admit(engine, granted_as=self.rng.randint(0, engine.caller.number))
         num_before = len(engine.sequences)
@@ -379,7 +379,7 @@ class Walk:
             engine.has_draft = True
 
     def ask(self) -> None:
-        """Questions change nothing."""
+        """Check that queries change nothing."""
         engine = self.pick()
         before = self.world.dump()
         pool, root = self.world.pool, engine.caller.root
@@ -405,7 +405,7 @@ class Walk:
             self.world.fence(self.rng.choice(self.world.ended))
 
     def finish(self) -> None:
-        """In the end nothing is held, and the whole pool can be allocated."""
+        """Check that finally nothing is held, and that the whole pool can be allocated."""
         world = self.world
         for engine in list(world.engines):
             world.end(engine)
@@ -427,7 +427,7 @@ Operation = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 def failed(answer: Any) -> bool:
-    """Whether all of an operation was refused."""
+    """Return whether all of an operation was refused."""
     if isinstance(answer, int):
         return False
     if isinstance(answer[0], list):
@@ -436,7 +436,7 @@ def failed(answer: Any) -> bool:
 
 
 def same(predicted: Any, done: Any) -> bool:
-    """Whether a check said what came of it; of several items, of the first."""
+    """Return whether a check predicted the outcome; of several items, of the first."""
     if isinstance(done, tuple) and isinstance(done[0], list):
         predicted, done = ([f for f in each[1] if f[0] == 0] for each in (predicted, done))
     return bool(predicted == done)

@@ -1,9 +1,9 @@
 """A data plane of the native core's plans: it runs them, late or halfway, and keeps what each slot
 holds.
 
-In place of keys and values a slot holds the hash of the whole prefix that it was computed from, so
-that a span sees at once whether every slot that it reads holds exactly its own prefix. A wrong plan
-is an AssertionError, never a refusal.
+Instead of keys and values a slot holds the hash of the whole prefix that it was computed from. So a
+span sees whether every slot that it reads holds its own prefix. A wrong plan is an AssertionError,
+never a refusal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Table = list[Ref | None]
 
 
 def values_of(tokens: Iterable[int], start: int) -> list[int]:
-    """What each position is computed from: all tokens up to it, after ``start``."""
+    """Return each position's value, computed from all tokens up to it, after ``start``."""
     values = []
     for token in tokens:
         start = hash((start, token))
@@ -28,7 +28,7 @@ def values_of(tokens: Iterable[int], start: int) -> list[int]:
 
 
 def changed(before: dict[int, Table], plan: MadePlan) -> dict[int, Table]:
-    """The tables of a session after the changes of a plan."""
+    """Return the tables of a session after the changes of a plan."""
     tables = {} if plan.resync else dict(before)
     for change in plan.changes:
         old = tables.get(change.sequence_id)
@@ -64,7 +64,7 @@ def changed(before: dict[int, Table], plan: MadePlan) -> dict[int, Table]:
 
 
 def allocated_by(plan: MadePlan) -> list[Ref]:
-    """The blocks that a plan allocates."""
+    """Return the blocks that a plan allocates."""
     blocks = list(plan.allocations)
     for change in plan.changes:
         blocks += [
@@ -98,13 +98,13 @@ class Plane:
         self.quit: set[int] = set()
 
     def fence(self, session: int) -> None:
-        """The session touches nothing any more."""
+        """Fence the session, which touches nothing any more."""
         self.quit.add(session)
         self.tables.pop(session, None)
 
     def publish(self, block: int, generation: int, parent: Ref | None, tokens: Sequence[int],
                 root: int) -> None:  # fmt: skip
-        """A publication arrives: the block must hold what it says."""
+        """Take a publication: the block must hold the published contents."""
         place = (DEVICE, block)
         assert self.generation.get(place) == generation, "a block is published that never was"
         start: int | None = root
@@ -117,13 +117,13 @@ class Plane:
         self.published[place] = generation
 
     def withdraw(self, block: int, generation: int) -> None:
-        """The block's publication is void; it was published, or allocated again."""
+        """Void the block's publication; the block was published, or allocated again."""
         place = (DEVICE, block)
         if self.published.get(place) == generation:
             del self.published[place]
 
     def run(self, session: int, plan: MadePlan, halfway: Random | None = None) -> bool:
-        """Start a plan, or go on with it. False when it is refused, or stopped ``halfway``."""
+        """Start a plan, or resume it. Return False when it is refused, or stopped ``halfway``."""
         last = self.finished.get(session, 0)
         running = self.running.get(session)
         number = running.number if running else 0
@@ -160,7 +160,7 @@ class Plane:
         return True
 
     def holds(self, table: Table, values: Sequence[int], num: int) -> bool:
-        """Whether the table's first positions, as far as they can be seen, hold the values."""
+        """Return whether the visible ones of the table's first positions hold the values."""
         first = max(0, num - self.window + 1) if self.window else 0
         return all(self._at(table, i) == values[i] for i in range(first, num))
 

@@ -20,7 +20,7 @@ from kvplane.v1 import types_pb2 as tpb
 DEVICE, HOST = 1, 2
 NO_BLOCK = 0xFFFFFFFF
 FEW_BLOCKS = 2
-"""That half of all plans publish, or write to whole tables, at a time."""
+"""Half of all plans prepare publications and whole tables by so many blocks at a time."""
 
 Failure = tuple[int, int, int, int, int]
 Rows = tuple[list[int], list[Failure]]
@@ -28,7 +28,7 @@ Row = TypeVar("Row")
 
 
 class Code(enum.IntEnum):
-    """Why an item is refused, as in csrc/blocks/core/pool.h."""
+    """Why an item is refused: the codes of csrc/blocks/core/pool.h."""
 
     LATER = 2
     NEVER = 3
@@ -53,7 +53,7 @@ class Code(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """What happens to a table."""
+    """Kinds of table changes."""
 
     SET = 1
     REPLACE = 2
@@ -65,7 +65,7 @@ class Kind(enum.IntEnum):
 
 
 class Ref(NamedTuple):
-    """A block as it was when it was allocated."""
+    """A block with the generation of its allocation."""
 
     tier: int
     index: int
@@ -95,7 +95,7 @@ class Span(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the core says of a sequence."""
+    """The core's state of a sequence."""
 
     sequence_id: int
     admitted_by: int
@@ -114,7 +114,7 @@ class MadePlan:
     number: int
     previous: int
     resync: bool
-    finished: int  # that has run, where tables are kept
+    finished: int  # the last plan that has run, where tables are kept
     changes: list[Change]
     transfers: list[tuple[Ref, Ref]]
     spans: list[Span]
@@ -124,7 +124,7 @@ class MadePlan:
     expected: dict[int, list[int]] = field(default_factory=dict)  # for the simulation
 
     def in_group(self, group: int) -> MadePlan:
-        """What the plan does in one layer group."""
+        """Return the plan's part in one layer group."""
         return replace(
             self,
             changes=[change for change in self.changes if change.group == group],
@@ -138,19 +138,19 @@ def _of(group: int, rows: list[Row], groups: list[int]) -> list[Row]:
 
 
 def i32(values: Iterable[int]) -> bytes:
-    """An int32 column."""
+    """Return an int32 column."""
     values = list(values)
     return struct.pack(f"<{len(values)}i", *values)
 
 
 def i64(values: Iterable[int]) -> bytes:
-    """An int64 column."""
+    """Return an int64 column."""
     values = list(values)
     return struct.pack(f"<{len(values)}q", *values)
 
 
 def ints(column: bytes, width: str) -> list[int]:
-    """The elements of a column; ``width``: a letter of ``struct``."""
+    """Return the elements of a column; ``width``: a letter of ``struct``."""
     return list(struct.unpack(f"<{len(column) // struct.calcsize(width)}{width}", column))
 
 
@@ -162,12 +162,12 @@ def refs(tiers: bytes, indices: bytes, generations: bytes) -> list[Ref]:
 
 
 def groups(column: bytes, num: int) -> list[int]:
-    """A column of groups of ``num`` rows, which may be left out."""
+    """Return a column of groups of ``num`` rows, which may be left out."""
     return ints(column, "B") or [0] * num
 
 
 def _tail_class() -> type[Message]:
-    """Plan's field 11, the blocks allocated for no table."""
+    """Return the plan's field 11, the blocks allocated for no table."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="plan_tail.proto", syntax="proto3")
     part = file.message_type.add(name="Allocations")
@@ -184,7 +184,7 @@ _Tail = _tail_class()
 
 
 def decoded(payload: bytes) -> MadePlan:
-    """A plan's columns, row by row."""
+    """Return a plan's columns, row by row."""
     plan = tpb.Plan.FromString(payload)
     tail: Any = _Tail.FromString(payload)
     moves, spans, extra = plan.transfers, plan.spans, tail.allocations
@@ -252,18 +252,18 @@ def _changes(message: tpb.TableChanges) -> list[Change]:
 
 
 def new_pool(num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int) -> Pool:
-    """A pool whose blocks were never allocated."""
+    """Return a pool whose blocks were never allocated."""
     return Pool(block_size, num_device, num_host, b"", b"", "lru", **options)
 
 
 class View:
-    """What the core, of one layer group, says of a session."""
+    """The core's view of a session, in one layer group."""
 
     def __init__(self, pool: Pool, handle: int) -> None:
         self.pool, self.handle = pool, handle
 
     def states(self) -> list[State]:
-        """Of all sequences, by id."""
+        """Return the states of all sequences, by id."""
         columns = self.pool.states(self.handle, None)
         widths = ("q", "q", "q", "q", "q", "q", "i", "B")
         rows = zip(*(ints(c, w) for c, w in zip(columns, widths, strict=True)), strict=True)
@@ -274,7 +274,7 @@ class View:
         return found
 
     def table(self, sequence_id: int) -> list[Ref | None]:
-        """A sequence's blocks; None where one was trimmed."""
+        """Return a sequence's blocks; None where one was trimmed."""
         tier, blocks, generations, _, num_trimmed = self.pool.table(self.handle, sequence_id)
         found = [
             None if block == NO_BLOCK else Ref(tier, block, generation)
@@ -303,7 +303,7 @@ class Caller(View):
 
     @contextmanager
     def checks(self) -> Iterator[None]:
-        """Operations say what each item would be answered by itself in the next step."""
+        """Make operations report what the next step would answer to each item alone."""
         pool, self.pool = self.pool, _Checks(self.pool, self.number + 1)
         try:
             yield
@@ -311,13 +311,13 @@ class Caller(View):
             self.pool = pool
 
     def check_some(self) -> None:
-        """A pool of one group is sound between two pieces; looks every eighth time."""
+        """Check a pool of one group between two slices, every eighth time."""
         self._num_pieces += 1
         if self._num_pieces % 8 == 1 and isinstance(self.pool, Pool):
             self.pool.check_integrity()
 
     def finish(self) -> MadePlan | None:
-        """End the step: its plan, or None."""
+        """End the step; return its plan, or None."""
         while self.number % 2 and self.pool.prepare(self.handle, FEW_BLOCKS):
             pass
         payload = self.pool.finish(self.handle, b"")
@@ -335,7 +335,7 @@ class Caller(View):
         headroom: int = 0,
         admitted_by: int | None = None,
     ) -> tuple[int, ...]:
-        """(cached tokens, blocks, scheduled tokens), or a failure, which has five elements.
+        """Admit: (cached tokens, blocks, scheduled tokens), or a failure, which has five elements.
         ``admitted_by``: the admission is granted outside of a step.
         """
         rest = (sequence_id, i32(tokens), i64(forks), num_compute, max_total, skip, headroom)
@@ -346,7 +346,7 @@ class Caller(View):
         return answer
 
     def append(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows:
-        """Rows: id, first position, slots, tokens, lookahead slots."""
+        """Append. Rows: id, first position, slots, tokens, lookahead slots."""
         ahead = [row[4] for row in rows]
         return _rows(
             self.pool.append(
@@ -361,12 +361,12 @@ class Caller(View):
         )
 
     def truncate(self, *rows: tuple[int, int]) -> Rows:
-        """Rows: id, tokens that stay."""
+        """Truncate. Rows: id, tokens that stay."""
         ids, counts = [row[0] for row in rows], [row[1] for row in rows]
         return _rows(self.pool.truncate(self.handle, i64(ids), i64(counts)))
 
     def fork(self, *rows: tuple[int, int]) -> Rows:
-        """Rows: parent, child."""
+        """Fork. Rows: parent, child."""
         parents, ids = [row[0] for row in rows], [row[1] for row in rows]
         return _rows(self.pool.fork(self.handle, i64(parents), i64(ids)))
 
@@ -374,7 +374,7 @@ class Caller(View):
         return _rows(self.pool.free(self.handle, i64(ids)))
 
     def swap(self, ids: Sequence[int], tier: int) -> int | Failure:
-        """Blocks moved, every other time some at once; or why not."""
+        """Swap; return the blocks moved, every other time some at once, or the failure."""
         if self.number % 2:
             whole: int | Failure = self.pool.swap(self.handle, i64(ids), tier)
             return whole
@@ -386,7 +386,7 @@ class Caller(View):
     # What follows
 
     def receipted(self, plan: int | None = None) -> None:
-        """The plan, by default the last one, has run."""
+        """Note that the plan, by default the last one, has run."""
         plan = self.pool.last_plan(self.handle) if plan is None else plan
         if plan % 2:
             self.pool.receipted(self.handle, plan)
@@ -394,14 +394,14 @@ class Caller(View):
             self.check_some()
 
     def abort(self, *, keeps_tables: bool = True) -> None:
-        """All plans in flight, and every other time some blocks at once; takes a number."""
+        """Abort all plans in flight, every other time some blocks at once; takes a number."""
         self.number += 1
         most = FEW_BLOCKS if self.number % 2 else 1 << 40
         while self.pool.abort(self.handle, self.number, keeps_tables, most):
             self.check_some()
 
     def deferred(self, *rows: tuple[int, int, int, Sequence[int]]) -> Failure | None:
-        """Rows: id, the step that admitted it, first position, tokens."""
+        """Submit deferred tokens. Rows: id, the step that admitted it, first position, tokens."""
         answer: Failure | None = self.pool.deferred_tokens(
             self.handle,
             i64(row[0] for row in rows),
@@ -414,7 +414,7 @@ class Caller(View):
 
 
 class _Checks:
-    """A pool whose operations are only checked, as those of a step."""
+    """Checks a pool's operations as those of a step, without running them."""
 
     def __init__(self, pool: Any, number: int) -> None:
         self._pool, self._number = pool, number
@@ -432,7 +432,7 @@ def _rows(answer: tuple[bytes, list[Failure] | None]) -> Rows:
 
 
 def dump(pool: Pool, callers: Iterable[View]) -> tuple[Any, ...]:
-    """Everything that a query shows."""
+    """Return the results of all queries."""
     return (
         [pool.usage(tier) for tier in (DEVICE, HOST)],
         [pool.generations(tier) for tier in (DEVICE, HOST)],

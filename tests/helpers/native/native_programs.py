@@ -13,7 +13,7 @@ PROGRAMS = ROOT / "tests" / "cpp"
 
 
 def cmake(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the cmake that is installed beside this interpreter, or else the system's."""
+    """Run the cmake that is installed beside this interpreter, or else the system's."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     return subprocess.run(
         ["cmake", *arguments],
@@ -25,8 +25,8 @@ def cmake(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def built(name: str, folder: Path, sources: Path = SOURCES) -> Path:
-    """The program ``name``, with the headers in ``sources`` and the policies that it tests; the
-    other programs test headers alone.
+    """Build the program ``name``, with the headers in ``sources`` and the policies that it tests;
+    the other programs test headers only.
     """
     program = folder / name
     flags = ("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-D_GLIBCXX_ASSERTIONS")

@@ -1,4 +1,4 @@
-"""Engines on one native pool, and what they believe: the naive model of the walk.
+"""Engines on one native pool, with their views of it: the naive model of the walk.
 
 Written from the statements of docs/architecture.md ("What always holds"), not from the core.
 """
@@ -41,8 +41,8 @@ class Group:
 
 @dataclass
 class Known:
-    """A sequence as its engine knows it. ``truth`` has the tokens of all scheduled positions and
-    those known beyond; the core knows the first ``num_known``.
+    """An engine's view of a sequence. ``truth`` has the tokens of all scheduled positions and those
+    known beyond; the core knows the first ``num_known``.
     """
 
     truth: list[int]
@@ -103,7 +103,7 @@ class Engine:
         self.queue.append(issued)
 
     def _take(self, made: MadePlan, issued: Issued, group: int) -> None:
-        """What a plan does in one group."""
+        """Apply a plan in one group."""
         tables = self.tables[group] = changed(self.tables[group], made)
         places: set[Place] = set()
         for span in made.spans:
@@ -122,7 +122,7 @@ class Engine:
             assert all(ref is None or ref.tier == known.tier for ref in table)
 
     def _check_alone(self, made: MadePlan, span: Span, group: int) -> None:
-        """Nobody writes a slot in which another table has content."""
+        """Check that nobody writes a slot in which another table has content."""
         size, table = self.world.block_size, self.tables[group][span.sequence_id]
         values = made.expected[span.sequence_id]
         for other in self.world.engines:
@@ -150,7 +150,7 @@ class Engine:
             pass
 
     def receive(self, number: int | None = None) -> None:
-        """Receipts of plans up to ``number`` arrive: by default of all that have run."""
+        """Deliver receipts of plans up to ``number``: by default of all that have run."""
         done = self.world.finished(self)
         done = done if number is None else min(done, number)
         arrived = [issued for issued in self.queue if issued.plan.number <= done]
@@ -163,7 +163,7 @@ class Engine:
         self.world.take_publications()
 
     def abort(self, *, keeps_tables: bool = True) -> None:
-        """Abort everything in flight: what receipts say was written stays, and no more."""
+        """Abort everything in flight: only slots written by receipts stay."""
         before = {state.sequence_id: state for state in self.caller.states()}
         tables = [{i: view.table(i) for i in before} for view in self.views]
         self.caller.abort(keeps_tables=keeps_tables)
@@ -176,7 +176,7 @@ class Engine:
                 num_trimmed = of_group[state.sequence_id].count(None)
                 fewest = num_trimmed * self.world.block_size + group.window - 1
                 if num_trimmed and kept < fewest:
-                    kept = 0  # the next position would see what was trimmed
+                    kept = 0  # the next position would see trimmed blocks
             assert state.num_tokens == state.num_scheduled == state.num_written == kept
             known.cut(kept)
             known.tier = state.tier
@@ -190,7 +190,7 @@ class Engine:
     # Checks
 
     def check(self) -> None:
-        """The core agrees with what this engine knows, and with what the data plane holds."""
+        """Check that the core agrees with this engine's view and the data plane's contents."""
         if self.has_ended:
             return
         states = self.caller.states()
@@ -246,12 +246,12 @@ class World:
         self.ended: list[Engine] = []  # their fences are not done
 
     def finished(self, engine: Engine) -> int:
-        """The last plan of a session that has run."""
+        """Return the last plan of a session that has run."""
         (number,) = {plane.finished.get(engine.id, 0) for plane in self.planes}
         return number
 
     def run(self, engine: Engine, plan: MadePlan, halfway: Random | None = None) -> bool:
-        """As ``Plane.run``, in all groups."""
+        """Run as ``Plane.run``, in all groups."""
         (ran,) = {
             plane.run(engine.id, plan.in_group(group), halfway)
             for group, plane in enumerate(self.planes)
@@ -275,7 +275,7 @@ class World:
         self.ended.remove(engine)
 
     def take_publications(self) -> None:
-        """What is published, and what is withdrawn, reaches the data plane at once."""
+        """Deliver publications and withdrawals to the data plane at once."""
         for core, plane in zip(self.cores, self.planes, strict=True):
             self._take_publications(core, plane)
 
@@ -301,8 +301,8 @@ class World:
                 )
 
     def check_quiet(self, engine: Engine, group: int, places: Sequence[Place]) -> None:
-        """No unfinished plan of another session may touch what the engine's plan allocates, and no
-        table of another session refers to it.
+        """Check that no unfinished plan of another session may touch the blocks that the engine's
+        plan allocates, and that no table of another session refers to them.
         """
         for other in self.engines + self.ended:
             if other is engine:
@@ -315,7 +315,7 @@ class World:
                 assert not table.intersection(places), f"sequence {i} of {other.id} lost a block"
 
     def check_integrity(self) -> None:
-        """The core's own checks."""
+        """Run the core's own checks."""
         for core in self.cores:
             core.check_integrity()
 

@@ -19,7 +19,7 @@ class Stub:
         self._body = ast.parse(path.read_text()).body
 
     def names(self) -> set[str]:
-        """Of everything in the stub that the module has; what begins with "_" is not there."""
+        """Return the stub's public names, all of which the module must have."""
         names = {ast.unparse(n.target) for n in self._body if isinstance(n, ast.AnnAssign)}
         found = names | {n.name for n in (*self.functions(), *self._classes())}
         return {name for name in found if not name.startswith("_")}
@@ -28,19 +28,19 @@ class Stub:
         return [n for n in self._body if isinstance(n, ast.FunctionDef)]
 
     def check_functions(self) -> None:
-        """Functions take the arguments of the module's and give what those give."""
+        """Check that functions take the arguments of the module's and return the same types."""
         for stub in self.functions():
             self._check_signature(stub, getattr(self.module, stub.name))
 
     def check_constants(self) -> None:
-        """Constants have the values of the module's."""
+        """Check that constants have the values of the module's."""
         for stub in self._body:
             if isinstance(stub, ast.AnnAssign) and stub.value is not None:
                 name = ast.unparse(stub.target)
                 assert ast.literal_eval(stub.value) == getattr(self.module, name), name
 
     def check_classes(self) -> None:
-        """Enums have the members of the module's, other classes the methods and properties."""
+        """Check that enums have the module's members, other classes its methods and properties."""
         classes = {stub.name: stub for stub in self._classes()}
         for stub in classes.values():
             if stub.name.startswith("_"):
@@ -78,7 +78,7 @@ class Stub:
         ), stub.name
 
     def _origins(self, result: ast.expr) -> set[str]:
-        """The types of a union without their parameters, which pybind11 does not know."""
+        """Return the types of a union without their parameters, which pybind11 does not know."""
         if isinstance(result, ast.BinOp):
             return self._origins(result.left) | self._origins(result.right)
         if isinstance(result, ast.Subscript):
@@ -91,8 +91,8 @@ class Stub:
 
 
 def _signature(function: object) -> tuple[bool, list[str], str]:
-    """Of a function of pybind11, from the first line of its docstring: whether all its arguments
-    are keyword-only, their names, and the type of its result.
+    """Return a pybind11 function's signature, from the first line of its docstring: whether all its
+    arguments are keyword-only, their names, and the type of its result.
     """
     line = (function.__doc__ or "").strip().splitlines()[0]
     found = re.fullmatch(r"\w+\((?P<arguments>.*)\) -> (?P<result>.+)", line)

@@ -36,7 +36,7 @@ from tests.helpers.planes.planes_world import (
 
 
 class LateDuplicates(RuleBasedStateMachine):
-    """``engines`` have sessions, as far as they know; ``gone`` had."""
+    """Repeats messages. ``engines`` have sessions, as far as they know; ``gone`` had."""
 
     rng: Random
     world: World
@@ -55,7 +55,7 @@ class LateDuplicates(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.sent for engine in self.engines + self.gone))
     @rule()
     def requests_arrive_again(self) -> None:
-        """At the control plane that answered them, or at another one."""
+        """Send requests again, to the control plane that answered them or to another."""
         rng = self.rng
         engine = rng.choice([engine for engine in self.engines + self.gone if engine.sent])
         for sent in [*rng.sample(engine.sent, min(2, len(engine.sent))), *engine.sent[-3:]]:
@@ -64,14 +64,14 @@ class LateDuplicates(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.given_up for engine in self.engines + self.gone))
     @rule()
     def requests_arrive_late(self) -> None:
-        """Their engine gave them up and sent others with their numbers."""
+        """Send requests that their engine gave up, before others with their numbers."""
         for engine in self.engines + self.gone:
             for sent in engine.given_up:
                 if sent.request.number <= engine.number and engine.unanswered is None:
                     self.repeat(engine, sent, engine.control)
 
     def repeat(self, engine: Engine, sent: Sent, control: ControlProcess) -> None:
-        """A request is answered as before, or refused, and changes nothing."""
+        """Send a request again: it gets the same answer, or is refused, and changes nothing."""
         is_own = control is engine.control
         is_open = is_own and engine.id in control.core._sessions
         is_late = any(given_up is sent for given_up in engine.given_up)
@@ -112,7 +112,7 @@ class LateDuplicates(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.starts for engine in self.engines + self.gone))
     @rule()
     def plans_arrive_again(self) -> None:
-        """At the process that had them, or at another one."""
+        """Send plans again, to the process that had them or to another."""
         rng = self.rng
         engine = rng.choice([engine for engine in self.engines + self.gone if engine.starts])
         process, made = rng.choice(engine.starts[-6:])
@@ -156,7 +156,7 @@ class LateDuplicates(RuleBasedStateMachine):
 
     @rule()
     def registration_messages_arrive_again(self) -> None:
-        """Publications and fences at data planes, finished fences at control planes."""
+        """Send publications and fences again to data planes, finished fences to control planes."""
         process, control = (
             self.rng.choice(self.world.processes),
             self.rng.choice(self.world.controls),
@@ -175,7 +175,7 @@ class LateDuplicates(RuleBasedStateMachine):
 
     @rule()
     def a_hello_arrives_again(self) -> None:
-        """On a connection that then breaks."""
+        """Send a Hello again on a connection that then breaks."""
         told = [process for process in self.world.processes if process.hellos]
         if not told or self.rng.random() < 0.8:
             return
@@ -204,6 +204,6 @@ class LateDuplicates(RuleBasedStateMachine):
             self.check_refused(error)
 
     def check_refused(self, error: KvplaneError) -> None:
-        """Why a data plane may be refused."""
+        """Check why a data plane may be refused."""
         assert isinstance(error, StaleEpochError | StaleIncarnationError | InvalidRequestError)
         self.world.happened[f"hellos refused: {error.reason}"] += 1

@@ -1,4 +1,4 @@
-"""An engine: numbers its requests, repeats what was not answered, runs its plans, checks values.
+"""An engine: numbers its requests, repeats unanswered ones, runs its plans, checks values.
 
 It knows its own tokens, so it knows what every slot of its sequences must hold.
 """
@@ -91,7 +91,7 @@ class Engine:
 
     def call(self, method: str, request: Any, rng: Random | None = None) -> Any:
         """Send a request with the next number. With ``rng``, it or its answer may be lost; then,
-        and when the session has ended, the answer is None. Raises what it fails for as a whole.
+        and when the session has ended, return None. Raises the error of the whole request.
         """
         assert self.unanswered is None
         self.number += 1
@@ -108,7 +108,7 @@ class Engine:
         return self.retry()
 
     def retry(self) -> Any:
-        """Send what was not answered again, and believe the answer."""
+        """Send the unanswered request again, and believe the answer."""
         sent = self.unanswered
         assert sent is not None
         self._deliver(sent)
@@ -125,8 +125,8 @@ class Engine:
         return sent.answer
 
     def change_its_mind(self) -> bool:
-        """Give up the request that was not answered, if it never arrived: its number is used for
-        another one, and it may arrive then.
+        """Give up the unanswered request, if it never arrived: its number is used for another one,
+        and it may arrive later.
         """
         sent = self.unanswered
         if sent is None or sent.arrived:
@@ -185,7 +185,7 @@ class Engine:
     def take_receipts(
         self, receipts: Sequence[tpb.SignedPayload] | None = None
     ) -> list[tpb.SignedPayload]:
-        """Receipts to send, all at hand for None, which are no longer at hand then."""
+        """Take and return receipts to send, all at hand for None."""
         taken = list(self.receipts) if receipts is None else list(receipts)
         self.receipts = [receipt for receipt in self.receipts if receipt not in taken]
         self.old_receipts += taken
@@ -198,13 +198,13 @@ class Engine:
         self.control.flush()
 
     def lookup(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a prompt are cached."""
+        """Return how many tokens of a prompt are cached."""
         packed = ops.pack_tokens(tokens)
         request = cpb.LookupPrefixRequest(session=self.ref, token_ids=packed)
         return self.control.core.lookup_prefix(request, self.tenant).num_cached_tokens
 
     def deferred_tokens(self) -> cpb.DeferredTokens:
-        """Tokens of computed positions that the control plane was not given yet."""
+        """Return tokens of computed positions that the control plane was not given yet."""
         late = {i: s for i, s in self.sequences.items() if s.num_known < s.num_scheduled}
         tokens = [s.tokens[s.num_known : s.num_scheduled] for s in late.values()]
         message = ops.deferred_tokens(
@@ -221,7 +221,7 @@ class Engine:
     # What it believes
 
     def everything(self) -> tuple[Any, ...]:
-        """All that requests of the session could change."""
+        """Return all state that requests of the session could change."""
         core = self.control.core
         pool = core.describe_pool(POOL).SerializeToString(deterministic=True)
         session = core._sessions.get(self.id)
@@ -237,7 +237,7 @@ class Engine:
         return [sequence_states(answer.sequences)[0] for answer in answers]
 
     def check(self) -> None:
-        """The control plane knows what this engine believes."""
+        """Check that the control plane agrees with this engine's view."""
         if self.ended or self.unanswered is not None or self.id not in self.control.core._sessions:
             return
         live = self.sequences.keys() - unseen_cuts(self.control.core, self.id)
@@ -323,7 +323,7 @@ class Engine:
 
     def _made(self, signed: tpb.SignedPayload) -> None:
         made = Made(signed, tpb.Plan.FromString(signed.payload), {})
-        # The plan of a resync is without these, and its answer tells no news.
+        # The plan of a resync lacks these, and its answer has no news.
         cut = unseen_cuts(self.control.core, self.id) - {span.sequence_id for span in made.spans}
         for i, known in self.sequences.items():
             if known.num_scheduled and i not in cut:
@@ -333,7 +333,7 @@ class Engine:
     # Plans
 
     def next_plan(self, index: int, *, skip: bool = False) -> Made | None:
-        """What to run on a shard; ``skip``: the next plan of whole tables before all others."""
+        """Return the next plan for a shard; ``skip``: that of the next whole tables."""
         waiting = [
             made
             for made in self.plans
@@ -345,7 +345,7 @@ class Engine:
         return waiting[0] if waiting else None
 
     def advance(self, index: int, process: DataProcess, *, skip: bool = False) -> bool:
-        """Start the next plan on a shard, or send its next layer. Whether that was done."""
+        """Start the next plan on a shard, or send its next layer. Return whether that was done."""
         made = self.next_plan(index, skip=skip)
         if made is None:
             return False
@@ -385,7 +385,7 @@ class Engine:
         )
 
     def refusal(self, index: int, process: DataProcess) -> str:
-        """Why a data plane must refuse the session's plans; empty when it must not."""
+        """Return why a data plane must refuse the session's plans; empty when it must not."""
         executor = process.executor
         if process.shard.index != index or executor.epoch != self.epochs[index]:
             return "another process"

@@ -1,4 +1,4 @@
-"""What an engine of the walk knows: its sequences, its plans, what it sent."""
+"""An engine's view in the walk: its sequences, its plans, its requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 
 @dataclass
 class Known:
-    """A sequence as its engine knows it. ``tokens``: also those not submitted yet."""
+    """An engine's view of a sequence. ``tokens``: also those not submitted yet."""
 
     admitted_by: int
     tokens: list[int]
@@ -50,7 +50,7 @@ class Deferred(NamedTuple):
 
 
 def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
-    """Deferred tokens, sequence by sequence."""
+    """Yield deferred tokens, sequence by sequence."""
     token_ids = iter(columns.read(INT32, message.token_ids, ""))
     return [
         Deferred(i, step, first, list(islice(token_ids, num)))
@@ -65,7 +65,7 @@ def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
 
 
 def unseen_cuts(core: ControlPlane, session_id: int) -> set[int]:
-    """Sequences that the queue took from a session, which the next answer to its steps tells."""
+    """Return sequences cut from a session that the next answer to its steps reports."""
     sharing = core._sharing.get(POOL)
     member = sharing.members.get(session_id) if sharing is not None else None
     if member is None or member.news is None:
@@ -74,9 +74,7 @@ def unseen_cuts(core: ControlPlane, session_id: int) -> set[int]:
 
 
 def lacks_a_receipt(core: ControlPlane, session_id: int) -> bool:
-    """Whether some shards have receipted a plan of the session and others not, which ends it when
-    it lasts.
-    """
+    """Return whether only some shards have receipted a plan, which ends the session in time."""
     session = core._sessions.get(session_id)
     return session is not None and any(num_missing_receipts(len(session.receipted), [session]))
 
@@ -119,7 +117,7 @@ class ShardRun:
 
 @dataclass
 class Made:
-    """A plan, and what all positions scheduled so far hold once it has run."""
+    """A plan, and the values of all positions scheduled so far once it has run."""
 
     signed: tpb.SignedPayload
     plan: tpb.Plan
@@ -144,7 +142,7 @@ class Made:
 
 @dataclass
 class Sent:
-    """A request with a number, and what came of it."""
+    """A request with a number, and its outcome."""
 
     method: str
     request: Any
@@ -154,7 +152,7 @@ class Sent:
 
 
 class LayerCall(NamedTuple):
-    """What one layer's message said, and what it wrote, to be sent again."""
+    """One layer's message and the values that it wrote, to be sent again."""
 
     process: DataProcess
     plan_number: int

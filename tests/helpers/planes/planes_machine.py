@@ -41,7 +41,7 @@ from tests.helpers.planes.planes_world import LEASE_S, POOL, ControlProcess, Wor
 
 MAX_ENGINES, MAX_GONE = 4, 6
 OWNERS = [("ann", ""), ("bob", ""), ("ann", ""), ("ann", "adapter"), ("bob", "")]
-# What ends sessions ends the story: most walks must get far before it happens.
+# Events that end sessions end the walk's story: most walks must get far before them.
 RARELY = 0.4
 
 
@@ -50,8 +50,8 @@ class PlanesMachine(LateDuplicates):
 
     @initialize(seed=st.integers(0, 2**32), num_shards=st.integers(1, 2))
     def begin(self, seed: int, num_shards: int) -> None:
-        """All choices but that of rules follow from ``seed``: two walks are different ones from the
-        first rule on that they do not share.
+        """All choices except that of rules follow from ``seed``: two walks differ from their first
+        different rule on.
         """
         self.rng = rng = Random(seed)
         self.world = World(
@@ -121,7 +121,7 @@ class PlanesMachine(LateDuplicates):
     @precondition(lambda self: self.engines)
     @rule()
     def submit_receipts(self) -> None:
-        """Some, in any order, now and then one lost for good, and old ones again."""
+        """Submit some, in any order, sometimes one lost for good, and old ones again."""
         engine, rng = self.pick(), self.rng
         if not self.ready_to_send(engine):
             return
@@ -135,7 +135,7 @@ class PlanesMachine(LateDuplicates):
     @precondition(lambda self: any(engine.old_tokens for engine in self.engines))
     @rule()
     def submit_old_tokens(self) -> None:
-        """Deferred tokens of long ago, with a new number: known by now, or refused."""
+        """Submit deferred tokens of long ago, with a new number: known already, or refused."""
         engine = self.rng.choice([engine for engine in self.engines if engine.old_tokens])
         if not self.ready_to_send(engine):
             return
@@ -144,7 +144,7 @@ class PlanesMachine(LateDuplicates):
         cut = engine.cut | unseen_cuts(engine.control.core, engine.id)
         for i, admitted_by, first, tokens in deferred_of(old):
             if i in cut:
-                continue  # what comes of a sequence that was cut is passed over
+                continue  # deferred tokens of a sequence that was cut are ignored
             known = engine.sequences.get(i)
             are_of_others.append(known is None or known.admitted_by != admitted_by)
             if not are_of_others[-1] and known is not None:
@@ -186,7 +186,7 @@ class PlanesMachine(LateDuplicates):
     @precondition(lambda self: self.engines or self.gone)
     @rule()
     def run_plans(self) -> None:
-        """Parts of plans, on one shard, at the process that is there or at another one."""
+        """Run parts of plans on one shard, at the present process or at another one."""
         rng = self.rng
         engine = rng.choice(self.engines * 3 + self.gone)
         index = rng.randrange(len(engine.epochs))
@@ -206,7 +206,7 @@ class PlanesMachine(LateDuplicates):
     @precondition(lambda self: self.engines)
     @rule()
     def serve(self) -> None:
-        """Steps that nothing disturbs, each run and receipted before the next, or one behind."""
+        """Take undisturbed steps, each run and receipted before the next, or one behind."""
         engine = self.pick()
         is_behind = self.rng.random() < 0.5
         for _ in range(self.rng.randint(3, 12)):
@@ -229,7 +229,7 @@ class PlanesMachine(LateDuplicates):
 
     @rule()
     def break_a_stream(self) -> None:
-        """One end leaves; the other notices at once, or when it connects anew."""
+        """Let one end leave; the other notices at once, or when it connects anew."""
         streams = self.world.streams()
         if not streams or self.rng.random() > RARELY:
             return
@@ -241,8 +241,8 @@ class PlanesMachine(LateDuplicates):
 
     @rule()
     def connect(self) -> None:
-        """A data plane registers: the latest of a shard with the latest control plane, or one that
-        was replaced, or with one that was. It may stay a moment only.
+        """Register a data plane: the latest of a shard with the latest control plane, or a replaced
+        one, or with a replaced one. It may stay only a moment.
         """
         rng = self.rng
         process = self.world.latest(rng.randrange(len(self.world.shards)))
@@ -267,7 +267,7 @@ class PlanesMachine(LateDuplicates):
 
     @rule()
     def restart_a_data_plane(self) -> None:
-        """Another process comes, of another size perhaps; the old one is there still."""
+        """Start another process, perhaps of another size; the old one remains."""
         rng = self.rng
         if rng.random() > RARELY:
             return
@@ -284,9 +284,7 @@ class PlanesMachine(LateDuplicates):
 
     @rule()
     def restart_the_control_plane(self) -> None:
-        """Another one comes, of a higher incarnation or of the same; the old ones are there
-        still.
-        """
+        """Start another one, of a higher incarnation or of the same; the old ones remain."""
         rng = self.rng
         if rng.random() > RARELY:
             return
@@ -305,7 +303,7 @@ class PlanesMachine(LateDuplicates):
     @precondition(lambda self: self.has_begun and self.engines)
     @rule()
     def forge_a_plan(self) -> None:
-        """With the key of a session. A data plane that has another one refuses."""
+        """Sign a plan with the key of a session. A data plane that has another key refuses it."""
         key = self.rng.choice(self.engines + self.gone).key
         engine = self.pick()
         plan = tpb.Plan(
@@ -334,7 +332,7 @@ class PlanesMachine(LateDuplicates):
 
     @rule()
     def a_wrong_shard_comes(self) -> None:
-        """One that overlaps with another, or leaves a part out, or divides the pool otherwise."""
+        """Register a shard that overlaps another, leaves a part out, or divides otherwise."""
         rng = self.rng
         if rng.random() > RARELY / 2:
             return
@@ -360,7 +358,7 @@ class PlanesMachine(LateDuplicates):
                 engine.check()
 
     def teardown(self) -> None:
-        """When all faults have ended, nothing is held and a session can have the whole pool."""
+        """End all faults; then nothing is held and a session can have the whole pool."""
         if not self.has_begun:
             return
         world = self.world
@@ -392,21 +390,21 @@ class PlanesMachine(LateDuplicates):
     # Helpers
 
     def pick(self) -> Engine:
-        """An engine, mostly one whose plans are run."""
+        """Return an engine, mostly one whose plans are run."""
         served = [engine for engine in self.engines if engine.is_served]
         if served and self.rng.random() < 0.8:
             return self.rng.choice(served)
         return self.rng.choice(self.engines)
 
     def retire(self, engine: Engine) -> None:
-        """Its messages may still be on their way."""
+        """Retire an engine, whose messages may still be on their way."""
         engine.ended = True
         self.engines.remove(engine)
         self.gone.append(engine)
         del self.gone[:-MAX_GONE]
 
     def ready_to_send(self, engine: Engine) -> bool:
-        """Have what was not answered answered, or give it up if it never arrived. Whether the
+        """Retry the unanswered request, or give it up if it never arrived. Return whether the
         session is still open.
         """
         if engine.unanswered is not None and not (
@@ -441,7 +439,7 @@ class PlanesMachine(LateDuplicates):
             self.retire(engine)
 
     def operation(self, engine: Engine) -> cpb.Operation:
-        """A change that makes sense most of the time."""
+        """Return a change that makes sense most of the time."""
         rng = self.rng
         live = sorted(engine.sequences)
         unused = [i for i in range(1, 4) if i not in live]
@@ -472,7 +470,7 @@ class PlanesMachine(LateDuplicates):
 
 
 def growth(rng: Random, sequence_id: int, known: Known) -> cpb.Operation:
-    """An append, now and then at a position where the sequence was, or will be."""
+    """Return an append, sometimes at a position where the sequence was, or will be."""
     ahead = known.tokens[known.num_known : known.num_scheduled]
     tokens = list(ahead) if rng.random() < 0.5 else []
     if len(tokens) == len(ahead):

@@ -1,8 +1,8 @@
-"""What every slot of a pool must hold, from its tokens alone.
+"""Computes the right value of every slot of a pool, from its tokens alone.
 
 A position's keys and values are a function of its owner and of all tokens up to it, so a block that
 is not the sequence's own is a wrong value. The last element of each head says whose tenant wrote
-it, so that another tenant's data is known where nothing was written since.
+it, so that another tenant's data is recognised where nothing was written since.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _KINDS = (
 
 
 def tag_of(tenant: str) -> float:
-    """What the last element of each head holds that the tenant wrote."""
+    """Return the last element of each head that the tenant writes."""
     return 1.0 + TENANTS.index(tenant)
 
 
 def values_of(owner: Owner, tokens: Sequence[int]) -> Values:
-    """Keys and values of each position, [num_tokens, NUM_LAYERS, 2, NUM_HEADS, HEAD_SIZE]."""
+    """Return each position's keys and values, [num_tokens, NUM_LAYERS, 2, NUM_HEADS, HEAD_SIZE]."""
     value, chain = zlib.crc32("/".join(owner).encode()), []
     for token in tokens:
         value = hash((value, token))
@@ -67,12 +67,12 @@ class ShardView:
         self.heads = slice(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
 
     def layer(self, values: Values, layer: int, kind: int) -> torch.Tensor:
-        """Keys (``kind`` 0) or values (1) of a layer, [num_tokens, num_kv_heads, HEAD_SIZE]."""
+        """Return keys (``kind`` 0) or values (1), [num_tokens, num_kv_heads, HEAD_SIZE]."""
         return torch.from_numpy(np.ascontiguousarray(values[:, layer, kind, self.heads]))
 
     def blocks(self, values: Values) -> Values:
-        """As blocks hold them, [num_layers, num_blocks, 2, num_kv_heads, BLOCK, HEAD_SIZE], and NaN
-        in slots after the last.
+        """Return the values as blocks, [num_layers, num_blocks, 2, num_kv_heads, BLOCK, HEAD_SIZE],
+        with NaN in slots after the last.
         """
         num_blocks = -(-len(values) // BLOCK)
         own = values[:, self.layers][:, :, :, self.heads]
@@ -82,7 +82,7 @@ class ShardView:
         return by_block.transpose(2, 0, 3, 4, 1, 5)
 
     def attention(self, values: Values, first: int, layer: int) -> Values:
-        """What positions from ``first`` on see when they ask with twice their value."""
+        """Return the outputs of positions from ``first`` on, with queries of twice their values."""
         own = values[:, layer, :, self.heads].astype(np.float64)
         keys, vectors = own[:, 0], own[:, 1]
         scores = np.einsum("qhd,khd->hqk", 2 * vectors[first:], keys) / np.sqrt(HEAD_SIZE)
@@ -94,8 +94,8 @@ class ShardView:
 
 
 def check_blocks(found: Values, wanted: Values, tag: float, where: str) -> None:
-    """Slots hold what was written, and the others nothing of another tenant. ``wanted`` has NaN
-    where anything of the own tenant may be.
+    """Check that slots hold the written values, and the others nothing of another tenant.
+    ``wanted`` has NaN where anything of the own tenant may be.
     """
     assert found.shape == wanted.shape, where
     owners = found[..., -1]

@@ -48,19 +48,19 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 def wire(message: AnyMessage) -> AnyMessage:
-    """The message as its receiver has it."""
+    """Return the message as its receiver has it."""
     return type(message).FromString(message.SerializeToString())
 
 
 def cells(shard: tpb.Shard) -> set[tuple[int, int]]:
-    """The (layer, KV head)s that a shard holds."""
+    """Return the (layer, KV head)s that a shard holds."""
     layers = range(shard.first_layer, shard.first_layer + shard.num_layers)
     heads = range(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
     return set(itertools.product(layers, heads))
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """Seconds that pass only when a test adds them."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -110,7 +110,7 @@ class ControlProcess:
 
     @property
     def pool(self) -> Pool | None:
-        """Its state of the pool."""
+        """The core's state of the pool."""
         return self.core._pools.get(POOL)
 
     @property
@@ -136,7 +136,7 @@ class ControlProcess:
         return welcome
 
     def open(self, process: DataProcess, hello: cpb.Hello) -> Stream:
-        """A data plane connects; its former stream is superseded."""
+        """Open a data plane's stream; its former stream is superseded."""
         welcome = self.accept(hello)
         stream = Stream(self, process)
         self.streams[stream.index] = stream
@@ -145,13 +145,13 @@ class ControlProcess:
         return stream
 
     def close(self, stream: Stream) -> None:
-        """The control plane notices that a stream has ended."""
+        """Let the control plane notice that a stream has ended."""
         if stream.is_read_by_control:
             del self.streams[stream.index]
             self.core.disconnect(POOL, stream.index, stream.epoch)
 
     def flush(self) -> None:
-        """Put what the core has to say on the streams that it is for."""
+        """Put the core's messages on their streams."""
         for index, stream in self.streams.items():
             stream.to_data.extend(map(wire, all_outgoing(self.core, POOL, index)))
 
@@ -200,16 +200,16 @@ class DataProcess:
 
     @property
     def num_device(self) -> int:
-        """Blocks of the device tier."""
+        """Number of blocks of the device tier."""
         return self.executor.pools.device_tier.shape[0]
 
     @property
     def num_host(self) -> int:
-        """Blocks of the host tier."""
+        """Number of blocks of the host tier."""
         return self.executor.pools.host_tier.shape[0]
 
     def snapshot(self) -> tuple[bytes, ...]:
-        """All that commands could change."""
+        """Return all state that commands could change."""
         return (
             self.executor.pools.device_tier.numpy().tobytes(),
             self.executor.pools.host_tier.numpy().tobytes(),
@@ -277,7 +277,7 @@ class DataProcess:
         self.report(stream)
 
     def report(self, stream: Stream) -> None:
-        """Send what all blocks hold."""
+        """Send the contents of all blocks."""
         for part in self.executor.report(_BLOCKS_PER_REPORT):
             stream.to_control.append(wire(cpb.RegisterRequest(report=part)))
 
@@ -322,21 +322,21 @@ class World:
 
     @property
     def control(self) -> ControlProcess:
-        """The latest of the highest incarnation."""
+        """The latest process of the highest incarnation."""
         return max(reversed(self.controls), key=lambda control: control.incarnation)
 
     def latest(self, index: int) -> DataProcess:
-        """The last process that is a proper shard of the pool."""
+        """Return the last process that is a proper shard of the pool."""
         shard = self.shards[index]
         return next(p for p in reversed(self.processes) if p.shard == shard)
 
     @property
     def num_device(self) -> int:
-        """Blocks of the pool that the latest processes make."""
+        """Number of blocks of the pool that the latest processes make."""
         return min(self.latest(i).num_device for i in range(len(self.shards)))
 
     def restart_control(self, incarnation: int) -> ControlProcess:
-        """Another control plane; those before it go on."""
+        """Start another control plane; those before it continue."""
         self.controls.append(ControlProcess(self, incarnation))
         if len(self.controls) > MAX_CONTROLS:
             gone = self.controls.pop(0)
@@ -346,7 +346,7 @@ class World:
         return self.controls[-1]
 
     def restart_data(self, index: int, shard: Shard | None = None) -> DataProcess:
-        """Another process of a shard, of a higher epoch; those before it go on."""
+        """Start another process of a shard, of a higher epoch; those before it continue."""
         process = DataProcess(shard or self.shards[index], next(self._epochs), *self.sizes[index])
         self.processes.append(process)
         if len(self.processes) > MAX_PROCESSES:
@@ -358,24 +358,24 @@ class World:
     # Streams
 
     def connect(self, process: DataProcess, control: ControlProcess) -> None:
-        """A process leaves its stream for a new one, or is refused."""
+        """Make a process leave its stream for a new one, or be refused."""
         process.stream = None
         process.stream = control.open(process, process.hello())
 
     def leave(self, process: DataProcess) -> None:
-        """A process leaves its stream, and the control plane knows at once."""
+        """Make a process leave its stream; the control plane knows at once."""
         stream, process.stream = process.stream, None
         if stream is not None:
             stream.control.close(stream)
 
     def streams(self) -> list[Stream]:
-        """Those that an end reads."""
+        """Return the streams that an end reads."""
         found = [stream for control in self.controls for stream in control.streams.values()]
         found += [p.stream for p in self.processes if p.stream is not None]
         return list(dict.fromkeys(found))
 
     def deliver(self, rng: Random, num_messages: int) -> None:
-        """Some messages arrive."""
+        """Deliver some messages."""
         for _ in range(num_messages):
             waiting = [(s, s.control, s.to_control) for s in self.streams() if s.to_control]
             waiting += [(s, s.process, s.to_data) for s in self.streams() if s.to_data]
@@ -385,7 +385,7 @@ class World:
             receiver.receive(stream)
 
     def deliver_all(self) -> None:
-        """All messages arrive, and what they bring about."""
+        """Deliver all messages, and those that they cause."""
         while any(stream.to_control or stream.to_data for stream in self.streams()):
             for stream in self.streams():
                 while stream.to_control:
@@ -394,8 +394,8 @@ class World:
                     stream.process.receive(stream)
 
     def mend(self) -> None:
-        """The latest process of each shard registers with the latest control plane, and all that
-        is in flight arrives. A shard that can not register starts anew.
+        """Register the latest process of each shard with the latest control plane, and deliver all
+        messages in flight. A shard that can't register starts anew.
         """
         control = self.control
         for stream in self.streams():
@@ -412,7 +412,7 @@ class World:
             assert attempt < 2, f"the pool is never ready: {control.pool.shards.what_is_missing()}"
 
     def latest_of(self, stream: Stream) -> DataProcess | None:
-        """The latest process of a stream's shard."""
+        """Return the latest process of a stream's shard."""
         index = stream.index
         return self.latest(index) if index < len(self.shards) else None
 
@@ -429,7 +429,7 @@ class World:
     # What always holds
 
     def check(self) -> None:
-        """Each plane's own invariants, and that what can be found is what it is found for."""
+        """Check each plane's own invariants, and the contents of blocks that can be found."""
         for process in self.processes:
             process.executor.check_integrity()
         for control in self.controls:
@@ -439,14 +439,14 @@ class World:
                 self._check_all_is_held(control)
 
     def _check_all_is_held(self, control: ControlProcess) -> None:
-        """Each KV head of each layer is held by one shard."""
+        """Check that each KV head of each layer is held by one shard."""
         infos = control.core.describe_pool(POOL).shards
         held = Counter(cell for info in infos for cell in cells(info.shard))
         wanted = itertools.product(range(NUM_LAYERS), range(NUM_HEADS))
         assert held == Counter(wanted), "a pool is ready without all of its parts"
 
     def _findable(self, pool: Pool) -> Iterator[tuple[int, tuple[str, str], int, list[int]]]:
-        """(block, tenant and namespace, parent, tokens) of what can be found, parents first."""
+        """Return (block, tenant and namespace, parent, tokens) of cached blocks, parents first."""
         for run in pool.native.all_publications(3):
             message = publish_message(run).publish.publications
             for block, parent, token_ids in zip(
@@ -459,7 +459,7 @@ class World:
                 yield block, owner, parent, list(columns.read(INT32, token_ids, ""))
 
     def _check_findable(self, control: ControlProcess) -> None:
-        """Whatever a prompt would find holds that prompt's values, in every shard."""
+        """Check that the blocks that a prompt would find hold its values, in every shard."""
         pool = control.pool
         if pool is None or not pool.built:
             return

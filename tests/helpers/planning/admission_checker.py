@@ -1,4 +1,4 @@
-"""Every state that a small pool under the real queue can get into, and who is starved in them.
+"""Finds every state that a small pool under the real queue can reach, and the starved sessions.
 
 A session is starved if things can go on for ever, with ticks, without it ending a sequence: there
 is a cycle of states through a tick in which it ends none. That covers a deadlock, where only ticks
@@ -14,7 +14,7 @@ from typing import Any
 from control_plane.admission.decisions import AdmissionConfig
 from tests.helpers.planning.admission_world import CONFIG, HOSTILE, Case, State, World, moves
 
-# The index of the next state, words for what leads there, and who ended a sequence.
+# The index of the next state, words for the move, and the session that ended a sequence.
 Edge = tuple[int, str, int | None]
 
 CASES = {
@@ -58,7 +58,7 @@ class Starved:
 def starved(
     case: Case, config: AdmissionConfig = CONFIG, *, max_states: int = 1_000_000
 ) -> tuple[list[Starved], int]:
-    """The honest sessions that can be starved, and how many states there are."""
+    """Return the honest sessions that can be starved, and the number of states."""
     states, edges = explore(case, config, max_states)
     found = []
     for session, kind in enumerate(case.kinds):
@@ -105,7 +105,7 @@ def _path(
     begin: int,
     end: int,
 ) -> list[tuple[int, str]]:
-    """A shortest way inside a component."""
+    """Return a shortest way inside a component."""
     came: dict[int, tuple[int, str]] = {}
     queue = [begin]
     for v in queue:
@@ -125,7 +125,7 @@ def _path(
 
 
 def _components(edges: list[list[Edge]], keep: Callable[[Edge], bool]) -> list[int]:
-    """The number of each state's strongly connected component (Tarjan, without recursion)."""
+    """Number each state's strongly connected component (Tarjan, without recursion)."""
     num = len(edges)
     index, low, component = [-1] * num, [0] * num, [-1] * num
     stack: list[int] = []

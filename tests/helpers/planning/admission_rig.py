@@ -1,4 +1,4 @@
-"""A small pool and its queue, and what a control plane does between them."""
+"""A small pool and its queue, and a control plane's work between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rig:
     """A pool that counts blocks, with sessions 0, 1, ... that are open from the beginning.
 
     ``held``: for each session the blocks of each live sequence, and ``progress_s``: when it last
-    went on. ``retired``: blocks that wait for the session's receipts, since ``retired_s``.
+    progressed. ``retired``: blocks that wait for the session's receipts, since ``retired_s``.
     ``computed``: sequences that a plan in flight computes. The clock, ``now_s``, is the test's to
     move.
     """
@@ -63,7 +63,7 @@ class Rig:
     def ask(
         self, session: int, sequence: int, num_blocks: int, *, wait: bool = True
     ) -> MustWait | None:
-        """None when it was admitted."""
+        """Ask for an admission; return None when it was admitted."""
         must_wait = self.queue.admit(session, sequence, num_blocks, self.now_s, wait=wait)
         if must_wait is None:
             self._admit(session, sequence, num_blocks)
@@ -76,11 +76,11 @@ class Rig:
         return may
 
     def go_on(self, session: int, sequence: int) -> None:
-        """It computes something, without more blocks."""
+        """Compute something for a session, without more blocks."""
         self.progress_s[session][sequence] = self.now_s
 
     def end(self, session: int, sequence: int) -> None:
-        """Its blocks are retired: call ``receipt`` to get them back."""
+        """End a sequence. Its blocks are retired: call ``receipt`` to get them back."""
         self.queue.ended(session, sequence)
         self._retire(session, sequence)
 
@@ -125,7 +125,7 @@ class Rig:
         del self.progress_s[session][sequence]
 
     def _give(self, session: int, sequence: int, num_blocks: int) -> None:
-        """Free blocks first, then the session's own retired ones."""
+        """Allocate free blocks first, then the session's own retired ones."""
         self.retired[session] -= max(0, num_blocks - self.num_free())
         assert self.retired[session] >= 0, "the queue granted blocks that are not there"
         self.held[session][sequence] += num_blocks

@@ -3,7 +3,7 @@
 Time runs in ticks of one grace period. Honest sessions step once between two ticks, in any order:
 receipts come, each sequence grows by a block or ends at its length, and one admission is asked for.
 One kind of them frees a sequence when asked to yield it, the other waits to be cut. A hostile one
-does anything, at any time, or nothing: it keeps receipts back, frees, grows, goes on without
+does anything, at any time, or nothing: it withholds receipts, frees, grows, continues without
 growth, asks with and without waiting, and withdraws.
 """
 
@@ -39,7 +39,7 @@ class Case:
 
 
 class State(NamedTuple):
-    """Everything that matters, in a form that is equal whenever what follows is."""
+    """All state that matters, in a form that is equal whenever the future is."""
 
     sessions: tuple[Any, ...]
     queue: tuple[tuple[int, int, float, bool], ...]
@@ -55,7 +55,7 @@ class World(Rig):
         self.stepped = 0
 
     def honest_step(self, session: int) -> bool:
-        """Whether the session ended a sequence."""
+        """Take a step; return whether the session ended a sequence."""
         self.receipt(session)
         self.serve()
         ended = self._grow_all(session)
@@ -94,7 +94,7 @@ class World(Rig):
         self.serve()
 
     def time_passes(self) -> str:
-        """A tick; returns words for it."""
+        """Take a tick; return words for it."""
         self.now_s += 1.0
         self.stepped = 0
         words = ["tick"]
@@ -121,7 +121,7 @@ class World(Rig):
         sequences[number].id = number  # type: ignore[misc]
 
     def _grow_all(self, session: int) -> bool:
-        """Whether one of the sequences was at its length, and ended."""
+        """Grow all; return whether one of the sequences was at its length, and ended."""
         ended = False
         for sequence, num_held in list(self.held[session].items()):
             if num_held == self.case.length[session]:
@@ -182,7 +182,7 @@ class World(Rig):
 
     @classmethod
     def restored(cls, case: Case, config: AdmissionConfig, state: State) -> World:
-        """A world in that state, at second 0."""
+        """Return a world in that state, at second 0."""
         world = cls(case, config)
         world.stepped = state.stepped
         turns = world.queue._turns
@@ -230,7 +230,7 @@ class World(Rig):
 
 
 def moves(world_state: State, case: Case, config: AdmissionConfig) -> Iterator[tuple[Any, ...]]:
-    """What can happen next: the state after it, words for it, and which session ended one."""
+    """Yield each possible move: the next state, words for it, and the session that ended one."""
     world = World.restored(case, config, world_state)
     options = [world.hostile_moves(i) if k == HOSTILE else [] for i, k in enumerate(case.kinds)]
     everyone = sum(1 << i for i, kind in enumerate(case.kinds) if kind != HOSTILE)

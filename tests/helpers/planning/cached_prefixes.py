@@ -1,4 +1,4 @@
-"""What a namespace has cached, as the wire shows it: which blocks are found, how each is kept."""
+"""A namespace's cached prefixes, in the wire's view: which blocks are found, how each is kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CachedPrefixes:
 
 
 async def cached_prefixes(stub: Stub, pool_id: str, session: Session) -> CachedPrefixes:
-    """All that is cached in the session's namespace. Asking counts as no use of it."""
+    """Return all that is cached in the session's namespace. Asking counts as no use of it."""
     stored, revision = await snapshot(stub, pool_id, session.namespace)
     kept = set()
     by_hash = {block.block_hash: block for block in stored}
@@ -42,7 +42,7 @@ async def cached_prefixes(stub: Stub, pool_id: str, session: Session) -> CachedP
 
 
 async def snapshot(stub: Stub, pool_id: str, namespace: str) -> tuple[list[StoredBlock], int]:
-    """The blocks that a new follower is told first, and their revision."""
+    """Return the blocks of a new follower's first message, and their revision."""
     call, reader = stub.Watch(pb.WatchRequest(pool_id=pool_id, namespace=namespace)), FeedReader()
     stored: list[StoredBlock] = []
     try:
@@ -57,7 +57,7 @@ async def snapshot(stub: Stub, pool_id: str, namespace: str) -> tuple[list[Store
 
 
 def prompt_of(block_hash: bytes, by_hash: dict[bytes, StoredBlock]) -> list[int]:
-    """The tokens of the prefix that ends with this block, from its first block that is known on."""
+    """Return the tokens of the prefix that ends with this block, from its first known block on."""
     blocks: list[StoredBlock] = []
     while (block := by_hash.get(block_hash)) is not None:
         blocks.append(block)

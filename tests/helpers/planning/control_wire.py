@@ -1,4 +1,4 @@
-"""The control plane's peers, a data plane and an engine, played by hand on raw stubs."""
+"""The control plane's peers, a data plane and an engine, simulated by hand on raw stubs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RawShard:
         self.call: Any = stub.Register()
 
     def again(self, stub: Stub) -> RawShard:
-        """The same process on another stream: it holds what its last registration gave it."""
+        """Return the same process on another stream, with the state from its last registration."""
         other = RawShard(stub)
         other.hello.CopyFrom(self.hello)
         other.hello.incarnation = self.welcome.incarnation
@@ -60,7 +60,7 @@ class RawShard:
         await self.call.write(pb.RegisterRequest(**message))
 
     async def receive(self, patience_s: float = PATIENCE_S) -> pb.RegisterResponse:
-        """The next message. Raises grpc.aio.AioRpcError when the stream ended with an error."""
+        """Return the next message. Raises grpc.aio.AioRpcError if an error ended the stream."""
         answer = await asyncio.wait_for(self.call.read(), patience_s)
         if answer is grpc.aio.EOF:
             await asyncio.wait_for(self.call, patience_s)
@@ -69,13 +69,13 @@ class RawShard:
         return answer
 
     async def published(self, num_blocks: int) -> tpb.Publications:
-        """The next publications, which must be of ``num_blocks`` blocks."""
+        """Return the next publications, which must be of ``num_blocks`` blocks."""
         publications = (await self.receive()).publish.publications
         assert columns.count(columns.INT32, publications.indices) == num_blocks
         return publications
 
     async def failure(self) -> grpc.aio.AioRpcError:
-        """What the stream ends with, whatever comes before."""
+        """Return the error that ends the stream, whatever comes before."""
         with pytest.raises(grpc.aio.AioRpcError) as error:
             while True:
                 await self.receive()
@@ -85,7 +85,7 @@ class RawShard:
         self.call.cancel()
 
     def receipt(self, plan: tpb.SignedPayload, **changes: Any) -> tpb.SignedPayload:
-        """Its receipt for ``plan``."""
+        """Return its receipt for ``plan``."""
         what = tpb.Plan.FromString(plan.payload)
         fields = {
             "version": protocol.PAYLOAD_VERSION,
@@ -99,13 +99,13 @@ class RawShard:
         return self.signed(tpb.Receipt(**{**fields, **changes}).SerializeToString())
 
     def signed(self, payload: bytes) -> tpb.SignedPayload:
-        """These bytes as a receipt that it signed."""
+        """Return these bytes as a receipt that it signed."""
         signature = signing.sign(self.key, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 
 class RawSession:
-    """An engine's end: it numbers its requests, and takes every plan to have run."""
+    """An engine's end: it numbers its requests, and counts every plan as run."""
 
     def __init__(self, stub: Stub, shard: RawShard, opened: pb.OpenSessionResponse) -> None:
         self.stub = stub
@@ -127,26 +127,26 @@ class RawSession:
         return cls(stub, shard, await stub.OpenSession(request))
 
     def next(self) -> dict[str, Any]:
-        """The fields of the next numbered request, with the receipts that are due."""
+        """Return the fields of the next numbered request, with the receipts that are due."""
         self.number += 1
         receipts, self.receipts = self.receipts, []
         return {"session": self.ref, "number": self.number, "receipts": receipts}
 
     def ran(self, answer: Any) -> Any:
-        """Take the answer's plan, if it has one, to have run. Returns ``answer``."""
+        """Count the answer's plan, if it has one, as run. Return ``answer``."""
         if answer.HasField("plan"):
             self.receipts.append(self.shard.receipt(answer.plan))
         return answer
 
     async def step(self, *operations: pb.Operation, **fields: Any) -> pb.StepResult:
-        """The next step, by a unary call. What it plans counts as run."""
+        """Send the next step, by a unary call. Its plan counts as run."""
         step = pb.StepRequest(**{**self.next(), "operations": operations, **fields})
         answer = await self.stub.RunStep(pb.RunStepRequest(step=step))
         assert isinstance(answer, pb.RunStepResponse)
         return self.ran(answer.result)  # type: ignore[no-any-return]
 
     async def admit(self, sequence_id: int, tokens: list[int], **more: Any) -> pb.StepResult:
-        """A step that admits one sequence, which must be done."""
+        """Send a step that admits one sequence, which must succeed."""
         result = await self.step(ops.admit(sequence_id, tokens, **more))
         assert not result.results[0].failures
         return result
@@ -158,7 +158,7 @@ class RawSession:
         return answer
 
     async def num_written(self, sequence_id: int) -> int:
-        """Tokens of the sequence that are written, by receipts."""
+        """Return the tokens of the sequence that are written, by receipts."""
         name = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
         states = (await self.stub.DescribeSequence(name)).sequences
         [num] = columns.read(INT64, states.num_written_tokens, "num_written_tokens")

@@ -35,7 +35,7 @@ TWO_GROUPS = replace(LAYOUT, groups=GROUPS)
 
 
 def value_of(tokens: Sequence[int], end: int) -> int:
-    """What the slot of token ``end - 1`` holds."""
+    """Return the value in the slot of token ``end - 1``."""
     return zlib.crc32(columns.pack(INT32, tokens[:end])) % 2**20
 
 
@@ -70,7 +70,7 @@ class World:
         self.restart_control()
 
     def restart_control(self) -> None:
-        """Another control plane learns the pool from its data plane; the session begins anew."""
+        """Start a control plane, which learns the pool from its data plane, and a new session."""
         self.incarnation += 1
         self.core = ControlPlane(
             incarnation=self.incarnation, config=self.config, clock=lambda: 1.0
@@ -107,7 +107,7 @@ class World:
         return self.core._sessions[self.session.session_id]
 
     def step(self, *operations: cpb.Operation, num_receipts: int = 9) -> cpb.StepResult:
-        """Do a step, and run its plan. ``num_receipts``: submitted first."""
+        """Run a step and its plan. ``num_receipts``: submitted first."""
         self.number += 1
         given, self.receipts = self.receipts[:num_receipts], self.receipts[num_receipts:]
         request = cpb.StepRequest(
@@ -121,7 +121,7 @@ class World:
         return result
 
     def believe(self, operations: Sequence[cpb.Operation], result: cpb.StepResult) -> None:
-        """The tokens of sequences after what was done."""
+        """Note the tokens of sequences after a step."""
         for operation, done in zip(operations, result.results, strict=True):
             kind = operation.WhichOneof("operation")
             message = getattr(operation, kind)
@@ -157,7 +157,7 @@ class World:
                     del self.sequences[sequence_id][keep:]
 
     def run(self, plan: tpb.SignedPayload) -> None:
-        """Run a plan: each slot that it computes gets its value."""
+        """Run a plan: give each slot that it computes its value."""
         executor, session_id = self.executor, self.session.session_id
         started = executor.start(session_id, plan)
         spans = tpb.Plan.FromString(plan.payload).spans
@@ -182,7 +182,7 @@ class World:
         self.receipts.append(receipt)
 
     def abort(self) -> None:
-        """Abort all plans without receipts; sequences keep what was written."""
+        """Abort all plans without receipts; sequences keep written tokens."""
         self.number += 1
         self.receipts.clear()
         request = cpb.AbortPlanRequest(
@@ -195,7 +195,7 @@ class World:
         self.deliver()
 
     def deliver(self) -> None:
-        """What the control plane tells the data plane arrives."""
+        """Deliver the control plane's messages to the data plane."""
         for message in self.core.take_outgoing(POOL, 0):
             if message.HasField("publish"):
                 self.executor.publish(message.publish.publications)
@@ -210,7 +210,7 @@ class World:
         return list(queries.block_table(self.of_session, request).tables)
 
     def check(self) -> None:
-        """The planes' own invariants, and that the groups are in step and hold what they should."""
+        """Check the planes' own invariants, and that the groups are in step with right values."""
         self.core.check_integrity()
         self.executor.check_integrity()
         handle = self.of_session.handle
@@ -230,7 +230,7 @@ class World:
         num_trimmed = indices.count(-1)
         window = GROUPS[group].sliding_window_tokens
         num_gone = max(0, state.num_written_tokens - window + 1) // BLOCK if window else 0
-        assert num_trimmed <= num_gone, "a block that a position sees was given back"
+        assert num_trimmed <= num_gone, "a block that a position sees was freed"
         self.seen["trimmed"] += num_trimmed > 0
         num_blocks = -(-state.num_written_tokens // BLOCK) - num_trimmed  # others may be to come
         if self.of_session.resync_due or num_blocks <= 0:
@@ -251,7 +251,7 @@ class World:
         self.seen["tables checked"] += 1
 
     def prompt(self, rng: Random, num_tokens: int) -> list[int]:
-        """A prompt that begins as others do."""
+        """Return a prompt that begins as others do."""
         seed = rng.randrange(2)
         branch = rng.choice((0, 8, 16, 24, 40))
         return [(seed * 100 + i) if i < branch else rng.randrange(1000) for i in range(num_tokens)]

@@ -1,7 +1,7 @@
-"""Engines of one pool over a socket, which see that an operation that is refused changes nothing.
+"""Engines of one pool over a socket, which check that a refused operation changes nothing.
 
-The control plane is a real server on a loopback port. The data plane is played: it signs a receipt
-for every plan, and runs none.
+The control plane is a real server on a loopback port. The data plane is simulated: it signs a
+receipt for every plan, and runs none.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Block = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class State:
-    """What a refusal must leave as it is: the pool's usage, every sequence and its table, and by
-    namespace what is cached and how it is retained.
+    """State that a refusal must leave unchanged: the pool's usage, every sequence and its table,
+    and by namespace what is cached and how it is retained.
     """
 
     usage: pb.PoolUsage
@@ -71,13 +71,13 @@ class World:
         self.shard: RawShard
 
     def stop_clock(self) -> StoppedClock:
-        """Stop the control plane's clock. It still does every quarter of a second what is due."""
+        """Stop the control plane's clock. It still does due work every quarter of a second."""
         clock = StoppedClock()
         self.server.core._clock = clock
         return clock
 
     async def register(self, layout: Layout = LAYOUT, **hello: Any) -> RawShard:
-        """A data plane registers a pool, ``POOL`` unless ``hello`` says otherwise."""
+        """Register a data plane's pool, ``POOL`` unless ``hello`` says otherwise."""
         shard = RawShard(self.stub, layout=layout.to_proto(), **hello)
         await shard.register()
         await shard.report()
@@ -86,14 +86,14 @@ class World:
         return shard
 
     async def caller(self, namespace: str = "") -> Caller:
-        """Another engine."""
+        """Return another engine."""
         session = await self.client.open_session(POOL, self.layout, namespace=namespace)
         caller = Caller(self, session)
         self.callers.append(caller)
         return caller
 
     async def usage(self, tier: int = DEVICE, group: int = 0) -> dict[str, int]:
-        """Blocks of a layer group's tier by state."""
+        """Return the blocks of a layer group's tier by state."""
         tiers = (await self.client.describe_pool(POOL)).usage.tiers
         (usage,) = (usage for usage in tiers if (usage.tier, usage.group) == (tier, group))
         return {
@@ -132,7 +132,7 @@ class Caller:
         self.session = session
 
     async def step(self, *operations: pb.Operation) -> StepResult:
-        """A step whose items may be refused one by one."""
+        """Run a step whose items may be refused one by one."""
         result = await self.session.step(operations)
         if result.plan is not None:
             self.session.add_receipt(self.world.shard.receipt(result.plan))
@@ -140,7 +140,7 @@ class Caller:
         return result
 
     async def do(self, *operations: pb.Operation) -> StepResult:
-        """A step whose operations must all be done."""
+        """Run a step whose operations must all succeed."""
         result = await self.step(*operations)
         failures = [failure for outcome in result.results for failure in outcome.failures]
         assert not failures, failures
@@ -159,7 +159,7 @@ class Caller:
         return await self.do(operation)
 
     async def refuse(self, operation: pb.Operation) -> list[pb.ItemFailure]:
-        """The failures of an operation of which nothing is done; nothing must have changed."""
+        """Return the failures of a refused operation; nothing must have changed."""
         before = await self.world.state()
         result = await self.session.step([operation])
         (outcome,) = result.results
@@ -171,7 +171,7 @@ class Caller:
         return list(outcome.failures)
 
     async def fail(self, operation: pb.Operation, kind: type[KvplaneError], field: str) -> None:
-        """The operation's only item is wrong, by this field of it; nothing must have changed."""
+        """Assert that the operation's only item fails by this field; nothing must have changed."""
         (failure,) = await self.refuse(operation)
         assert failure.status == pb.OPERATION_STATUS_FAILED
         error = error_of(failure)
@@ -180,19 +180,19 @@ class Caller:
         assert (type(error), error.field) == want, repr(error)
 
     async def later(self, operation: pb.Operation) -> pb.Shortage:
-        """What the operation waits for; nothing must have changed."""
+        """Return the reason why the operation waits; nothing must have changed."""
         (failure,) = await self.refuse(operation)
         assert failure.status == pb.OPERATION_STATUS_LATER, failure
         return failure.shortage
 
     async def never(self, operation: pb.Operation) -> pb.Shortage:
-        """What the pool lacks for it at any time; nothing must have changed."""
+        """Return what the pool always lacks for the operation; nothing must have changed."""
         (failure,) = await self.refuse(operation)
         assert failure.status == pb.OPERATION_STATUS_NEVER, failure
         return failure.shortage
 
     async def table(self, sequence_id: int) -> tuple[Block, ...]:
-        """Of all layer groups, one after the other."""
+        """Return the tables of all layer groups, one after the other."""
         found: list[Block] = []
         for blocks in (await self.session.block_table(sequence_id)).tables:
             indices = columns.read(INT32, blocks.indices, "indices")
@@ -201,12 +201,12 @@ class Caller:
         return tuple(found)
 
     async def num_cached(self, token_ids: Sequence[int]) -> int:
-        """Tokens that an admission of this prompt would find cached now."""
+        """Return how many tokens an admission of this prompt would find cached now."""
         return (await self.session.lookup_prefix(token_ids)).num_cached_tokens
 
 
 def prompt(num_blocks: int, seed: int = 0, extra: int = 1) -> list[int]:
-    """Tokens of ``num_blocks`` full blocks and ``extra`` more; different for every seed."""
+    """Return tokens of ``num_blocks`` full blocks and ``extra`` more; different for every seed."""
     return [1000 * seed + position for position in range(num_blocks * BLOCK + extra)]
 
 

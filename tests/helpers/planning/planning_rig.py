@@ -36,7 +36,7 @@ EPOCH = 11
 
 @dataclass(frozen=True)
 class State:
-    """A live sequence as the core has it."""
+    """The core's state of a live sequence."""
 
     tier: int
     table: list[int]
@@ -48,7 +48,7 @@ class State:
 
 
 class PlanningRig:
-    """Session 1 is open."""
+    """A pool on which session 1 is open."""
 
     def __init__(
         self, num_device_blocks: int = 8, num_host_blocks: int = 4, **settings: Any
@@ -85,13 +85,13 @@ class PlanningRig:
     def step(
         self, *operations: cpb.Operation, session: Session | None = None
     ) -> tuple[list[cpb.OperationResult], tpb.Plan | None]:
-        """Run a step, whose number is used up; its results and its plan."""
+        """Run a step, whose number is used up; return its results and its plan."""
         result = self.answer(*operations, session=session)
         plan = tpb.Plan.FromString(result.plan.payload) if result.HasField("plan") else None
         return list(result.results), plan
 
     def answer(self, *operations: cpb.Operation, session: Session | None = None) -> cpb.StepResult:
-        """As ``step``, as it is answered."""
+        """Run ``step``; return the whole answer."""
         session = session or self.session
         session.numbers.use()
         number = session.numbers.last
@@ -107,7 +107,7 @@ class PlanningRig:
     def admit(
         self, sequence_id: int, token_ids: Sequence[int], *, session: Session | None = None
     ) -> State:
-        """A sequence, all of which the step computes."""
+        """Admit a sequence, all of which the step computes."""
         (result,), _ = self.step(ops.admit(sequence_id, token_ids), session=session)
         assert not result.failures, result
         return self.state(sequence_id, session=session)
@@ -162,17 +162,17 @@ class PlanningRig:
         )
 
     def live(self, *, session: Session | None = None) -> list[int]:
-        """Ids of the live sequences."""
+        """Return the ids of the live sequences."""
         message = queries.states(session or self.session)
         return columns.read(INT64, message.sequence_ids, "ids").tolist()
 
     def found(self, token_ids: Iterable[int], *, session: Session | None = None) -> int:
-        """Leading full blocks of a prompt that a session finds on the device."""
+        """Return the leading full blocks of a prompt that a session finds on the device."""
         session = session or self.session
         return session.native.match(session.root, ops.pack_tokens(list(token_ids)))[0]
 
     def usage(self, tier: tpb.Tier = DEVICE) -> dict[str, int]:
-        """Blocks of a tier by state."""
+        """Return the blocks of a tier by state."""
         (usage,) = (usage for usage in self.pool.usage().tiers if usage.tier == tier)
         return {
             "free": usage.num_free_blocks,
@@ -182,11 +182,11 @@ class PlanningRig:
         }
 
     def obtainable(self, session: Session | None = None, tier: tpb.Tier = DEVICE) -> int:
-        """Blocks that the session could allocate now."""
+        """Return the number of blocks that the session could allocate now."""
         return self.pool.native.num_obtainable((session or self.session).handle, tier)
 
     def published(self) -> list[tuple[int, int]]:
-        """(index, index of its parent) of each block announced to the shard since the last call."""
+        """Return (index, parent's index) of each block announced since the last call."""
         found: list[tuple[int, int]] = []
         outgoing = self.pool.shards.states[0].outgoing
         for message in outgoing:
@@ -199,14 +199,14 @@ class PlanningRig:
 
 
 def entries_of(changes: tpb.TableChanges) -> list[tuple[int, int, bool]]:
-    """(index, generation, allocated) of every table entry that is set."""
+    """Return (index, generation, allocated) of every table entry that is set."""
     indices = columns.read(INT32, changes.indices, "indices")
     generations = columns.read(INT64, changes.generations, "generations")
     return list(zip(indices, generations, map(bool, changes.allocated), strict=True))
 
 
 def transfers_of(message: tpb.Transfers) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(source, destination) of each, as (tier, index, generation)."""
+    """Return (source, destination) of each, as (tier, index, generation)."""
     ends = [
         list(
             zip(
@@ -222,7 +222,7 @@ def transfers_of(message: tpb.Transfers) -> list[tuple[tuple[int, ...], tuple[in
 
 
 def spans_of(message: tpb.Spans) -> list[tuple[int, int, int]]:
-    """(sequence, first position, number of tokens) of each."""
+    """Return (sequence, first position, number of tokens) of each."""
     return list(
         zip(
             columns.read(INT64, message.sequence_ids, "sequence_ids"),

@@ -1,4 +1,4 @@
-"""A session of the native core, driven without messages: for tests of what is around the core."""
+"""A session of the native core, driven without messages: for tests of the code around the core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NativeSession:
         self.num_sequences = 0
 
     def write(self, token_ids: Iterable[int]) -> list[int]:
-        """The blocks of a new sequence, all of it computed; nothing is looked up."""
+        """Write a new sequence, all of it computed; nothing is looked up. Return its blocks."""
         native = self.pool.native
         self.num_sequences += 1
         self.num_plans += 1
@@ -36,7 +36,7 @@ class NativeSession:
         return columns.read(INT32, indices, "indices").tolist()
 
     def free(self) -> None:
-        """The last sequence that was written ends."""
+        """Free the last sequence that was written."""
         native = self.pool.native
         self.num_plans += 1
         native.begin(self.handle, self.num_plans)
@@ -46,12 +46,12 @@ class NativeSession:
 
 
 def found(pool: Pool, root: bytes, token_ids: Iterable[int]) -> list[int]:
-    """The device blocks that hold the longest cached prefix of a prompt."""
+    """Return the device blocks that hold the longest cached prefix of a prompt."""
     _, indices, *_ = pool.native.explain(root, ops.pack_tokens(list(token_ids)))
     return columns.read(INT32, indices, "indices").tolist()
 
 
 def generations(pool: Pool, tier: tpb.Tier = tpb.TIER_DEVICE) -> list[int]:
-    """Of all blocks of a tier."""
+    """Return the generations of all blocks of a tier."""
     column = pool.native.generations(tier)
     return columns.read(INT64, column, "generations").tolist()

@@ -1,4 +1,4 @@
-"""The control plane's end of registration streams, over a real socket, played by the test."""
+"""The control plane's end of registration streams, over a real socket, simulated by the test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplane.wire import protocol, signing
 
 
 class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
-    """Accepts every Hello, resumes those of its own incarnation, keeps what it receives."""
+    """Accepts every Hello, resumes those of its own incarnation, keeps received messages."""
 
     def __init__(self, incarnation: int = 1, *, heartbeat_s: float = 0.05) -> None:
         self.incarnation = incarnation

@@ -21,14 +21,14 @@ TENANT, NAMESPACE = "default", ""
 
 
 def half(index: int, num_shards: int = 2) -> tpb.Shard:
-    """The shard of one KV head."""
+    """Return the shard of one KV head."""
     return tpb.Shard(
         index=index, num_shards=num_shards, num_layers=2, first_kv_head=index, num_kv_heads=1
     )
 
 
 def hello(**fields: Any) -> pb.Hello:
-    """Of a whole pool unless ``fields`` say otherwise."""
+    """Return a Hello of a whole pool unless ``fields`` say otherwise."""
     defaults = {
         "protocol": protocol.supported(),
         "pool_id": "pool",
@@ -43,7 +43,7 @@ def hello(**fields: Any) -> pb.Hello:
 
 
 def blocks(generations: Mapping[int, int], tier: tpb.Tier = tpb.TIER_DEVICE) -> tpb.Blocks:
-    """The generations of blocks, by index."""
+    """Return the generations of blocks, by index."""
     return tpb.Blocks(
         tier=tier,
         indices=columns.pack(INT32, generations.keys()),
@@ -61,7 +61,7 @@ class Prefix(NamedTuple):
 
 
 def chain(tokens: Iterable[int], placed: Iterable[tuple[int, int]], **owner: str) -> list[Prefix]:
-    """The prefixes of a prompt in these (index, generation)s, one for each full block."""
+    """Return the prefixes of a prompt in these (index, generation)s, one for each full block."""
     packed, size = ops.pack_tokens(list(tokens)), LAYOUT.block_size_tokens * 4
     names = {"tenant": TENANT, "namespace": NAMESPACE, **owner}
     hash_ = root_hash(root_of(LAYOUT.fingerprint, **names))
@@ -75,7 +75,7 @@ def chain(tokens: Iterable[int], placed: Iterable[tuple[int, int]], **owner: str
 
 
 def publications(prefixes: Iterable[Prefix], **fields: Any) -> tpb.Publications:
-    """As a message, as they are published and reported."""
+    """Return them as a message, in which they are published and reported."""
     prefixes = list(prefixes)
     defaults = {
         "tenant": TENANT,
@@ -94,7 +94,7 @@ def publications(prefixes: Iterable[Prefix], **fields: Any) -> tpb.Publications:
 def report(
     generations: Mapping[int, int] | None = None, *prefixes: Prefix, last: bool = True
 ) -> pb.BlockReport:
-    """Device blocks and what they hold."""
+    """Return a report of device blocks and their contents."""
     return pb.BlockReport(
         blocks=[blocks(generations)] if generations else [],
         publications=[publications(prefixes)] if prefixes else [],
@@ -103,7 +103,7 @@ def report(
 
 
 def all_outgoing(registration: Any, pool_id: str, index: int) -> list[pb.RegisterResponse]:
-    """All that a shard is to be sent, with what it may have missed."""
+    """Return all messages for a shard, with those that it may have missed."""
     messages: list[pb.RegisterResponse] = registration.take_outgoing(pool_id, index)
     while (missed := registration.take_missed(pool_id, index)) is not None:
         messages += missed

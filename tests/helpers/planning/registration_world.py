@@ -1,4 +1,4 @@
-"""Registration by itself, and data planes that send it what a test chooses."""
+"""Registration by itself, and data planes that send it a test's choice of messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class World:
         return self.open_writer().id
 
     def open_writer(self) -> NativeSession:
-        """A session that can write prompts."""
+        """Open a session that can write prompts."""
         return NativeSession(self.pool, next(self.session_ids), "default", ROOT)
 
     def end_session(self, session_id: int, pool: Pool | None = None) -> None:
@@ -58,7 +58,7 @@ class World:
 
 
 class Plane:
-    """A data plane's process, of which only registration is played."""
+    """A data plane's process, of which only registration is simulated."""
 
     def __init__(self, world: World, **fields: Any) -> None:
         self.world = world
@@ -98,5 +98,5 @@ class Plane:
         return all_outgoing(self.world.it, *self.key[:2])
 
     def kinds(self) -> list[str | None]:
-        """What it is sent, by kind."""
+        """Return the kinds of its messages."""
         return [message.WhichOneof("message") for message in self.take()]
