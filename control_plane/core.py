@@ -1,7 +1,7 @@
 """The control plane's core: the metadata of every pool, behind one interface of messages.
 
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
-call runs to its end, but ``in_slices`` stops between slices. Invariant: ``check_integrity`` holds
+call runs to its end, but ``run`` stops between slices. Invariant: ``check_integrity`` holds
 after every call and every slice, one that raises too.
 
     registration   register, report, disconnect, fence_done, files_forgotten, announce,
@@ -9,7 +9,7 @@ after every call and every slice, one that raises too.
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
-                   applying its receipts first; answer, or takes_long and in_slices, for any of them
+                   applying its receipts first; answer, or run in slices, for any of them
     queries        check_operations, block_table, find_prefix, lookup_prefix, explain_prefix,
                    describe_*, observe_pools, check_integrity
 """
@@ -34,11 +34,11 @@ from control_plane.registration.registration import Registration
 from control_plane.sessions.session import END_CAUSES, EndedSessions, Session, random_session_id
 from control_plane.sessions.silent_shards import lost_sessions
 from control_plane.sharing.sharing import Sharing
+from control_plane.steps.large_answers import LargeAnswer
 from control_plane.steps.plain_steps import PlainAnswer, PlainSteps
 from control_plane.steps.planner import Planner, read_operations
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.requests import Request, Requests
-from control_plane.steps.slices import Slices, finished
 from control_plane.views import view
 from control_plane.watching import Follower, Followers
 from kvplane.errors import (
@@ -53,6 +53,7 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
+from kvplane.slices import Slices, run_to_end
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
@@ -255,9 +256,17 @@ class ControlPlane:
         return cast(cpb.ResyncResponse, self.answer(request, tenant))
 
     def answer(self, request: Request, tenant: str) -> Any:
-        """One of the four requests."""
-        session = self._session(request.session, tenant)
-        return finished(self._requests.answer(session, request))
+        """The message that one of the four requests is answered with."""
+        answer = run_to_end(self.run(request, tenant))
+        if isinstance(answer, LargeAnswer):
+            return cpb.StepResponse.FromString(answer.encoded)
+        return answer
+
+    def run(self, request: Request, tenant: str) -> Slices[Any]:
+        """One of the four requests in slices, between which other sessions may do what they like,
+        and its own nothing. Returns the answer, to a step with a large plan a LargeAnswer.
+        """
+        return self._requests.run(self._session(request.session, tenant), request)
 
     def plain_step(self, request: PlainStep, tenant: str) -> PlainAnswer | None:
         """``step`` of a request of the most common shapes. None when it has to be read as a message
@@ -268,18 +277,6 @@ class ControlPlane:
             return None
         self._renew(session)
         return self._plain_steps.answer(session, request)
-
-    def takes_long(self, request: Request) -> bool:
-        """Whether to run one of the four requests by ``in_slices``."""
-        session = self._sessions.get(request.session.session_id)
-        return session is not None and self._requests.takes_long(session, request)
-
-    def in_slices(self, request: Request, tenant: str) -> Slices[Any]:
-        """One of the four requests in slices, between which other sessions may do what they like,
-        and its own nothing. Only one request at a time may be in slices.
-        """
-        session = self._session(request.session, tenant)
-        return self._requests.answer(session, request, in_slices=True)
 
     def _require_open(self, session: Session) -> None:
         if self._sessions.get(session.id) is not session:
@@ -306,7 +303,7 @@ class ControlPlane:
             planner = Planner(member, sharing, check_as=number)
             for i in range(begin, min(begin + _CHECKED_AT_A_TIME, len(operations))):
                 result = response.results.add()
-                planner.run(i, operations[i], result)
+                yield from planner.run(i, operations[i], result)
                 if operations[i][0] != "admit" and result.WhichOneof("done") is not None:
                     result.ClearField("done")
         return response

@@ -20,7 +20,7 @@ from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.steps.large_answers import LargeAnswer
-from control_plane.steps.slices import finished
+from kvplane.slices import run_to_end
 from kvplane.v1 import control_pb2 as cpb
 
 TENANT: Final = "tenant"
@@ -81,9 +81,7 @@ class CorePool:
         return cpb.StepResponse.FromString(answer), seconds
 
     def _answer(self, request: cpb.StepRequest) -> bytes:
-        is_long = self.core.takes_long(request)
-        slices = self.core.in_slices(request, TENANT) if is_long else None
-        answer = self.core.step(request, TENANT) if slices is None else finished(slices)
+        answer = run_to_end(self.core.run(request, TENANT))
         self.core.take_notified()
         is_large = isinstance(answer, LargeAnswer)
         encoded: bytes = answer.encoded if is_large else answer.SerializeToString()

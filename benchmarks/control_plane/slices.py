@@ -141,14 +141,8 @@ def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
 
 
 def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
-    """Return the answer, and the seconds of the longest slice: of the whole request where the
-    server answers a small one at once.
-    """
-    if not pool.core.takes_long(request):
-        began_s = time.thread_time()
-        answer = pool.core.answer(request, TENANT)
-        return answer, time.thread_time() - began_s
-    left = pool.core.in_slices(request, TENANT)
+    """Return the answer, and the seconds of the longest slice."""
+    left = pool.core.run(request, TENANT)
     longest_s = 0.0
     while True:
         began_s = time.thread_time()

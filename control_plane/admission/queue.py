@@ -27,7 +27,9 @@ each part of them ``tests/mutants/admission/faults.py`` says which test fails wh
    other are cut in turn, and none ever ends.
 8. **Who is asked to yield is told which sequence, and until when**; then it is cut. A sequence that
    leaves while it is asked counts as cut: a session neither loses nor gains by that.
-9. **A session whose missing receipts keep blocks from others is ended** after a deadline.
+9. **A busy session waits, and all behind it**, for the milliseconds that its request takes: it is
+   cut and granted blocks between its requests only.
+10. **A session whose missing receipts keep blocks from others is ended** after a deadline.
 
 Swapping a sequence in is an admission: a growth that came before the queue could be repeated for
 ever. All times are given by the caller, and never go back. Every operation is O(1), but for the
@@ -91,6 +93,10 @@ class AdmissionQueue:
         """Remove a session, its place and all its sequences."""
         self._entries.pop(session, None)
         self._turns.close(session)
+
+    def set_busy(self, session: int, is_busy: bool) -> None:
+        """While a session is busy it is neither granted anything nor cut."""
+        self._turns.sessions[session].is_busy = is_busy
 
     # Admissions
 
@@ -171,12 +177,14 @@ class AdmissionQueue:
         oldest = self._turns.oldest_blocked()
         if oldest is not None:
             session, num_blocks = oldest.session.id, oldest.num_blocked
-            if num_blocks > self._pool.num_obtainable(session):
+            if oldest.session.is_busy or num_blocks > self._pool.num_obtainable(session):
                 return None
             self._turns.unblock(oldest, now_s)
             return Growth(session, oldest.id, num_blocks)
         head = self._head(now_s)
-        if head is None or not self._has_room(head.session.id, head.num_needed):
+        if head is None or head.session.is_busy:
+            return None
+        if not self._has_room(head.session.id, head.num_needed):
             return None
         return Admission(head.session.id, head.sequence, head.num_needed)
 

@@ -14,14 +14,17 @@ from control_plane.admission.decisions import Reason
 
 
 class Claimant:
-    """A session: ``num_doublings`` of its turn, and its live sequences, oldest first."""
+    """A session: ``num_doublings`` of its turn, and its live sequences, oldest first. ``is_busy``:
+    while a request of it is between two slices.
+    """
 
-    __slots__ = ("id", "num_doublings", "penalty_until_s", "seniority", "sequences")
+    __slots__ = ("id", "is_busy", "num_doublings", "penalty_until_s", "seniority", "sequences")
 
     def __init__(self, id_: int, seniority: int) -> None:
         self.id: Final = id_
         self.seniority = seniority  # the lower, the more senior
         self.num_doublings = 0
+        self.is_busy = False
         self.penalty_until_s = 0.0  # until then it lets others pass in the queue
         self.sequences: dict[int, Claim] = {}
 

@@ -1,4 +1,4 @@
-"""Who has to yield, so that whoever waits gets blocks: the rules 4, 5, 8 and 9 of the queue."""
+"""Who has to yield, so that whoever waits gets blocks: the rules 4, 5, 8 to 10 of the queue."""
 
 from __future__ import annotations
 
@@ -201,7 +201,8 @@ def _ask(
     if sequence.deadline_s is None:
         sequence.deadline_s = now_s + grace_s
         return Pressure(session, id_, _num_held(pool, sequence), sequence.deadline_s, reason)
-    return Cut(session, id_, reason) if sequence.deadline_s <= now_s else None
+    is_due = sequence.deadline_s <= now_s and not sequence.session.is_busy
+    return Cut(session, id_, reason) if is_due else None
 
 
 def _num_held(pool: PoolView, sequence: Claim) -> int:

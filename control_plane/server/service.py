@@ -1,7 +1,7 @@
 """The control plane's gRPC service: passes requests to the core and returns its answers.
 
 All of it runs on one event loop, and a call into the core is never interrupted, so the core needs
-no locks. Requests that take long run one at a time, in slices between which other sessions are
+no locks. Requests of several slices run one at a time, and between their slices other sessions are
 served.
 """
 
@@ -24,12 +24,12 @@ from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.steps.large_answers import LargeAnswer
 from control_plane.steps.requests import Request
-from control_plane.steps.slices import Slices
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.streams import RequestStreams, stopping_error
+from kvplane.slices import Slices
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.wire import protocol
@@ -43,13 +43,16 @@ _FAILED_WORK_DELAY_S: Final = 1.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+LARGE_REQUEST_BYTES: Final = 1 << 20
+"""A request of more than this waits for those before it before it begins."""
 TURNS_OF_A_CALL: Final = 2
 """Turns of the event loop that a call takes from its arrival to its answer."""
 
 
 class LongRequests:
-    """The sessions whose requests take long. What has begun runs to its end, whoever waits for it;
-    what has not is dropped with its caller, who could make many such requests pile up.
+    """Requests that have more slices, in the order in which they came: one slice of the first, then
+    a turn of the event loop. What has begun runs to its end, whoever waits for it; what has not is
+    dropped with its caller, who could make many such requests pile up.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
@@ -68,15 +71,17 @@ class LongRequests:
         while (task := self._running.get(session_id)) is not None:
             await asyncio.wait([task])
 
-    async def run(self, session_id: int, slices: Slices[Any]) -> Any:
-        """What the slices come to, or what they raise. The session has no other such request."""
+    async def run(self, session_id: int, slices: Slices[Any], *, has_begun: bool) -> Any:
+        """What the slices return or raise. The session has no other such request. ``has_begun``:
+        whether a slice of it has run.
+        """
         task = self._running[session_id] = asyncio.create_task(self._run(session_id, slices))
         # Not at the end of the task: one that is cancelled at once does not even begin.
         task.add_done_callback(partial(self._forget, session_id))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._begun != session_id:
+            if not has_begun and self._begun != session_id:
                 task.cancel()
             raise
 
@@ -381,9 +386,14 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         session_id = request.session.session_id
         await self._long.wait(session_id)
         try:
-            if self._core.takes_long(request):
-                return await self._long.run(session_id, self._core.in_slices(request, tenant))
-            return self._core.answer(request, tenant)
+            slices = self._core.run(request, tenant)
+            has_begun = request.ByteSize() <= LARGE_REQUEST_BYTES
+            if has_begun:
+                try:
+                    next(slices)
+                except StopIteration as end:
+                    return end.value
+            return await self._long.run(session_id, slices, has_begun=has_begun)
         finally:  # one that failed as a whole may have applied its receipts
             self.flush()
 

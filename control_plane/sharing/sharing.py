@@ -50,7 +50,6 @@ _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # No pool has so many blocks: the core refuses, and says how many are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
-_HELD_S: Final = 0.01  # until a request in slices may have ended
 _ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
@@ -69,7 +68,6 @@ class Sharing:
     ) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
-        self.is_held = False  # while a session's request runs in slices: nothing is decided
         self._pool = pool
         self._config = config
         self._queue = AdmissionQueue(DeviceBlocks(pool, self.members), config)
@@ -99,6 +97,16 @@ class Sharing:
         self._queue.close(session_id)
         del self.members[session_id]
         self.with_news.discard(session_id)
+
+    def set_busy(self, session_id: int, is_busy: bool) -> None:
+        """Whether a request of the session is between two slices: until it has ended the session is
+        neither granted anything nor cut. What was due by then is done at its end, however soon the
+        session's next request begins.
+        """
+        if session_id in self.members:  # it may have ended
+            self._queue.set_busy(session_id, is_busy)
+            if not is_busy:
+                self.tick()  # sessions that it finds to be ended, the next tick finds again
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
         """Sessions with news that were not taken yet, and the news."""
@@ -253,7 +261,7 @@ class Sharing:
 
     def serve(self) -> None:
         """Give blocks that came back to those who wait. Call it whenever some may have."""
-        if self._queue.is_idle or self.is_held:
+        if self._queue.is_idle:
             return
         while (grant := self._queue.next_grant(self._pool.now_s)) is not None:
             if isinstance(grant, Growth):
@@ -268,8 +276,6 @@ class Sharing:
         now_s, ended = self._pool.now_s, list[Session]()
         if self._queue.is_idle:
             return math.inf, ended
-        if self.is_held:
-            return _HELD_S, ended
         for decision in self._queue.tick(now_s):
             member = self.members[decision.session]
             if isinstance(decision, Pressure):

@@ -10,8 +10,9 @@ again. Until that has run, blocks released here stay retired.
 from __future__ import annotations
 
 from control_plane.sessions.session import Session
-from control_plane.steps.slices import SLICE_ENTRIES, Slices
+from control_plane.steps.slices import SLICE_ENTRIES
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
+from kvplane.slices import Slices
 
 
 def abort_from(session: Session, plan_number: int) -> Slices[None]:

@@ -25,6 +25,7 @@ from control_plane.steps.plans import begin_plan, finish_plan
 from control_plane.steps.receipts import apply_receipts
 from control_plane.steps.slices import MANY_TOKENS
 from kvplane.errors import BadSignatureError
+from kvplane.slices import run_to_end
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import signing
 
@@ -127,7 +128,7 @@ class PlainSteps:
         must_wait = sharing.why_later(member, failure)
         shortage = shortage_of(session, failure, must_wait)
         result.results.add().failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
-        finish_plan(member, request.number, result)
+        run_to_end(finish_plan(member, request.number, result))
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()
         encoded = response.SerializeToString()

@@ -27,8 +27,9 @@ from control_plane.steps.failures import (
     error_of_columns,
     shortage_of,
 )
-from control_plane.steps.slices import ALL_BLOCKS, SLICE_BLOCKS, Slices, parts_of
+from control_plane.steps.slices import SLICE_BLOCKS, SLICE_TOKENS, parts_of
 from kvplane.errors import InvalidRequestError, KvplaneError, TooManyPlansInFlightError
+from kvplane.slices import Slices
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
@@ -37,6 +38,7 @@ _OF_SEQUENCES: Final = ("append", "fork", "free", "truncate", "swap_out", "swap_
 _WITHOUT_PLAN: Final = ("retain", "release", "forget")
 _ALL: Final = -1
 _ID_BYTES: Final = 8
+_TOKEN_BYTES: Final = 4
 
 # Its name, empty for one that is not known here, and its message.
 Named = tuple[str, Any]
@@ -82,32 +84,33 @@ def may_plan(named: Named) -> bool:
 class Planner:
     """Runs the operations of one step, for which the session's draft is begun."""
 
-    __slots__ = ("_check_as", "_max_blocks", "_member", "_session", "_sharing")
+    __slots__ = ("_check_as", "_member", "_session", "_sharing", "num_taken_tokens")
 
-    def __init__(
-        self,
-        member: Member,
-        sharing: Sharing,
-        *,
-        check_as: int = 0,
-        in_slices: bool = False,
-    ) -> None:
+    def __init__(self, member: Member, sharing: Sharing, *, check_as: int = 0) -> None:
         """``check_as``: if it is not 0, the planner changes nothing, and gives each item the answer
         that it would get as the only item of the step with that number.
-        ``in_slices``: what a swap moves is left to ``swap_in_slices``.
         """
         self._member = member
         self._session = member.session
         self._sharing = sharing
         self._check_as = check_as
-        self._max_blocks = 0 if in_slices else ALL_BLOCKS
+        self.num_taken_tokens = 0
+        """Tokens that operations have taken in since this was set to 0. A block that was swapped
+        counts as the tokens that take as long.
+        """
 
-    def run(self, index: int, named: Named, result: cpb.OperationResult) -> None:
+    def run(self, index: int, named: Named, result: cpb.OperationResult) -> Slices[None]:
         """Do the items of an operation that can be done. ``index`` is its place in the step."""
         kind, message = named
-        begin_s = time.perf_counter()
         try:
-            failures = _RUN[kind](self, message, result)
+            if kind in _IN_SLICES:
+                failures = yield from self._timed(kind, _IN_SLICES[kind](self, message, result))
+            else:
+                begin_s = time.perf_counter()
+                try:
+                    failures = _RUN[kind](self, message, result)
+                finally:
+                    self._add_time(kind, time.perf_counter() - begin_s)
             if failures is None:
                 return
         except ColumnError as error:
@@ -116,43 +119,26 @@ class Planner:
             add_error(result, _at(index, kind), error)
         else:
             add_failures(result, self._member, _at(index, kind), kind, failures)
-        finally:
-            if not self._check_as:
-                spent_s = time.perf_counter() - begin_s
-                self._session.pool.statistics.allocation_s[kind].add(spent_s)
 
-    def append_in_slices(
-        self, index: int, message: cpb.Append, result: cpb.OperationResult
-    ) -> Slices[None]:
-        """``run`` of an append of many tokens."""
-        num_blocks, failures = bytearray(), list[Failure]()
-        for first, part in parts_of(message):
-            if first:
+    def _timed(self, kind: str, slices: Slices[list[Failure] | None]) -> Slices[Any]:
+        """The slices, whose own time is counted."""
+        spent_s = 0.0
+        try:
+            while True:
+                begin_s = time.perf_counter()
+                try:
+                    next(slices)
+                except StopIteration as end:
+                    return end.value
+                finally:
+                    spent_s += time.perf_counter() - begin_s
                 yield
-            done = cpb.OperationResult()
-            begin_s = time.perf_counter()
-            try:
-                refused = self._append(part, done) or ()
-            except ColumnError as error:
-                add_error(result, _at(index, "append"), error_of_columns(error))
-                return
-            except KvplaneError as error:
-                add_error(result, _at(index, "append"), error)
-                return
-            spent_s = time.perf_counter() - begin_s
-            self._session.pool.statistics.allocation_s["append"].add(spent_s)
-            num_blocks += done.append.num_blocks
-            failures += [(first + failure[0], *failure[1:]) for failure in refused]
-        result.append.num_blocks = bytes(num_blocks)
-        add_failures(result, self._member, _at(index, "append"), "append", failures)
+        finally:
+            self._add_time(kind, spent_s)
 
-    def swap_in_slices(self, num_blocks: int) -> Slices[None]:
-        """Move the blocks of the swap that was run last."""
-        session = self._session
-        if num_blocks > SLICE_BLOCKS:
-            yield
-        while session.native.swap_some(session.handle, SLICE_BLOCKS):
-            yield
+    def _add_time(self, kind: str, spent_s: float) -> None:
+        if not self._check_as:
+            self._session.pool.statistics.allocation_s[kind].add(spent_s)
 
     # Each does an operation, and returns the items that were refused.
 
@@ -162,6 +148,7 @@ class Planner:
         checks.count(message.max_total_tokens, field="max_total_tokens")
         checks.count(message.num_compute_tokens, field="num_compute_tokens")
         num_compute = message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL
+        self.num_taken_tokens += len(token_ids) // _TOKEN_BYTES
 
         def admit(headroom: int) -> tuple[int, int, int] | Failure:
             return session.native.admit(
@@ -197,11 +184,13 @@ class Planner:
         result.failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
         return None
 
-    def _append(self, message: cpb.Append, result: cpb.OperationResult) -> list[Failure] | None:
-        session = self._session
+    def _append(
+        self, message: cpb.Append, result: cpb.OperationResult
+    ) -> Slices[list[Failure] | None]:
         if self._check_as:
-            num_blocks, failures = session.native.append(
-                session.handle,
+            native = self._session.native
+            result.append.num_blocks, refused = native.append(
+                self._session.handle,
                 message.sequence_ids,
                 message.first_positions,
                 message.num_slots,
@@ -210,10 +199,19 @@ class Planner:
                 message.num_lookahead_slots,
                 self._check_as,
             )
-        else:
-            num_blocks, failures = self._sharing.append(self._member, message)
-        result.append.num_blocks = num_blocks
-        return failures
+            return refused
+        num_blocks, failures = bytearray(), list[Failure]()
+        for first, part in parts_of(message):
+            num_tokens = len(part.token_ids) // _TOKEN_BYTES
+            if first or self.num_taken_tokens + num_tokens > 2 * SLICE_TOKENS:
+                self.num_taken_tokens = 0
+                yield
+            done, refused = self._sharing.append(self._member, part)
+            self.num_taken_tokens += num_tokens
+            num_blocks += done
+            failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
+        result.append.num_blocks = bytes(num_blocks)
+        return failures or None
 
     def _truncate(self, message: cpb.Truncate, result: cpb.OperationResult) -> list[Failure] | None:
         released, failures = self._session.native.truncate(
@@ -244,47 +242,56 @@ class Planner:
             return failures
         return self._sharing.freed(self._member, message.sequence_ids, failures)
 
-    def _swap_out(self, message: cpb.SwapOut, result: cpb.OperationResult) -> list[Failure] | None:
-        session = self._session
+    def _swap_out(
+        self, message: cpb.SwapOut, result: cpb.OperationResult
+    ) -> Slices[list[Failure] | None]:
         _require_some(message.sequence_ids)
-        done = session.native.swap(
-            session.handle,
-            message.sequence_ids,
-            tpb.TIER_HOST,
-            0,
-            self._max_blocks,
-            self._check_as,
-        )
+        done = self._begin_swap(message, tpb.TIER_HOST, 0)
         if not isinstance(done, int):
             return [done]
         result.swap_out.num_blocks = done
         if not self._check_as:
             self._sharing.swapped_out(self._member, message.sequence_ids)
+            yield from self._swap(done)
         return None
 
-    def _swap_in(self, message: cpb.SwapIn, result: cpb.OperationResult) -> list[Failure] | None:
-        session = self._session
+    def _swap_in(
+        self, message: cpb.SwapIn, result: cpb.OperationResult
+    ) -> Slices[list[Failure] | None]:
         _require_some(message.sequence_ids)
 
         def swap(headroom: int) -> int | Failure:
-            return session.native.swap(
-                session.handle,
-                message.sequence_ids,
-                tpb.TIER_DEVICE,
-                headroom,
-                self._max_blocks,
-                self._check_as,
-            )
+            return self._begin_swap(message, tpb.TIER_DEVICE, headroom)
 
         must_wait: MustWait | None = None
         if self._check_as:
-            done = swap(session.pool.num_watermark_blocks())
+            done = swap(self._session.pool.num_watermark_blocks())
         else:
             done, must_wait = self._sharing.swap_in(self._member, message.sequence_ids, swap)
         if not isinstance(done, int):
             return self._refused(result, done, must_wait)
         result.swap_in.num_blocks = done
+        if not self._check_as:
+            yield from self._swap(done)
         return None
+
+    def _begin_swap(
+        self, message: cpb.SwapOut | cpb.SwapIn, tier: tpb.Tier, headroom: int
+    ) -> int | Failure:
+        """Takes all the room that the swap needs, and moves nothing yet."""
+        session = self._session
+        return session.native.swap(
+            session.handle, message.sequence_ids, tier, headroom, 0, self._check_as
+        )
+
+    def _swap(self, num_blocks: int) -> Slices[None]:
+        """Move the blocks of the swap that was begun."""
+        session = self._session
+        if num_blocks > SLICE_BLOCKS:
+            yield
+        while session.native.swap_some(session.handle, SLICE_BLOCKS):
+            yield
+        self.num_taken_tokens += num_blocks * (SLICE_TOKENS // SLICE_BLOCKS)
 
     def _retain(self, message: cpb.Retain, result: cpb.OperationResult) -> None:
         prefixes.retain(self._session, message, result, only_check=bool(self._check_as))
@@ -300,13 +307,16 @@ class Planner:
 
 
 _Run = Callable[[Planner, Any, cpb.OperationResult], list[Failure] | None]
-_RUN: Final[dict[str, _Run]] = {
-    "admit": Planner._admit,
+_RunInSlices = Callable[[Planner, Any, cpb.OperationResult], Slices[list[Failure] | None]]
+_IN_SLICES: Final[dict[str, _RunInSlices]] = {
     "append": Planner._append,
-    "fork": Planner._fork,
-    "free": Planner._free,
     "swap_out": Planner._swap_out,
     "swap_in": Planner._swap_in,
+}
+_RUN: Final[dict[str, _Run]] = {
+    "admit": Planner._admit,
+    "fork": Planner._fork,
+    "free": Planner._free,
     "truncate": Planner._truncate,
     "retain": Planner._retain,
     "release": Planner._release,

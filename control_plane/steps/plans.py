@@ -5,8 +5,9 @@ from __future__ import annotations
 from control_plane.pools.publications import owner_of
 from control_plane.sessions.session import PlanRecord, Session
 from control_plane.sharing.member import Member
-from control_plane.steps.slices import SLICE_ENTRIES, Slices, digest_in_slices
+from control_plane.steps.slices import SLICE_ENTRIES, digest_of
 from kvplane import tracing
+from kvplane.slices import Slices
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
@@ -17,39 +18,33 @@ def finish_plan(
     number: int,
     answer: cpb.StepResult | cpb.ResyncResponse,
     traceparent: str = "",
-) -> None:
-    """End the step that was begun. Its plan, if there is anything to carry out, is in flight from
-    now on and goes into ``answer``. ``traceparent``: what data planes trace it in, if it is one.
-    """
-    payload = _finish(member, traceparent)
-    if payload is not None:
-        _sign(member.session, number, payload, signing.digest(payload), answer.plan)
-
-
-def finish_in_slices(
-    member: Member,
-    number: int,
-    answer: cpb.StepResult | cpb.ResyncResponse,
-    traceparent: str = "",
     *,
     most_bytes: int | None = None,
 ) -> Slices[bytes]:
-    """``finish_plan``, with stops while whole tables are written and while the plan is hashed.
+    """End the step that was begun. Its plan, if there is anything to carry out, is in flight from
+    now on and goes into ``answer``. ``traceparent``: what data planes trace it in, if it is one.
+
     A payload of more than ``most_bytes`` is returned, and left out of ``answer``.
     """
     session = member.session
     while session.native.prepare(session.handle, SLICE_ENTRIES):
         yield
-    payload = _finish(member, traceparent)
+    prefix = session.plan_prefix
+    if tracing.checked(traceparent):
+        prefix += tpb.Plan(traceparent=traceparent).SerializeToString()
+    member.is_drafted = False
+    payload = session.native.finish(session.handle, prefix)
     if payload is None:
         return b""
-    begin_plan(session, number, b"")  # no receipt can come before the answer
-    digest = yield from digest_in_slices(payload)
-    if most_bytes is None or len(payload) <= most_bytes:
-        _sign(session, number, payload, digest, answer.plan)
-        return b""
-    _sign(session, number, b"", digest, answer.plan)
-    return payload
+    # In flight before it is hashed: no receipt of it can come before the answer.
+    session.plans[number] = PlanRecord(b"", session.pool.now_s)
+    session.last_plan = number
+    digest = yield from digest_of(payload)
+    is_apart = most_bytes is not None and len(payload) > most_bytes
+    answer.plan.type = signing.PLAN
+    answer.plan.payload = b"" if is_apart else payload
+    answer.plan.signature = begin_plan(session, number, digest)
+    return payload if is_apart else b""
 
 
 def begin_plan(session: Session, number: int, digest: bytes) -> bytes:
@@ -57,23 +52,6 @@ def begin_plan(session: Session, number: int, digest: bytes) -> bytes:
     session.plans[number] = PlanRecord(digest, session.pool.now_s)
     session.last_plan = number
     return signing.sign_digest(session.pool.key, signing.PLAN, digest)
-
-
-def _finish(member: Member, traceparent: str) -> bytes | None:
-    session = member.session
-    prefix = session.plan_prefix
-    if tracing.checked(traceparent):
-        prefix += tpb.Plan(traceparent=traceparent).SerializeToString()
-    member.is_drafted = False
-    return session.native.finish(session.handle, prefix)
-
-
-def _sign(
-    session: Session, number: int, payload: bytes, digest: bytes, plan: tpb.SignedPayload
-) -> None:
-    plan.type = signing.PLAN
-    plan.payload = payload
-    plan.signature = begin_plan(session, number, digest)
 
 
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:

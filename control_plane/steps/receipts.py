@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 
 from control_plane.sessions.session import Session
-from control_plane.steps.slices import SLICE_BLOCKS, Slices, finished
+from control_plane.steps.slices import SLICE_BLOCKS, SLICE_RECEIPTS
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -19,26 +19,24 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
+from kvplane.slices import Slices
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
 
 
-def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> None:
+def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Slices[None]:
     """Check all receipts, then let the plans that every shard has run take effect.
 
     Those of plans receipted or aborted before are skipped. Raises BadSignatureError,
     InvalidRequestError, ProtocolMismatchError, StaleEpochError or StaleIncarnationError naming
     ``receipts[i]``; then none is applied.
     """
-    finished(take_in_slices(session, payloads))
-
-
-def take_in_slices(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Slices[None]:
-    """``take_receipts``, with a stop after each slice of what the plans have published."""
     if not payloads:
         return
     highest = list(session.receipted)
     for i, signed in enumerate(payloads):
+        if i and i % SLICE_RECEIPTS == 0:
+            yield
         at, payload = f"receipts[{i}]", signed.payload
         signing.verify(
             session.pool.key, signing.RECEIPT, signed.type, payload, signed.signature, field=at

@@ -1,80 +1,59 @@
-"""Work that takes long, in slices: others' requests run in between.
+"""How much work a slice of a request is, and appends cut by it.
 
-A generator yields after each slice, of a millisecond or a few, and returns what the work came to.
+A request yields when it has done about a millisecond's work: others' requests run then. How much
+that is of each kind was measured, and is counted while the work is done.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
-from typing import Final, TypeVar
+from collections.abc import Iterator
+from typing import Final
 
 from kvplane.errors import InvalidRequestError
+from kvplane.slices import Slices
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 
-T = TypeVar("T")
-Slices = Generator[None, None, T]
-
 SLICE_TOKENS: Final = 65_536
-"""Tokens that are taken in at a time: a millisecond or two."""
+"""Tokens that are taken in: a millisecond or two."""
 SLICE_BLOCKS: Final = 16_384
-"""Blocks that are published, or swapped, at a time: a millisecond or two."""
-ALL_BLOCKS: Final = 1 << 60
+"""Blocks that are published, or swapped: a millisecond or two."""
 SLICE_ENTRIES: Final = 65_536
-"""Entries of whole tables that are written to a plan at a time: half a millisecond. A turn of the
-event loop between two slices takes a tenth of that.
+"""Entries of whole tables that are written to a plan: half a millisecond. A turn of the event loop
+between two slices takes a tenth of that.
 """
+SLICE_SEQUENCES: Final = 4096
+"""Sequences that are described: a millisecond."""
+SLICE_RECEIPTS: Final = 256
+"""Receipts that are verified: two milliseconds."""
 MANY_TOKENS: Final = 4 * SLICE_TOKENS
-"""More than this of them makes a request take some milliseconds."""
-SWAPS: Final = ("swap_out", "swap_in")
+"""Plans in flight that compute more than this take some milliseconds to receipt."""
 _HASHED_BYTES: Final = 1 << 21  # a millisecond
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 
 
-def finished(slices: Slices[T]) -> T:
-    """What the work comes to, with no pause."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-
-
-def paced(slices: Slices[T], *, in_slices: bool) -> Slices[T]:
-    """The work, with its pauses only if ``in_slices``."""
-    return (yield from slices) if in_slices else finished(slices)
-
-
-def digest_in_slices(payload: bytes) -> Slices[bytes]:
-    """``signing.digest`` of what took some time to encode, if it is large."""
+def digest_of(payload: bytes) -> Slices[bytes]:
+    """``signing.digest``, hashed in slices."""
     digest, view = hashlib.sha256(), memoryview(payload)
     for begin in range(0, len(payload), _HASHED_BYTES):
-        if len(payload) > _HASHED_BYTES:
+        if begin:
             yield
         digest.update(view[begin : begin + _HASHED_BYTES])
     return digest.digest()
-
-
-def num_tokens_of(operation: cpb.Operation) -> int:
-    """Tokens that an operation brings."""
-    num_bytes = len(operation.append.token_ids) + len(operation.admit.token_ids)
-    return num_bytes // _TOKEN_BYTES
-
-
-def swaps(operation: cpb.Operation) -> bool:
-    """Whether it moves sequences between tiers."""
-    return operation.WhichOneof("operation") in SWAPS
 
 
 def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
     """The append in parts of about ``SLICE_TOKENS``, each with the index of its first item. An
     append of which the columns do not fit together stays whole, to be refused as such.
     """
-    num = len(message.sequence_ids) // _ID_BYTES
     token_ids = message.token_ids  # each look at a message's bytes copies all of them
+    if len(token_ids) <= _TOKEN_BYTES * SLICE_TOKENS:
+        yield 0, message
+        return
+    num = len(message.sequence_ids) // _ID_BYTES
     try:
         num_tokens = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
     except InvalidRequestError:

@@ -33,7 +33,6 @@ from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
 from data_plane.plans.tables.block_tables import BlockTables, Parts, block_report
 from data_plane.plans.verifier import Verifier
-from data_plane.slices import Slices, finish, guarded
 from data_plane.tier_keys import check_group, tier_key_of
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -43,6 +42,7 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.shard import Shard
+from kvplane.slices import Slices, guarded, run_to_end
 from kvplane.v1 import control_pb2, data_pb2
 from kvplane.v1 import types_pb2 as pb
 
@@ -348,7 +348,7 @@ class Executor:
             run = self._plans.layer(
                 session_id, layer, tensors, options, plan_number, pass_index, field, None
             )
-            return finish(run)
+            return run_to_end(run)
 
     def repeated_layers(self, session_id: int) -> RepeatedLayers | None:
         """For an engine in this process that calls ``layer`` with tensors like those of the step

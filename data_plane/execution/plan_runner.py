@@ -34,7 +34,6 @@ from data_plane.plans.sessions import ANY_PASS, RunningPlan, Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
-from data_plane.slices import Slices
 from kvplane import tracing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -43,6 +42,7 @@ from kvplane.errors import (
     InvalidRequestError,
     PlanOutOfOrderError,
 )
+from kvplane.slices import Slices
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
 

@@ -13,9 +13,9 @@ from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
 from data_plane.server.local.region import Region, overlap
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from data_plane.slices import Slices
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.slices import Slices
 from kvplane.transport.local import packets
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb

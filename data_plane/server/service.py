@@ -21,7 +21,6 @@ from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
-from data_plane.slices import Slices, whole
 from data_plane.tier_keys import tier_key_of
 from kvplane.errors import (
     InternalError,
@@ -34,6 +33,7 @@ from kvplane.serving.callers.identity import caller, payer
 from kvplane.serving.observability.metrics import Counts
 from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
+from kvplane.slices import Slices, whole
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb

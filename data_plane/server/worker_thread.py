@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from data_plane.server.fair_queue import FairQueue, Lane
-from data_plane.slices import Slices, whole
+from kvplane.slices import Slices, whole
 from kvplane.transport.local.spin import Spin
 
 T = TypeVar("T")

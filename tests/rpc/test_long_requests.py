@@ -9,8 +9,8 @@ import pytest
 
 from control_plane.core import ControlPlane
 from control_plane.server.server import ControlPlaneServer
-from control_plane.steps.slices import Slices
 from kvplane import ops
+from kvplane.slices import Slices
 from kvplane.v1 import control_pb2 as pb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 
@@ -27,14 +27,14 @@ class Lingering:
         self.num_slices = 0
         self.began = asyncio.Event()
         self._is_first = True
-        self._in_slices = core.in_slices
-        patch.setattr("control_plane.steps.requests._MANY_TOKENS", 100)
+        self._run = core.run
+        patch.setattr("control_plane.steps.requests.SLICE_TOKENS", 40)
         patch.setattr("control_plane.steps.requests.LARGE_BYTES", 300)
-        patch.setattr(core, "in_slices", self.in_slices)
+        patch.setattr(core, "run", self.run)
 
-    def in_slices(self, request: Any, tenant: str) -> Slices[Any]:
+    def run(self, request: Any, tenant: str) -> Slices[Any]:
         is_first, self._is_first = self._is_first, False
-        return self._lingering(request, tenant) if is_first else self._in_slices(request, tenant)
+        return self._lingering(request, tenant) if is_first else self._run(request, tenant)
 
     def _lingering(self, request: Any, tenant: str) -> Slices[Any]:
         self.began.set()
@@ -42,7 +42,7 @@ class Lingering:
             self.num_slices += 1
             yield
         assert self.is_enough, "nobody was served meanwhile"
-        return (yield from self._in_slices(request, tenant))
+        return (yield from self._run(request, tenant))
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from data_plane.server.local.device_regions import DeviceRegion, DeviceRegions
 from data_plane.server.local.known_layers import KnownLayers
 from data_plane.server.local.region import HostRegion
 from data_plane.server.worker_thread import NOTHING, WaitResult
-from data_plane.slices import Slices
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
 from kvplane.serving.observability.logs import frames_of
+from kvplane.slices import Slices
 from kvplane.transport.local import packets
 from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import to_wire

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from control_plane import queries
-from data_plane.slices import finish
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
@@ -26,6 +25,7 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.results import sequence_states
+from kvplane.slices import run_to_end
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
@@ -428,7 +428,7 @@ class Engine:
                 output = executor.layer(self.id, layer, query, key, value, plan_number=number)
             else:
                 executor.write_layer(self.id, layer, key, value, plan_number=number)
-                output = finish(executor.attend(self.id, layer, query, plan_number=number))
+                output = run_to_end(executor.attend(self.id, layer, query, plan_number=number))
         except StaleError as error:
             assert self.id in process.ended, f"a layer is refused: {error!r}"
             return False

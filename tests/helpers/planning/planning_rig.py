@@ -21,8 +21,8 @@ from control_plane.steps.abort import abort_plans
 from control_plane.steps.planner import Planner, read_operations
 from control_plane.steps.plans import finish_plan
 from control_plane.steps.receipts import take_receipts
-from control_plane.steps.slices import finished
 from kvplane import ops
+from kvplane.slices import run_to_end
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
@@ -99,8 +99,8 @@ class PlanningRig:
         session.native.begin(session.handle, number)
         planner = Planner(self.sharing.members[session.id], self.sharing)
         for i, operation in enumerate(read_operations(operations, 1000)):
-            planner.run(i, operation, result.results.add())
-        finish_plan(self.sharing.members[session.id], number, result)
+            run_to_end(planner.run(i, operation, result.results.add()))
+        run_to_end(finish_plan(self.sharing.members[session.id], number, result))
         self.pool.announce()
         return result
 
@@ -116,13 +116,13 @@ class PlanningRig:
         """Submit the receipts of plans in flight, of all or of those up to a number."""
         session = session or self.session
         numbers = [n for n in session.plans if up_to is None or n <= up_to]
-        take_receipts(session, [self.receipt(session, number) for number in numbers])
+        run_to_end(take_receipts(session, [self.receipt(session, number) for number in numbers]))
         self.pool.announce()
 
     def abort(self) -> None:
         """Abort all plans in flight, under the next number."""
         self.session.numbers.use()
-        finished(abort_plans(self.session, next_plan=self.session.numbers.last + 1))
+        run_to_end(abort_plans(self.session, next_plan=self.session.numbers.last + 1))
         self.sharing.aborted(self.sharing.members[self.session.id], queries.states(self.session))
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:

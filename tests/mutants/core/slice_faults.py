@@ -18,16 +18,25 @@ from control_plane.sharing.sharing import Sharing
 from control_plane.steps import large_answers, planner, requests, slices
 from control_plane.steps.large_answers import LargeAnswer
 from control_plane.steps.planner import Planner
-from control_plane.steps.slices import finished
+from kvplane.slices import run_to_end
 from kvplane.v1 import control_pb2 as cpb
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def the_line_decides_between_slices(patch: pytest.MonkeyPatch) -> None:
+def the_queue_decides_between_slices(patch: pytest.MonkeyPatch) -> None:
     """Blocks are granted to a session in the middle of its step."""
-    never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(Sharing, "is_held", never, raising=False)
+    patch.setattr(Sharing, "set_busy", lambda self, session_id, is_busy: None)
+
+
+def what_was_due_waits_for_the_timer(patch: pytest.MonkeyPatch) -> None:
+    """A session that sends one long request after another is never cut."""
+
+    def set_busy(self: Sharing, session_id: int, is_busy: bool) -> None:
+        if session_id in self.members:
+            self._queue.set_busy(session_id, is_busy)
+
+    patch.setattr(Sharing, "set_busy", set_busy)
 
 
 def an_end_is_not_noticed_between_slices(patch: pytest.MonkeyPatch) -> None:
@@ -67,18 +76,17 @@ def a_fence_is_forgotten_while_it_releases(patch: pytest.MonkeyPatch) -> None:
 def a_large_swap_is_not_moved(patch: pytest.MonkeyPatch) -> None:
     """The first part of a swap is all of it."""
 
-    def swap_in_slices(self: Planner, num_blocks: int) -> Iterator[None]:
+    def swap(self: Planner, num_blocks: int) -> Iterator[None]:
         if num_blocks > planner.SLICE_BLOCKS:
             yield
         self._session.native.swap_some(self._session.handle, planner.SLICE_BLOCKS)
 
-    patch.setattr(Planner, "swap_in_slices", swap_in_slices)
+    patch.setattr(Planner, "_swap", swap)
 
 
 def a_swap_is_one_slice(patch: pytest.MonkeyPatch) -> None:
     """Everybody waits for it."""
-    patch.setattr(planner, "SLICE_BLOCKS", planner.ALL_BLOCKS)
-    patch.setattr(requests, "SLICE_BLOCKS", planner.ALL_BLOCKS)
+    patch.setattr(planner, "SLICE_BLOCKS", 1 << 60)
 
 
 def slices_run_without_a_turn(patch: pytest.MonkeyPatch) -> None:
@@ -123,8 +131,8 @@ def its_end_is_not_told_once_its_caller_has_gone(patch: pytest.MonkeyPatch) -> N
 def what_has_not_begun_stays_in_the_lane(patch: pytest.MonkeyPatch) -> None:
     """Requests of callers that have gone pile up."""
 
-    async def run(self: LongRequests, session_id: int, slices: Any) -> Any:
-        return await asyncio.shield(original(self, session_id, slices))
+    async def run(self: LongRequests, session_id: int, slices: Any, *, has_begun: bool) -> Any:
+        return await original(self, session_id, slices, has_begun=True)
 
     original = LongRequests.run
     patch.setattr(LongRequests, "run", run)
@@ -133,12 +141,12 @@ def what_has_not_begun_stays_in_the_lane(patch: pytest.MonkeyPatch) -> None:
 def it_is_one_slice(patch: pytest.MonkeyPatch) -> None:
     """A long request has no slices."""
 
-    def in_slices(self: ControlPlane, request: Any, tenant: str) -> Any:
+    def run(self: ControlPlane, request: Any, tenant: str) -> Any:
         yield from ()
-        return finished(original(self, request, tenant))
+        return run_to_end(original(self, request, tenant))
 
-    original = ControlPlane.in_slices
-    patch.setattr(ControlPlane, "in_slices", in_slices)
+    original = ControlPlane.run
+    patch.setattr(ControlPlane, "run", run)
 
 
 def a_large_answer_is_repeated_without_its_plan(patch: pytest.MonkeyPatch) -> None:
@@ -174,13 +182,14 @@ def operations_are_checked_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(self: ControlPlane, request: Any, tenant: str) -> Any:
         yield from ()
-        return finished(original(self, request, tenant))
+        return run_to_end(original(self, request, tenant))
 
     patch.setattr(ControlPlane, "check_operations", at_once)
 
 
 CORE = {
-    the_line_decides_between_slices: "test_nobody_is_granted_blocks_between_the_slices",
+    what_was_due_waits_for_the_timer: "test_a_busy_session_is_cut_at_the_end_of_its_request",
+    the_queue_decides_between_slices: "test_nobody_is_granted_blocks_between_the_slices",
     an_end_is_not_noticed_between_slices: "test_a_session_may_end_between_the_slices",
     each_part_counts_items_from_its_own_first: "test_a_request_in_slices_is_answered_as_in_one",
     fenced_before_all_is_released: "test_a_session_that_ends_is_released_between_requests",

@@ -19,13 +19,13 @@ from control_plane.sessions.numbering import Answer, Numbering
 from control_plane.sharing.member import Member
 from control_plane.steps import planner, requests
 from control_plane.steps.abort import abort_from
-from control_plane.steps.slices import finished
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.sessions import Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Publications
 from data_plane.plans.verifier import Verifier
 from kvplane.errors import BadSignatureError
 from kvplane.results import sequence_states
+from kvplane.slices import run_to_end
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
@@ -50,7 +50,7 @@ def abort_not_numbered(patch: pytest.MonkeyPatch) -> None:
     def abort_plan(self: core.ControlPlane, request: Any, tenant: str) -> Any:
         session = self._sessions.get(request.session.session_id)
         if session is not None and request.number <= session.numbers.last:
-            finished(abort_from(session, request.plan_number))
+            run_to_end(abort_from(session, request.plan_number))
         return original(self, request, tenant)
 
     patch.setattr(core.ControlPlane, "abort_plan", abort_plan)

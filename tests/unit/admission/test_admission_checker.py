@@ -50,6 +50,8 @@ def test_the_states_have_all_that_the_queue_remembers() -> None:
     assert {type(world.queue), type(world.queue._turns)} == {AdmissionQueue, Turns}
     assert set(Claimant.__slots__) == {
         *("id", "num_doublings", "penalty_until_s", "seniority", "sequences"),
+        # Never where the checker looks: what was due while it was, is done when it is no more.
+        "is_busy",
     }
     assert set(Claim.__slots__) == {
         *("id", "session", "rank", "ends_s", "num_doublings", "num_blocked", "blocked_s"),

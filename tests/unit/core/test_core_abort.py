@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from control_plane.steps.abort import abort_from
-from control_plane.steps.slices import finished
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
+from kvplane.slices import run_to_end
 from kvplane.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import DEVICE
 from tests.helpers.core.core_model import World
@@ -94,7 +94,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
     assert list(session.plans) == [made]
     engine.abort(made)
     assert not session.plans
-    finished(abort_from(session, made))  # aborted before: nothing to do
+    run_to_end(abort_from(session, made))  # aborted before: nothing to do
     engine.queue.clear()
     engine.send(engine.growth(1, [8], 1))
     engine.settle()

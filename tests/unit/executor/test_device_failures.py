@@ -11,10 +11,10 @@ import torch
 
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.runtime.embedded import EmbeddedBackend
+from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig, stored
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
@@ -74,7 +74,7 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None
     users: list[Callable[[], object]] = [
         lambda: rig.layer(0, 1),
         lambda: rig.executor.write_layer(1, 0, tokens(1), tokens(1)),
-        lambda: finish(rig.executor.attend(1, 0, tokens(1, 4))),
+        lambda: run_to_end(rig.executor.attend(1, 0, tokens(1, 4))),
         lambda: rig.executor.write_blocks(1, 2, 1, whole),
         lambda: rig.executor.receipt(1),
     ]
@@ -154,7 +154,7 @@ def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: boo
     rig.admit(1)
     rig.runtime.set_stream(rig.runtime.new_stream())
     rig.runtime.early_share = 0.0
-    output = finish(rig.executor.attend(1, 0, tokens(12, 4)))
+    output = run_to_end(rig.executor.attend(1, 0, tokens(12, 4)))
     assert rig.runtime.num_waiting == 1
     rig.runtime.set_stream(0)
     whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from data_plane import Executor
-from data_plane.slices import finish
 from kvplane.errors import (
     InvalidRequestError,
     PlanOutOfOrderError,
     SequenceNotFoundError,
 )
 from kvplane.shard import Shard
+from kvplane.slices import run_to_end
 from kvplane.wire import signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
 from tests.helpers.data.data_rig import Rig
@@ -113,7 +113,7 @@ def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig)
     receipt = rig.executor.write_layer(1, 0, key, value)
     assert rig.author.read_receipt(receipt).plan_number == 1
     want = dense_attention(query, key, value)
-    got = finish(rig.executor.attend(1, 1, query))
+    got = run_to_end(rig.executor.attend(1, 1, query))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BadSignatureError,
@@ -21,6 +20,7 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
+from kvplane.slices import run_to_end
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
 from tests.helpers.data.bad_plans import BAD_PLANS, HUGE
@@ -224,7 +224,7 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
 def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, "layer"):
-        finish(rig.executor.attend(1, 0, Q))
+        run_to_end(rig.executor.attend(1, 0, Q))
 
 
 def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
@@ -20,6 +19,7 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from kvplane.runtime.embedded import EmbeddedBackend
+from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import LAYERS, Rig, stored
 from tests.helpers.data.kernel_sets import late_kernels
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
@@ -257,9 +257,9 @@ def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
     return [
         lambda: executor.layer(1, 0, *parts, **here),
         lambda: executor.layer(1, 0, None, *parts[1:], **here),
-        lambda: finish(slices(1, 0, parts, options, 2, of_pass, "", None)),
+        lambda: run_to_end(slices(1, 0, parts, options, 2, of_pass, "", None)),
         lambda: executor.write_layer(1, 0, *parts[1:], **here),
-        lambda: finish(executor.attend(1, 0, parts[0], **here)),
+        lambda: run_to_end(executor.attend(1, 0, parts[0], **here)),
     ]
 
 

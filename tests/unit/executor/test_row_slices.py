@@ -9,9 +9,9 @@ import torch
 from data_plane.execution.shards import row_slices
 from data_plane.execution.shards.row_slices import SliceSizes
 from data_plane.kernels.arguments import HostLengths
-from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import SessionExpiredError, StaleGenerationError
+from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import set_blocks, span, tokens
 
@@ -44,8 +44,8 @@ def test_slices_give_the_bits_of_the_whole(rig: Rig) -> None:
     options = AttentionOptions()
     slices = rig.executor.layer_slices(1, 0, TENSORS, options, 1, None, "", SLICE_S)
     assert sum(1 for _ in slices) >= NUM_TOKENS // 64 - 2
-    in_slices = finish(rig.executor.attend(1, 0, TENSORS[0], slice_s=SLICE_S))
-    assert torch.equal(in_slices, finish(rig.executor.attend(1, 0, TENSORS[0])))
+    in_slices = run_to_end(rig.executor.attend(1, 0, TENSORS[0], slice_s=SLICE_S))
+    assert torch.equal(in_slices, run_to_end(rig.executor.attend(1, 0, TENSORS[0])))
     whole = rig.executor.layer(1, 0, *TENSORS)
     assert whole is not None
     assert torch.equal(in_slices, whole)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data_plane.memory.pages import PageShape
-from data_plane.slices import finish
 from kvplane.errors import InvalidRequestError
+from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,
@@ -94,7 +94,7 @@ def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
     for got, want in zip(heads(copied), heads(before), strict=True):
         assert torch.equal(got[..., :NUM_TOKENS, :].float(), want[..., :NUM_TOKENS, :].float())
     for layer, wanted in enumerate(outputs):
-        assert torch.equal(finish(rig.executor.attend(1, layer, tokens(NUM_TOKENS, 4))), wanted)
+        assert torch.equal(run_to_end(rig.executor.attend(1, layer, tokens(NUM_TOKENS, 4))), wanted)
 
 
 def heads(blocks: torch.Tensor) -> list[torch.Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from data_plane.slices import finish
 from kvplane.errors import StaleGenerationError
+from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.plan_author import (
     HOST,
@@ -56,7 +56,7 @@ USES: dict[str, tuple[Callable[[Rig], Any], str]] = {
     "its blocks are not read": (lambda r: r.executor.read_blocks(1, 1, 0, 2), "sequence_id"),
     "not even one": (lambda r: r.executor.read_blocks(1, 1, 1, 1), "sequence_id"),
     "the last plan does not attend again": (
-        lambda r: finish(r.executor.attend(1, 0, QUERY)),
+        lambda r: run_to_end(r.executor.attend(1, 0, QUERY)),
         SPANS,
     ),
     "nor by its layers": (lambda r: r.executor.layer(1, 0, QUERY, KEY, KEY), SPANS),

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_plane.slices import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
@@ -119,12 +119,12 @@ def test_a_window_that_reaches_a_trimmed_position_is_refused(rig: Rig) -> None:
     for window in (most + 1, 2**31 - 1):
         options = AttentionOptions(sliding_window_tokens=window)
         with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
-            finish(rig.executor.attend(1, 0, query, options=options))
+            run_to_end(rig.executor.attend(1, 0, query, options=options))
         with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
             rig.executor.layer(1, 0, query, key, key, options=options, field="in.")
     poison(rig, [2, 3])
     options = AttentionOptions(sliding_window_tokens=most)
-    assert bool(finish(rig.executor.attend(1, 0, query, options=options)).isfinite().all())
+    assert bool(run_to_end(rig.executor.attend(1, 0, query, options=options)).isfinite().all())
 
 
 def test_without_a_window_no_span_of_a_trimmed_table_is_attended() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from data_plane.server.fair_queue import Lane
 from data_plane.server.worker_thread import NOTHING, WaitResult, WorkerThread
-from data_plane.slices import Slices
+from kvplane.slices import Slices
 
 
 @pytest.fixture

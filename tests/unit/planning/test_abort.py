@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from control_plane.steps.abort import abort_from
-from control_plane.steps.slices import finished
 from kvplane import ops
+from kvplane.slices import run_to_end
 from kvplane.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
 
@@ -23,7 +23,7 @@ def rig() -> PlanningRig:
 
 def abort_from_next(rig: PlanningRig, plan_number: int) -> None:
     rig.session.numbers.use()
-    finished(abort_from(rig.session, plan_number))
+    run_to_end(abort_from(rig.session, plan_number))
 
 
 def test_what_no_receipt_covers_is_cut_with_its_tokens_and_blocks(rig: PlanningRig) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from control_plane.pools.shards import ShardState
+from control_plane.sessions.session import Session
 from control_plane.steps.receipts import take_receipts
 from kvplane import ops
 from kvplane.errors import (
@@ -18,6 +19,7 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
+from kvplane.slices import run_to_end
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
 from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
@@ -30,6 +32,10 @@ def rig() -> PlanningRig:
     rig.admit(1, range(12))
     rig.step(ops.append(1, range(12, 18), 6, first_position=12))
     return rig
+
+
+def take(session: Session, receipts: list[tpb.SignedPayload]) -> None:
+    run_to_end(take_receipts(session, receipts))
 
 
 def changed(rig: PlanningRig, change: Callable[[tpb.Receipt], object]) -> tpb.SignedPayload:
@@ -79,7 +85,7 @@ def test_one_that_is_wrong_is_named_and_spoils_those_beside_it(
 ) -> None:
     change, error, field = BAD[reason]
     with pytest.raises(error) as refused:
-        take_receipts(rig.session, [rig.receipt(rig.session, 2), changed(rig, change)])
+        take(rig.session, [rig.receipt(rig.session, 2), changed(rig, change)])
     assert refused.value.field == f"receipts[1].{field}"
     assert (rig.session.done, list(rig.session.plans)) == (0, [1, 2])
 
@@ -89,7 +95,7 @@ def test_signed_bytes_that_are_no_receipt_or_more_than_one_are_refused(
     rig: PlanningRig, payload: bytes
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        take_receipts(rig.session, [signed(rig, payload)])
+        take(rig.session, [signed(rig, payload)])
     assert refused.value.field == "receipts[0].payload"
 
 
@@ -97,7 +103,7 @@ def test_a_signature_of_another_key_is_refused(rig: PlanningRig) -> None:
     receipt = rig.receipt(rig.session, 1)
     receipt.signature = signing.sign(b"k" * 32, signing.RECEIPT, receipt.payload)
     with pytest.raises(BadSignatureError):
-        take_receipts(rig.session, [receipt])
+        take(rig.session, [receipt])
 
 
 def test_what_was_written_is_published_and_what_was_retired_becomes_free(rig: PlanningRig) -> None:
@@ -115,7 +121,7 @@ def test_what_was_written_is_published_and_what_was_retired_becomes_free(rig: Pl
 
 
 def test_the_receipt_of_a_plan_stands_for_all_before_it(rig: PlanningRig) -> None:
-    take_receipts(rig.session, [rig.receipt(rig.session, 2)])
+    take(rig.session, [rig.receipt(rig.session, 2)])
     assert (rig.session.done, rig.session.plans) == (2, {})
     assert rig.state(1).num_written == 18
     rig.check()
@@ -123,10 +129,10 @@ def test_the_receipt_of_a_plan_stands_for_all_before_it(rig: PlanningRig) -> Non
 
 def test_receipts_again_and_in_any_order_change_nothing_more(rig: PlanningRig) -> None:
     receipts = [rig.receipt(rig.session, number) for number in (2, 1, 2)]
-    take_receipts(rig.session, receipts)
+    take(rig.session, receipts)
     rig.pool.announce()
     assert len(rig.published()) == 2
-    take_receipts(rig.session, receipts)
+    take(rig.session, receipts)
     rig.pool.announce()
     assert rig.published() == []
     rig.check()
@@ -142,7 +148,7 @@ def test_a_plan_takes_effect_once_every_shard_has_run_it() -> None:
     first = rig.receipt(session, 1)
     second = tpb.Receipt.FromString(first.payload)
     second.shard_index = 1
-    take_receipts(session, [first])
+    take(session, [first])
     assert (session.done, rig.state(1, session=session).num_written) == (0, 0)
-    take_receipts(session, [signed(rig, second.SerializeToString())])
+    take(session, [signed(rig, second.SerializeToString())])
     assert (session.done, rig.state(1, session=session).num_written) == (1, 8)

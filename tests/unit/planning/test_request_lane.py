@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from control_plane.server.service import LongRequests
-from control_plane.steps.slices import Slices
 from kvplane.errors import QuotaExceededError
+from kvplane.slices import Slices
 
 
 class Log:
@@ -46,7 +46,7 @@ class Log:
 async def test_others_run_between_the_slices() -> None:
     log = Log()
     task = asyncio.create_task(log.others(8))
-    assert await log.lane().run(1, log.slices("long", 4)) == "long"
+    assert await log.lane().run(1, log.slices("long", 4), has_begun=False) == "long"
     await task
     places = [i for i, entry in enumerate(log.entries) if entry == "long"]
     assert len(places) == 4
@@ -56,7 +56,7 @@ async def test_others_run_between_the_slices() -> None:
 async def test_two_take_turns_in_the_order_in_which_they_came() -> None:
     log = Log()
     lane = log.lane()
-    both = [asyncio.create_task(lane.run(i, log.slices(str(i)))) for i in (1, 2)]
+    both = [asyncio.create_task(lane.run(i, log.slices(str(i)), has_begun=False)) for i in (1, 2)]
     assert await asyncio.gather(*both) == ["1", "2"]
     assert log.entries == ["1"] * 3 + ["2"] * 3
 
@@ -64,7 +64,7 @@ async def test_two_take_turns_in_the_order_in_which_they_came() -> None:
 async def test_a_session_waits_for_its_own_and_for_no_other() -> None:
     log = Log()
     lane = log.lane()
-    task = asyncio.create_task(lane.run(1, log.slices("long")))
+    task = asyncio.create_task(lane.run(1, log.slices("long"), has_begun=False))
     await asyncio.sleep(0)
     await lane.wait(2)
     assert not task.done()
@@ -76,7 +76,7 @@ async def test_a_session_waits_for_its_own_and_for_no_other() -> None:
 async def test_it_goes_on_when_its_caller_goes() -> None:
     log = Log()
     lane = log.lane()
-    task = asyncio.create_task(lane.run(1, log.slices("long")))
+    task = asyncio.create_task(lane.run(1, log.slices("long"), has_begun=False))
     await log.has_begun()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -89,10 +89,10 @@ async def test_it_goes_on_when_its_caller_goes() -> None:
 async def test_what_has_not_begun_goes_with_its_caller() -> None:
     log = Log()
     lane = log.lane()
-    first = asyncio.create_task(lane.run(1, log.slices("first", 99)))
+    first = asyncio.create_task(lane.run(1, log.slices("first", 99), has_begun=False))
     await log.has_begun()
     for num_turns in (1, 2, 3):  # the last of them in the lane
-        task = asyncio.create_task(lane.run(2, log.slices("second")))
+        task = asyncio.create_task(lane.run(2, log.slices("second"), has_begun=False))
         for _ in range(num_turns):
             await asyncio.sleep(0)
         task.cancel()
@@ -100,7 +100,7 @@ async def test_what_has_not_begun_goes_with_its_caller() -> None:
         await lane.wait(2)
     assert not first.done()
     assert await first == "first"
-    assert await lane.run(2, log.slices("again", 1)) == "again"
+    assert await lane.run(2, log.slices("again", 1), has_begun=False) == "again"
     assert log.entries == ["first"] * 99 + ["again"]
     assert log.num_ended == 2
 
@@ -113,5 +113,5 @@ async def test_what_fails_is_told_and_lets_the_next_run() -> None:
     log = Log()
     lane = log.lane()
     with pytest.raises(QuotaExceededError):
-        await lane.run(1, failing())
-    assert await lane.run(1, log.slices("long")) == "long"
+        await lane.run(1, failing(), has_begun=False)
+    assert await lane.run(1, log.slices("long"), has_begun=False) == "long"

@@ -1,6 +1,4 @@
-"""Work that gives way to other work: a generator that yields wherever others may come between, and
-returns what the work comes to.
-"""
+"""Work in slices: a generator that yields wherever others may run, and returns its result."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ T = TypeVar("T")
 Slices = Generator[None, None, T]
 
 
-def finish(slices: Slices[T]) -> T:
-    """Do all of it now."""
+def run_to_end(slices: Slices[T]) -> T:
+    """Run all slices now; returns the result."""
     while True:
         try:
             next(slices)
@@ -28,7 +26,7 @@ def guarded(
     lock: AbstractContextManager[object],
     guard: Callable[[], AbstractContextManager[None]],
 ) -> Slices[T]:
-    """The same, each slice inside of ``lock`` and ``guard()``."""
+    """Run each slice inside of ``lock`` and ``guard()``."""
     while True:
         with lock, guard():
             try:
@@ -40,6 +38,6 @@ def guarded(
 
 
 def whole(work: Callable[[], T]) -> Slices[T]:
-    """Work that gives way to none."""
+    """Run ``work`` as the only slice."""
     yield from ()
     return work()
