@@ -144,7 +144,7 @@ class Expectations:
             is_same = run is expected.run and run.pass_index == expected.pass_index
             if not is_same or run.is_complete:
                 raise PlanOutOfOrderError("the plan, or its pass, has ended", field="plan.number")
-            self._plans.check_may_write(session, run)
+            self._plans.write_checks.check_may_write(session, run)
             try:
                 serve()
             finally:

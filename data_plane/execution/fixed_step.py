@@ -134,7 +134,7 @@ class FixedStep:
                 )
             num_tokens = num_tokens or self.bounds.num_tokens
             self._check_fits(run, num_tokens)
-            self._plans.check_may_write(session, run)
+            self._plans.write_checks.check_may_write(session, run)
             try:
                 self._load(run, num_tokens)
                 result = call()

@@ -21,8 +21,6 @@ from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments, require
 from data_plane.plans.batches.attention_batch import (
     AttentionBatch,
-    check_current,
-    check_unpublished,
     prepare_batch,
 )
 from data_plane.plans.batches.transfers import Transfers
@@ -34,6 +32,7 @@ from data_plane.plans.sessions import ANY_PASS, RunningPlan, Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
+from data_plane.plans.write_checks import WriteChecks, check_writable
 from kvplane import tracing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -81,6 +80,7 @@ class PlanRunner:
     ) -> None:
         """``check_device`` is called after the device failed, to find out whether for good."""
         self._tables = tables
+        self.write_checks = WriteChecks(tables)
         self._tenants = LastTenants(tables.num_blocks)
         self._written = WrittenSlots(tables)
         self._sessions = sessions
@@ -128,9 +128,12 @@ class PlanRunner:
             allocated = apply_changes(tables, session.id, plan)
             transfers.check_generations(tables, allocated)
             on_host = tuple(
-                prepare_batch(tables, session.id, plan.spans, changed_ids, group)
-                for group, changed_ids in enumerate(_changed_ids(plan.changes, tables.num_groups))
+                prepare_batch(tables, session.id, plan.spans, group)
+                for group in range(tables.num_groups)
             )
+            changed = _changed_ids(plan.changes, tables.num_groups)
+            for batch, changed_ids in zip(on_host, changed, strict=True):
+                check_writable(tables, session.id, batch, np.frombuffer(changed_ids, "<i8"))
             attention = on_host
             if not session.has_fixed_steps:
                 # In the transaction too: without device memory for it the plan is refused.
@@ -232,8 +235,8 @@ class PlanRunner:
         return run.attention[group]
 
     def write(self, session: Session, run: RunningPlan, arguments: WriteArguments) -> None:
-        """Write one layer. Raises as ``check_may_write``."""
-        self.check_may_write(session, run)
+        """Write one layer. Raises as ``WriteChecks.check_may_write``."""
+        self.write_checks.check_may_write(session, run)
         self._compute.write(arguments)
 
     def attend(
@@ -268,7 +271,7 @@ class PlanRunner:
         return output
 
     def _check_may_read(self, session: Session, run: RunningPlan) -> None:
-        self.check_still_current(session, run)
+        self.write_checks.check_still_current(session, run)
         run.used_after_receipt |= run.receipt is not None
 
     def attend_to(
@@ -317,7 +320,7 @@ class PlanRunner:
         if query is not None and is_new and is_whole:
             bound = compute.bound_layer(batch, index, query, key, value, options)
             if bound is not None:  # called with tensors like these before: one native call
-                self.check_may_write(session, run)
+                self.write_checks.check_may_write(session, run)
                 num_context = run.num_context_tokens(bound.window_tokens)
                 attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
                 progress.finish_layer(index)
@@ -425,35 +428,6 @@ class PlanRunner:
         run.check_transferred()
         run.check_pass(pass_index)
         return session, run
-
-    def is_unchanged(self, run: RunningPlan) -> bool:
-        """Whether nothing was published and no entry made stale since ``check_may_write``."""
-        tables = self._tables
-        return (
-            run.checked_taken == tables.num_taken
-            and run.checked_version == tables.num_messages_published
-        )
-
-    def check_may_write(self, session: Session, run: RunningPlan) -> None:
-        """Raise BlockNotWritableError if one of the written blocks was published since the plan
-        started, and StaleGenerationError if a block of the spans' tables was allocated again.
-        """
-        self.check_still_current(session, run)
-        self.check_still_writable(run)
-
-    def check_still_current(self, session: Session, run: RunningPlan) -> None:
-        """Check the spans' tables again if a plan made any entry stale since the last check."""
-        if run.checked_taken != self._tables.num_taken:
-            for batch in run.attention:
-                check_current(self._tables, session.id, batch)
-            run.checked_taken = self._tables.num_taken
-
-    def check_still_writable(self, run: RunningPlan) -> None:
-        """Check the written blocks again if anything was published since the last check."""
-        if run.checked_version != self._tables.num_messages_published:
-            for batch in run.attention:
-                check_unpublished(self._tables, batch)
-            run.checked_version = self._tables.num_messages_published
 
 
 def _changed_ids(changes: pb.TableChanges, num_groups: int) -> list[bytes]:

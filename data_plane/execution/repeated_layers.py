@@ -147,7 +147,7 @@ class RepeatedLayers:
             and not run.failure
             and known.num_tokens == run.attention[known.group].num_tokens
             and run.progress.comes_next(known.index)
-            and self._plans.is_unchanged(run)
+            and self._plans.write_checks.is_unchanged(run)
             and self._compute.sees(known.bound, run.attention[known.group])
         )
 

@@ -124,7 +124,7 @@ class TableBlocks:
         of_shard = [self._layers.index(held[layer]) for layer in layers]
         run.progress.check_no_gap(of_shard, span, tokens.start)
         if not run.is_complete:
-            self._plans.check_may_write(session, run)
+            self._plans.write_checks.check_may_write(session, run)
             self._compute.write_span(batch, span, layers, blocks.first_block, data, tokens)
             run.progress.extend(of_shard, span, tokens.stop)
         return self._plans.receipt(session, run)

@@ -116,7 +116,11 @@ FAULTS = {
         "has_come_already",
     ),
     "what_others_published_is_written": Fault(
-        EXPECTED, "self._plans.check_may_write(session, run)", "pass", KNOWN, "since_the_plan"
+        EXPECTED,
+        "self._plans.write_checks.check_may_write(session, run)",
+        "pass",
+        KNOWN,
+        "since_the_plan",
     ),
     "plans_that_have_run_are_written_again": Fault(
         EXPECTED, "or run.is_complete:", "and False:", KNOWN, "run_elsewhere"

@@ -28,7 +28,6 @@ from data_plane.plans.plan_columns import ints, refuse
 from data_plane.plans.tables.block_tables import BlockTables, Table, no_table, taken_away
 from data_plane.tier_keys import tier_key_of
 from kvplane.errors import (
-    BlockNotWritableError,
     InvalidRequestError,
     SequenceNotFoundError,
     SequenceSwappedError,
@@ -40,7 +39,7 @@ from kvplane.wire import columns
 if TYPE_CHECKING:
     from kvplane_kernels._native import SpanRows
 
-_AT = "plan.spans"
+AT_SPANS = "plan.spans"
 # Entries of the block tables that kernels get, padded to the longest: 1 GiB.
 MAX_PADDED_ENTRIES = 2**28
 
@@ -138,24 +137,19 @@ class AttentionBatch(StepRows):
 
 
 def prepare_batch(
-    tables: BlockTables,
-    session_id: int,
-    spans: pb.Spans,
-    changed_ids: bytes = b"",
-    group: int = 0,
+    tables: BlockTables, session_id: int, spans: pb.Spans, group: int = 0
 ) -> AttentionBatch:
-    """Check a plan's spans and compute what the kernels need for a layer group. ``changed_ids``: an
-    int64 column of the sequences whose tables in it the plan has changed.
+    """Check a plan's spans and compute what the kernels need for a layer group.
 
-    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError, StaleGenerationError
-    and BlockNotWritableError, naming the field.
+    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError and
+    StaleGenerationError, naming the field.
     """
-    sequence_ids = ints(columns.INT64, spans.sequence_ids, f"{_AT}.sequence_ids")
+    sequence_ids = ints(columns.INT64, spans.sequence_ids, f"{AT_SPANS}.sequence_ids")
     num_spans = len(sequence_ids)
-    first = ints(columns.INT64, spans.first_positions, f"{_AT}.first_positions", num_spans)
-    counts = ints(columns.INT32, spans.num_tokens, f"{_AT}.num_tokens", num_spans)
+    first = ints(columns.INT64, spans.first_positions, f"{AT_SPANS}.first_positions", num_spans)
+    counts = ints(columns.INT32, spans.num_tokens, f"{AT_SPANS}.num_tokens", num_spans)
     found = _tables_of(tables.of_session(session_id, group), sequence_ids, group)
-    _check_current(tables, found, sequence_ids)
+    check_entries(tables, found, sequence_ids)
     blocks = [table.blocks for table in found]
     trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
     size = tables.block_size_tokens
@@ -165,58 +159,15 @@ def prepare_batch(
         lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
         _check_positions(first, counts, trimmed * size, lengths * size)
         raise _too_large(first, counts, size, most_tokens)
-    batch = _batch(group, sequence_ids, first, rows)
-    check_writable(tables, session_id, batch, np.frombuffer(changed_ids, "<i8"))
-    return batch
+    return _batch(group, sequence_ids, first, rows)
 
 
-def check_current(tables: BlockTables, session_id: int, batch: AttentionBatch) -> None:
-    """Raise StaleGenerationError if a block of a span's table has been allocated again."""
-    of_session = tables.of_session(session_id, batch.group)
-    found = [of_session[sequence_id] for sequence_id in batch.sequence_ids.tolist()]
-    _check_current(tables, found, batch.sequence_ids)
-
-
-def check_unpublished(tables: BlockTables, batch: AttentionBatch) -> None:
-    """Raise BlockNotWritableError if a block to be written is published."""
-    published = tables.publications[batch.group].published[batch.written_blocks]
-    if published.any():
-        raise _not_writable(batch, int(published.argmax()), "published")
-
-
-def check_writable(
-    tables: BlockTables, session_id: int, batch: AttentionBatch, changed_ids: NDArray[np.int64]
-) -> None:
-    """Raise BlockNotWritableError if a block to be written is published, or shared: if a table
-    refers to it that this plan does not change, besides the writer's, or two spans write it.
-
-    Tables that the plan makes may share what it computes: equal prompts are computed once.
-    ``changed_ids``: the sequences whose tables the plan changes.
-    """
-    check_unpublished(tables, batch)
-    blocks = batch.written_blocks
-    num_entries = tables.ref_counts[tier_key_of(batch.group, pb.TIER_DEVICE)][blocks]
-    shared = num_entries != 1
-    if not shared.any():
-        return
-    of_session = tables.of_session(session_id, batch.group)
-    changed = [of_session[i].held.blocks for i in set(changed_ids.tolist()) if i in of_session]
-    counts = np.bincount(np.concatenate([*changed, blocks[:0]]), minlength=int(blocks.max()) + 1)
-    writers = batch.sequence_ids[batch.written_by]
-    counts = counts[blocks] + ~np.isin(writers, changed_ids)
-    again = np.ones(len(blocks), np.bool_)
-    again[np.unique(blocks, return_index=True)[1]] = False
-    bad = shared & (again | (counts != num_entries))
-    if bad.any():
-        raise _not_writable(batch, int(bad.argmax()), "shared with another table")
-
-
-def _not_writable(batch: AttentionBatch, i: int, why: str) -> BlockNotWritableError:
-    return BlockNotWritableError(
-        f"block {batch.written_blocks[i]} is {why} and may not be written: a plan has to copy it "
-        "to a block of the sequence's own first",
-        field=f"{_AT}.sequence_ids[{batch.written_by[i]}]",
-    )
+def check_entries(tables: BlockTables, found: list[Table], sequence_ids: NDArray[np.int64]) -> None:
+    """Raise StaleGenerationError if a block of one of these tables has been allocated again."""
+    i = tables.first_stale(found)
+    if i is not None:
+        at = f"{AT_SPANS}.sequence_ids[{i}]"
+        raise StaleGenerationError(taken_away(int(sequence_ids[i])), field=at)
 
 
 def _tables_of(
@@ -227,7 +178,7 @@ def _tables_of(
     found = list(map(tables.get, ids))
     if None in found:
         i = found.index(None)
-        raise SequenceNotFoundError(no_table(ids[i]), field=f"{_AT}.sequence_ids[{i}]")
+        raise SequenceNotFoundError(no_table(ids[i]), field=f"{AT_SPANS}.sequence_ids[{i}]")
     if len(set(ids)) != len(ids):
         again = np.ones(len(ids), np.bool_)
         again[np.unique(sequence_ids, return_index=True)[1]] = False
@@ -235,25 +186,16 @@ def _tables_of(
             again,
             InvalidRequestError,
             lambda i: f"sequence {ids[i]} is in two spans: a plan computes it in one",
-            f"{_AT}.sequence_ids",
+            f"{AT_SPANS}.sequence_ids",
         )
     tier_key = tier_key_of(group, pb.TIER_DEVICE)
     for i, table in enumerate(found):
         if table.tier_key != tier_key:  # type: ignore[union-attr]
             raise SequenceSwappedError(
                 f"sequence {ids[i]} is in the host tier: it has to be swapped in first",
-                field=f"{_AT}.sequence_ids[{i}]",
+                field=f"{AT_SPANS}.sequence_ids[{i}]",
             )
     return found  # type: ignore[return-value]
-
-
-def _check_current(
-    tables: BlockTables, found: list[Table], sequence_ids: NDArray[np.int64]
-) -> None:
-    i = tables.first_stale(found)
-    if i is not None:
-        at = f"{_AT}.sequence_ids[{i}]"
-        raise StaleGenerationError(taken_away(int(sequence_ids[i])), field=at)
 
 
 def _check_positions(
@@ -270,7 +212,7 @@ def _check_positions(
             f"the table has slots for positions {trimmed[i]} to {num_slots[i] - 1}, not for "
             f"{first[i]}"
         ),
-        f"{_AT}.first_positions",
+        f"{AT_SPANS}.first_positions",
     )
     refuse(
         (counts < 1) | (counts > num_slots - first),
@@ -279,7 +221,7 @@ def _check_positions(
             f"must be 1 to {num_slots[i] - first[i]}, the slots that the table has from position "
             f"{first[i]} on, is {counts[i]}"
         ),
-        f"{_AT}.num_tokens",
+        f"{AT_SPANS}.num_tokens",
     )
 
 
@@ -292,13 +234,13 @@ def _too_large(
     if (num_tokens := int(counts.sum())) > num_slots:
         return InvalidRequestError(
             f"the spans have {num_tokens} tokens, and the pool has {num_slots} slots to write them",
-            field=f"{_AT}.num_tokens",
+            field=f"{AT_SPANS}.num_tokens",
         )
     longest = -(-int((first + counts).max(initial=0)) // block_size)
     return InvalidRequestError(
         f"{len(first)} tables of up to {longest} entries make {len(first) * longest}, and may make "
         f"{MAX_PADDED_ENTRIES}: compute the longest sequences in a plan of their own",
-        field=f"{_AT}.sequence_ids",
+        field=f"{AT_SPANS}.sequence_ids",
     )
 
 

@@ -20,8 +20,8 @@ from data_plane.execution.shards import shard_kernels
 from data_plane.kernels.backends import bound_layers
 from data_plane.kernels.device import cuda_streams
 from data_plane.memory import pool
-from data_plane.plans import progress, sessions, verifier
-from data_plane.plans.batches import attention_batch, transfers
+from data_plane.plans import progress, sessions, verifier, write_checks
+from data_plane.plans.batches import transfers
 from data_plane.plans.tables import block_tables
 from kvplane.errors import InternalError
 from kvplane.layout import KEYS_AND_VALUES, LayerGroup
@@ -74,13 +74,13 @@ def unknown_fields_ignored() -> None:
 
 
 def published_write_allowed() -> None:
-    attention_batch.check_writable = _nothing
-    plan_runner.check_unpublished = _nothing
+    plan_runner.check_writable = _nothing
+    write_checks.check_unpublished = _nothing
 
 
 def publication_forgotten_at_the_kernel() -> None:
     """A block that is writable when a plan starts counts as writable for ever."""
-    plan_runner.PlanRunner.check_still_writable = _nothing  # type: ignore[method-assign]
+    write_checks.WriteChecks.check_still_writable = _nothing  # type: ignore[method-assign]
 
 
 def signatures_ignored() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_plane.execution import executor, plan_runner
 from data_plane.execution.shards import shard_kernels
-from data_plane.plans import sessions
+from data_plane.plans import sessions, write_checks
 from data_plane.plans.batches import attention_batch, transfers
 from data_plane.plans.contents import last_tenants, written_slots
 from data_plane.plans.tables import allocations, block_tables, table_changes
@@ -43,7 +43,7 @@ def stale_entries_readable() -> None:
 
 def finished_plans_attend_for_ever() -> None:
     """Only when a plan starts is it checked that its tables are not stale."""
-    plan_runner.PlanRunner.check_still_current = _nothing  # type: ignore[method-assign]
+    write_checks.WriteChecks.check_still_current = _nothing  # type: ignore[method-assign]
 
 
 def truncation_keeps_one_too_many() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_plane.plans.batches.attention_batch import check_unpublished, prepare_batch
+from data_plane.plans.batches.attention_batch import prepare_batch
 from data_plane.plans.tables.block_tables import BlockTables, Table
+from data_plane.plans.write_checks import check_unpublished, check_writable
 from kvplane.errors import (
     BlockNotWritableError,
     InvalidRequestError,
@@ -122,4 +123,5 @@ def test_only_the_blocks_that_are_written_must_be_writable() -> None:
         check_unpublished(tables, batch)
     assert refused.value.field == "plan.spans.sequence_ids[1]"
     with pytest.raises(BlockNotWritableError, match="block 2 is shared"):
-        prepare_batch(tables, 1, pack_spans([span(2, BLOCK_SIZE - 1, 1)]))
+        batch = prepare_batch(tables, 1, pack_spans([span(2, BLOCK_SIZE - 1, 1)]))
+        check_writable(tables, 1, batch, np.array([], np.int64))

@@ -1,0 +1,104 @@
+"""Who may write a block: checked when a plan starts, and again before each write of it.
+
+A plan may write a block that is published nowhere and that only its own sequence's table refers to.
+Both can change while the plan runs: a late message publishes the block, or another session's plan
+allocates it again. So each write of a plan asks ``WriteChecks.check_may_write`` first, which looks
+at the tables only if something has changed since it last did.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_plane.plans.batches.attention_batch import AT_SPANS, AttentionBatch, check_entries
+from data_plane.plans.sessions import RunningPlan, Session
+from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.tier_keys import tier_key_of
+from kvplane.errors import BlockNotWritableError
+from kvplane.v1 import types_pb2 as pb
+
+
+class WriteChecks:
+    """The checks of running plans against the tables of one executor."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+
+    def is_unchanged(self, run: RunningPlan) -> bool:
+        """Whether nothing was published and no entry made stale since ``check_may_write``."""
+        tables = self._tables
+        return (
+            run.checked_taken == tables.num_taken
+            and run.checked_version == tables.num_messages_published
+        )
+
+    def check_may_write(self, session: Session, run: RunningPlan) -> None:
+        """Raise BlockNotWritableError if one of the written blocks was published since the plan
+        started, and StaleGenerationError if a block of the spans' tables was allocated again.
+        """
+        self.check_still_current(session, run)
+        self.check_still_writable(run)
+
+    def check_still_current(self, session: Session, run: RunningPlan) -> None:
+        """Check the spans' tables again if a plan made any entry stale since the last check."""
+        if run.checked_taken != self._tables.num_taken:
+            for batch in run.attention:
+                check_current(self._tables, session.id, batch)
+            run.checked_taken = self._tables.num_taken
+
+    def check_still_writable(self, run: RunningPlan) -> None:
+        """Check the written blocks again if anything was published since the last check."""
+        if run.checked_version != self._tables.num_messages_published:
+            for batch in run.attention:
+                check_unpublished(self._tables, batch)
+            run.checked_version = self._tables.num_messages_published
+
+
+def check_current(tables: BlockTables, session_id: int, batch: AttentionBatch) -> None:
+    """Raise StaleGenerationError if a block of a span's table has been allocated again."""
+    of_session = tables.of_session(session_id, batch.group)
+    found = [of_session[sequence_id] for sequence_id in batch.sequence_ids.tolist()]
+    check_entries(tables, found, batch.sequence_ids)
+
+
+def check_unpublished(tables: BlockTables, batch: AttentionBatch) -> None:
+    """Raise BlockNotWritableError if a block to be written is published."""
+    published = tables.publications[batch.group].published[batch.written_blocks]
+    if published.any():
+        raise _not_writable(batch, int(published.argmax()), "published")
+
+
+def check_writable(
+    tables: BlockTables, session_id: int, batch: AttentionBatch, changed_ids: NDArray[np.int64]
+) -> None:
+    """Raise BlockNotWritableError if a block to be written is published, or shared: if a table
+    refers to it that this plan does not change, besides the writer's, or two spans write it.
+
+    Tables that the plan makes may share what it computes: equal prompts are computed once.
+    ``changed_ids``: the sequences whose tables the plan changes.
+    """
+    check_unpublished(tables, batch)
+    blocks = batch.written_blocks
+    num_entries = tables.ref_counts[tier_key_of(batch.group, pb.TIER_DEVICE)][blocks]
+    shared = num_entries != 1
+    if not shared.any():
+        return
+    of_session = tables.of_session(session_id, batch.group)
+    changed = [of_session[i].held.blocks for i in set(changed_ids.tolist()) if i in of_session]
+    counts = np.bincount(np.concatenate([*changed, blocks[:0]]), minlength=int(blocks.max()) + 1)
+    writers = batch.sequence_ids[batch.written_by]
+    counts = counts[blocks] + ~np.isin(writers, changed_ids)
+    again = np.ones(len(blocks), np.bool_)
+    again[np.unique(blocks, return_index=True)[1]] = False
+    bad = shared & (again | (counts != num_entries))
+    if bad.any():
+        raise _not_writable(batch, int(bad.argmax()), "shared with another table")
+
+
+def _not_writable(batch: AttentionBatch, i: int, why: str) -> BlockNotWritableError:
+    return BlockNotWritableError(
+        f"block {batch.written_blocks[i]} is {why} and may not be written: a plan has to copy it "
+        "to a block of the sequence's own first",
+        field=f"{AT_SPANS}.sequence_ids[{batch.written_by[i]}]",
+    )
