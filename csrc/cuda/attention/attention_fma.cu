@@ -14,7 +14,8 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kLanesOfWarp;
 constexpr int kRowsOfWarp = kRowsOfFmaTile / kWarps;
-constexpr int kTokens = kLanesOfWarp;  // in a tile
+constexpr int kTokens = kTokensOfFmaTile;
+static_assert(kTokens == kLanesOfWarp);
 
 // Dims that a lane holds of a row's output: for heads of up to 256, and for larger ones.
 constexpr int kFewDims = 256 / kLanesOfWarp;

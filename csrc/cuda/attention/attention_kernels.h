@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/attention/tile_sizes.h"
 #include "cuda/device/launch.h"
 #include "kvplane/dtype.h"
 
@@ -17,28 +18,6 @@ struct Launch {
   uintptr_t stream;
   Begins begins;
 };
-
-constexpr int kRowsOfFmaTile = 16;
-
-// A long item attends to so many dims of the values: more would not fit in registers.
-constexpr int kDimsOfLongPart = 256;
-
-constexpr int32_t long_parts(int64_t value_head_size) {
-  return static_cast<int32_t>((value_head_size + kDimsOfLongPart - 1) / kDimsOfLongPart);
-}
-
-// Rows of a short tile: eight, sixteen or thirty-two. Tiles of more rows read keys and values less
-// often, but do not fit in a thread's registers with the largest heads. The width changes no bit.
-constexpr int short_tile_rows(int64_t rows, int64_t head_size) {
-  if (rows <= 8 || head_size > 192) return 8;
-  return rows <= 16 || head_size > 128 ? 16 : 32;
-}
-
-// Rows of a tile of several decodes; 0 where eight are the most that fit.
-constexpr int rows_of_families(int64_t head_size) {
-  const int rows = short_tile_rows(32, head_size);
-  return rows > 8 ? rows : 0;
-}
 
 // The shared memory that a block can have on every device from Ampere on: that of sm_86, sm_89 and
 // sm_120.

@@ -5,13 +5,11 @@
 
 #include <cstdint>
 
+#include "cuda/attention/tile_sizes.h"
 #include "cuda/device/device.h"
 #include "kvplane/params.h"
 
 namespace kvplane::cuda {
-
-constexpr int kShortRows = 32;
-constexpr int kRowsOfLongTile = 64;
 
 // A long sequence is cut until it has about so many items: two for each block that a large GPU runs
 // at once. Then one sequence keeps the GPU busy, and its partial results stay within 40 MB.

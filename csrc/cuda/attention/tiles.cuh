@@ -21,12 +21,12 @@
 #include <type_traits>
 
 #include "cuda/attention/batch.cuh"
+#include "cuda/attention/tile_sizes.h"
 #include "cuda/device/eight_bits.cuh"
 #include "cuda/device/ptx.cuh"
 
 namespace kvplane::cuda {
 
-constexpr int kTileRows = 16;
 constexpr int kChunkBytes = 16;
 constexpr int kReadBytes = 32;  // that one instruction reads of each row
 

@@ -9,7 +9,7 @@ namespace kvplane::cuda {
 // The parts, in bytes. The largest values are attended to in parts, each by an item of its own.
 template <typename Kv, int kHeadSize>
 struct LongTile {
-  static constexpr int kTokens = kHeadSize <= 128 ? 64 : kHeadSize <= 256 ? 32 : 16;
+  static constexpr int kTokens = tokens_of_long_tile(kHeadSize);
   static constexpr int kValueSize = kHeadSize <= kDimsOfLongPart ? kHeadSize : kDimsOfLongPart;
   static constexpr int kQueryPitch = kPitch<FactorOf<Kv>, kHeadSize>;
   static constexpr int kQueries = kRowsOfLongTile * kQueryPitch;
