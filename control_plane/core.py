@@ -35,8 +35,8 @@ from control_plane.sessions.session import END_CAUSES, EndedSessions, Session, r
 from control_plane.sessions.silent_shards import lost_sessions
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps.operations import Step, read_operations
 from control_plane.steps.plain_steps import PlainAnswer, PlainSteps
-from control_plane.steps.planner import Planner, read_operations
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.requests import Request, Requests
 from control_plane.views import view
@@ -300,11 +300,11 @@ class ControlPlane:
                 session = self._session(request.session, tenant)
             sharing = self._sharing_of(session.pool)
             member, number = sharing.members[session.id], session.numbers.last + 1
-            planner = Planner(member, sharing, check_as=number)
+            step = Step(member, sharing, check_as=number)
             for i in range(begin, min(begin + _CHECKED_AT_A_TIME, len(operations))):
                 result = response.results.add()
-                yield from planner.run(i, operations[i], result)
-                if operations[i][0] != "admit" and result.WhichOneof("done") is not None:
+                yield from step.run(i, operations[i], result)
+                if not operations[i][0].is_checked_with_answer and result.WhichOneof("done"):
                     result.ClearField("done")
         return response
 

@@ -18,6 +18,7 @@ from control_plane.pools.statistics import (
     WAIT_BOUNDS_S,
 )
 from control_plane.sessions.session import END_CAUSES
+from control_plane.steps.operations import OPERATIONS
 from control_plane.steps.plain_steps import PlainAnswer
 from kvplane.serving.observability.histogram import Histogram
 from kvplane.serving.observability.metrics import (
@@ -29,8 +30,6 @@ from kvplane.serving.observability.metrics import (
 )
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
-from kvplane.wire import columns
-from kvplane.wire.columns import INT64
 
 
 def _gauge(name: str, help: str, *labels: str) -> Declaration:
@@ -189,8 +188,6 @@ _STATUS_NAMES: Final = {
     pb.OPERATION_STATUS_FAILED: "failed",
 }
 _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
-# Operations of several items; the others are one item.
-_COLUMN_OPERATIONS: Final = ("append", "fork", "free", "truncate")
 _CUT_REASONS: Final = ("growth", "turn", "idle")
 _COUNTERS: Final = (
     (_LOOKUP_TOKENS, "num_lookup_tokens"),
@@ -239,7 +236,8 @@ class ControlPlaneMetrics(PlaneMetrics):
                 self.operations.inc(kind, status)
                 self.refused_items.inc(kind, status, _reason_of(failure))
             if done.WhichOneof("done") is not None:
-                num_done = _num_items(operation, kind) - len(done.failures)
+                num_items = OPERATIONS[kind].num_items(getattr(operation, kind))
+                num_done = num_items - len(done.failures)
                 self.operations.inc(kind, "ok", by=num_done)
 
     def count_plain_step(self, answer: PlainAnswer, duration_s: float) -> None:
@@ -286,12 +284,6 @@ def _reason_of(failure: pb.ItemFailure) -> str:
         return failure.error.reason
     name = pb.ShortageReason.Name(failure.shortage.reason)
     return name.removeprefix("SHORTAGE_REASON_").lower()
-
-
-def _num_items(operation: pb.Operation, kind: str) -> int:
-    if kind in _COLUMN_OPERATIONS:
-        return columns.count(INT64, getattr(operation, kind).sequence_ids)
-    return 1
 
 
 def _add_gauges(samples: Samples, pool: PoolObservation) -> None:

@@ -13,6 +13,7 @@ from kvplane_blocks import ColumnError
 
 from control_plane.sharing.member import Member
 from control_plane.steps.failures import error_of, error_of_columns
+from control_plane.steps.operations import DEFERRED_TOKENS
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
@@ -49,7 +50,7 @@ def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items:
     if failure is None:
         return
     item = kept[failure[0]]
-    error = error_of(member, "deferred_tokens", failure)
+    error = error_of(member, DEFERRED_TOKENS, failure)
     if error.field == "token_ids":  # its index is that of the item's first token
         num_tokens = columns.read(INT32, given.num_tokens, "num_tokens")
         item = sum(num_tokens[:item])

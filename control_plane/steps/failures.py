@@ -10,6 +10,7 @@ from kvplane_blocks import ColumnError, _native
 from control_plane.admission.decisions import MustWait, Reason
 from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
+from control_plane.steps.operation import Failure, Operation
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -25,9 +26,6 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_messages import to_wire
 
-# Item, code, and what the code gives a sense to; see kvplane_blocks._native.
-Failure = tuple[int, int, int, int, int]
-
 # About as long as a step takes on a busy engine: receipts come with steps.
 RETRY_DELAY: Final = duration_pb2.Duration(nanos=50_000_000)
 _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
@@ -42,38 +40,28 @@ _WAIT_REASONS: Final = {
     Reason.QUEUE: cpb.SHORTAGE_REASON_LINE,
     Reason.GROWTH: cpb.SHORTAGE_REASON_GROWTH,
 }
-# Operations that are one item, and how they call the sequence at fault.
-_ONE_ITEM: Final = ("admit", "swap_out", "swap_in", "retain", "release", "forget")
 
 
 def add_failures(
     result: cpb.OperationResult,
     member: Member,
     at: str,
-    kind: str,
+    operation: Operation,
     failures: list[Failure],
 ) -> None:
     """Add the items that the core did not do. ``at`` is where the operation stands in the request,
-    such as "operations[2].append"; ``kind`` is its name.
+    such as "operations[2].append".
     """
     for failure in failures:
-        item = 0 if kind in _ONE_ITEM else failure[0]
+        item = 0 if operation.is_one_item else failure[0]
         status = shortage_status(failure)
         if status is not None:
             shortage = shortage_of(member.session, failure)
             result.failures.add(item=item, status=status, shortage=shortage)
         else:
-            error = error_of(member, kind, failure)
-            index = failure[0]
-            if kind == "admit":  # its items are the sequence and the forks of it
-                if error.field == "sequence_id" and index:
-                    error.field, index = "fork_sequence_ids", index - 1
-                elif error.field == "token_ids":
-                    index = failure[3]
-            field = f"{at}.{error.field}"
-            if kind not in _ONE_ITEM or error.field.endswith("_ids"):
-                field += f"[{index}]"
-            _add(result, item, error, field)
+            error = error_of(member, operation, failure)
+            field, index = operation.located(error.field, failure)
+            _add(result, item, error, f"{at}.{field}" + ("" if index is None else f"[{index}]"))
 
 
 def add_error(result: cpb.OperationResult, at: str, error: KvplaneError) -> None:
@@ -126,17 +114,16 @@ def shortage_of(
     return shortage
 
 
-def error_of(member: Member, kind: str, failure: Failure) -> KvplaneError:
+def error_of(member: Member, operation: Operation, failure: Failure) -> KvplaneError:
     """Why an item is wrong; the field is a column of the operation."""
     _, code, a, b, c = failure
-    ids = "sequence_id" if kind == "admit" else "sequence_ids"
-    parents = "parent_sequence_ids" if kind == "fork" else ids
+    ids, parents = operation.id_field, operation.parent_field
     match code:
         case _native.NOT_FOUND if a in member.revoked:
             return SequenceRevokedError(f"sequence {a} was cut: admit it again", field=parents)
         case _native.NOT_FOUND:
             return SequenceNotFoundError(f"sequence {a} is not live: admit it first", field=parents)
-        case _native.EXISTS if kind.startswith("swap"):
+        case _native.EXISTS if operation.names_each_once:
             return InvalidRequestError("must be one or more distinct ids", field=ids)
         case _native.EXISTS:
             return SequenceExistsError(
@@ -144,7 +131,7 @@ def error_of(member: Member, kind: str, failure: Failure) -> KvplaneError:
             )
         case _native.BAD_ID:
             return InvalidRequestError("must be from 1 to 2^63 - 1", field=ids)
-        case _native.BUSY if kind == "append":
+        case _native.BUSY if operation.computes:
             return InvalidRequestError(
                 f"sequence {a} already computes tokens in this step", field="num_slots"
             )
@@ -154,7 +141,7 @@ def error_of(member: Member, kind: str, failure: Failure) -> KvplaneError:
             )
         case _native.SWAPPED:
             text = f"sequence {a} is on the {_TIER_NAMES[cast(tpb.Tier, b)]} tier"
-            text += ": swap it in first" if kind == "append" else " already"
+            text += ": swap it in first" if operation.computes else " already"
             return SequenceSwappedError(text, field=ids)
         case _native.TOO_MANY_SEQUENCES:
             return QuotaExceededError(f"{a} sequences are live: free one first", field=ids)
@@ -164,10 +151,10 @@ def error_of(member: Member, kind: str, failure: Failure) -> KvplaneError:
                 "needed: free sequences first",
                 field=ids,
             )
-    return _position_error(kind, failure)
+    return _position_error(operation, failure)
 
 
-def _position_error(kind: str, failure: Failure) -> KvplaneError:
+def _position_error(operation: Operation, failure: Failure) -> KvplaneError:
     """Of positions and tokens that do not fit the sequence."""
     _, code, a, b, c = failure
     match code:
@@ -208,7 +195,7 @@ def _position_error(kind: str, failure: Failure) -> KvplaneError:
             return InvalidRequestError(
                 f"differ from those known of sequence {a}, or given here before", field="token_ids"
             )
-    raise AssertionError(f"the native core refuses an item of {kind} with code {code}")
+    raise AssertionError(f"the native core refuses an item of {operation.name} with code {code}")
 
 
 _NEGATIVE: Final = {

@@ -20,7 +20,9 @@ from control_plane.pools.pool import Pool
 from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
 from control_plane.sharing.sharing import LATER, Sharing
-from control_plane.steps.failures import Failure, add_failures, shortage_of
+from control_plane.steps.failures import add_failures, shortage_of
+from control_plane.steps.operation import Failure
+from control_plane.steps.operations import OPERATIONS
 from control_plane.steps.plans import begin_plan, finish_plan
 from control_plane.steps.receipts import apply_receipts
 from control_plane.steps.slices import MANY_TOKENS
@@ -140,7 +142,7 @@ def _with_failures(answer: PlainAnswer, member: Member, failures: list[Failure])
     """The answer to an append of which some items were refused."""
     response = cpb.StepResponse.FromString(answer.encoded)
     (result,) = response.result.results
-    add_failures(result, member, "operations[0].append", "append", failures)
+    add_failures(result, member, "operations[0].append", OPERATIONS["append"], failures)
     return answer._replace(encoded=response.SerializeToString(), response=response)
 
 

@@ -20,7 +20,7 @@ from control_plane.sharing.sharing import Sharing
 from control_plane.steps.abort import abort_from, abort_plans
 from control_plane.steps.deferred_tokens import take_deferred_tokens
 from control_plane.steps.large_answers import LARGE_BYTES, LargeAnswer, large_answer
-from control_plane.steps.planner import Planner, check_no_plan, read_operations
+from control_plane.steps.operations import Step, check_no_plan, read_operations
 from control_plane.steps.plans import finish_plan
 from control_plane.steps.receipts import take_receipts
 from control_plane.steps.slices import SLICE_SEQUENCES, SLICE_TOKENS
@@ -128,12 +128,12 @@ class Requests:
         response = cpb.StepResponse(number=request.number)
         result = response.result
         session.native.begin(session.handle, request.number)
-        planner = Planner(member, self._sharing_of(session.pool))
+        step = Step(member, self._sharing_of(session.pool))
         add = result.results.add
         for i, operation in enumerate(operations):
-            yield from planner.run(i, operation, add())
-            if planner.num_taken_tokens >= SLICE_TOKENS:
-                planner.num_taken_tokens = 0
+            yield from step.run(i, operation, add())
+            if step.num_taken_tokens >= SLICE_TOKENS:
+                step.num_taken_tokens = 0
                 yield
         payload = yield from finish_plan(
             member, request.number, result, request.traceparent, most_bytes=LARGE_BYTES

@@ -74,23 +74,23 @@ FAULTS = {
         "frees_enough",
     ),
     "a_refused_retention_is_done_in_part": Fault(
-        "control_plane/steps/prefixes.py",
-        "    if len(done) == 5:\n",
-        "    if len(done) == 5:\n        session.native.retain(\n"
-        "            session.handle,\n"
-        "            message.token_ids[: 8 * pool.block_size],\n"
-        "            message.priority,\n"
-        "            pool.now_s + time_to_live_s,\n"
-        "            pool.num_retainable_blocks(),\n        )\n",
+        "control_plane/steps/operations.py",
+        "        if len(done) == 5:\n            _, _, most",
+        "        if len(done) == 5:\n            step.native.retain(\n"
+        "                step.handle,\n"
+        "                message.token_ids[: 8 * pool.block_size],\n"
+        "                message.priority,\n"
+        "                pool.now_s + time_to_live_s,\n"
+        "                pool.num_retainable_blocks(),\n            )\n            _, _, most",
         RETENTIONS,
         "over_the_quota",
     ),
     "a_retention_is_checked_too_late": Fault(
-        "control_plane/steps/prefixes.py",
-        "    if not 1 <= message.priority <= MAX_PRIORITY:\n",
-        "    session.native.retain(\n"
-        "        session.handle, message.token_ids, 7, session.pool.now_s + time_to_live_s, 10**6\n"
-        "    )\n    if not 1 <= message.priority <= MAX_PRIORITY:\n",
+        "control_plane/steps/operations.py",
+        "        if not 1 <= message.priority <= MAX_PRIORITY:\n",
+        "        step.native.retain(\n"
+        "            step.handle, message.token_ids, 7, step.pool.now_s + time_to_live_s, 10**6\n"
+        "        )\n        if not 1 <= message.priority <= MAX_PRIORITY:\n",
         RETENTIONS,
         "repeats",
     ),

@@ -18,7 +18,7 @@ from control_plane.queries import check_pool
 from control_plane.sessions.session import Session
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.abort import abort_plans
-from control_plane.steps.planner import Planner, read_operations
+from control_plane.steps.operations import Step, read_operations
 from control_plane.steps.plans import finish_plan
 from control_plane.steps.receipts import take_receipts
 from kvplane import ops
@@ -97,9 +97,9 @@ class PlanningRig:
         number = session.numbers.last
         result = cpb.StepResult()
         session.native.begin(session.handle, number)
-        planner = Planner(self.sharing.members[session.id], self.sharing)
+        step = Step(self.sharing.members[session.id], self.sharing)
         for i, operation in enumerate(read_operations(operations, 1000)):
-            run_to_end(planner.run(i, operation, result.results.add()))
+            run_to_end(step.run(i, operation, result.results.add()))
         run_to_end(finish_plan(self.sharing.members[session.id], number, result))
         self.pool.announce()
         return result

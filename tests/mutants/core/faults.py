@@ -16,7 +16,8 @@ from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.session import Session
-from control_plane.steps import planner, receipts
+from control_plane.steps import receipts
+from control_plane.steps.operations import Append, Step
 from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
@@ -71,17 +72,15 @@ def refused_numbers_stay_free(patch: pytest.MonkeyPatch) -> None:
 def positions_ignored(patch: pytest.MonkeyPatch) -> None:
     """Tokens are appended where the sequence ends, whatever position the caller gave."""
 
-    def run(self: Any, index: int, named: Any, result: Any) -> None:
-        kind, message = named
-        if kind == "append":
-            live = {s.sequence_id: s for s in sequence_states(queries.states(self._session))}
-            ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
-            ends = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
-            message.first_positions = columns.pack(INT64, ends)
-        original(self, index, named, result)
+    def run(self: Any, step: Step, message: Any, result: Any) -> Any:
+        live = {s.sequence_id: s for s in sequence_states(queries.states(step.member.session))}
+        ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+        ends = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
+        message.first_positions = columns.pack(INT64, ends)
+        return original(self, step, message, result)
 
-    original = planner.Planner.run
-    patch.setattr(planner.Planner, "run", run)
+    original = Append.run
+    patch.setattr(Append, "run", run)
 
 
 def namespaces_shared(patch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from control_plane.server.service import LongRequests
 from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.session import Session
 from control_plane.sharing.sharing import Sharing
-from control_plane.steps import large_answers, planner, requests, slices
+from control_plane.steps import large_answers, operations, requests, slices
 from control_plane.steps.large_answers import LargeAnswer
-from control_plane.steps.planner import Planner
+from control_plane.steps.operations import SwapIn, SwapOut
 from kvplane.slices import run_to_end
 from kvplane.v1 import control_pb2 as cpb
 
@@ -55,7 +55,7 @@ def each_part_counts_items_from_its_own_first(patch: pytest.MonkeyPatch) -> None
         for _, part in slices.parts_of(message):
             yield 0, part
 
-    patch.setattr(planner, "parts_of", parts_of)
+    patch.setattr(operations, "parts_of", parts_of)
 
 
 def fenced_before_all_is_released(patch: pytest.MonkeyPatch) -> None:
@@ -76,17 +76,18 @@ def a_fence_is_forgotten_while_it_releases(patch: pytest.MonkeyPatch) -> None:
 def a_large_swap_is_not_moved(patch: pytest.MonkeyPatch) -> None:
     """The first part of a swap is all of it."""
 
-    def swap(self: Planner, num_blocks: int) -> Iterator[None]:
-        if num_blocks > planner.SLICE_BLOCKS:
+    def move(self: Any, step: operations.Step, num_blocks: int) -> Iterator[None]:
+        if num_blocks > operations.SLICE_BLOCKS:
             yield
-        self._session.native.swap_some(self._session.handle, planner.SLICE_BLOCKS)
+        step.native.swap_some(step.handle, operations.SLICE_BLOCKS)
 
-    patch.setattr(Planner, "_swap", swap)
+    for swap in (SwapIn, SwapOut):
+        patch.setattr(swap, "move", move)
 
 
 def a_swap_is_one_slice(patch: pytest.MonkeyPatch) -> None:
     """Everybody waits for it."""
-    patch.setattr(planner, "SLICE_BLOCKS", 1 << 60)
+    patch.setattr(operations, "SLICE_BLOCKS", 1 << 60)
 
 
 def slices_run_without_a_turn(patch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ from control_plane.pools.pool import Pool
 from control_plane.registration import registration
 from control_plane.sessions.numbering import Answer, Numbering
 from control_plane.sharing.member import Member
-from control_plane.steps import planner, requests
+from control_plane.steps import requests
 from control_plane.steps.abort import abort_from
+from control_plane.steps.operations import Append, Step
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.sessions import Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Publications
@@ -154,18 +155,16 @@ def tokens_taken_by_sequence_id(patch: pytest.MonkeyPatch) -> None:
 
 def append_position_unchecked(patch: pytest.MonkeyPatch) -> None:
     """An append goes where the sequence is, wherever its engine took it to be."""
-    original = planner.Planner.run
+    original = Append.run
 
-    def run(self: Any, index: int, named: Any, result: Any) -> None:
-        kind, message = named
-        if kind == "append":
-            ids = columns.read(INT64, message.sequence_ids, "")
-            live = {s.sequence_id: s for s in sequence_states(queries.states(self._session))}
-            firsts = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
-            message.first_positions = columns.pack(INT64, firsts)
-        original(self, index, named, result)
+    def run(self: Any, step: Step, message: Any, result: Any) -> Any:
+        ids = columns.read(INT64, message.sequence_ids, "")
+        live = {s.sequence_id: s for s in sequence_states(queries.states(step.member.session))}
+        firsts = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
+        message.first_positions = columns.pack(INT64, firsts)
+        return original(self, step, message, result)
 
-    patch.setattr(planner.Planner, "run", run)
+    patch.setattr(Append, "run", run)
 
 
 def stale_publication_kept(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from control_plane import queries
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.sessions.session import Session
-from control_plane.steps import abort, planner, plans, receipts, requests, slices
+from control_plane.steps import abort, operations, plans, receipts, requests, slices
 from control_plane.steps.large_answers import LargeAnswer
 from kvplane import ops
 from kvplane.errors import SessionNotFoundError
@@ -46,9 +46,9 @@ def in_slices(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any,
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Slices of a few tokens and sequences."""
-    for module in (planner, requests, slices):
+    for module in (operations, requests, slices):
         patch.setattr(module, "SLICE_TOKENS", 10)
-    for module in (planner, receipts):
+    for module in (operations, receipts):
         patch.setattr(module, "SLICE_BLOCKS", 3)
     patch.setattr(receipts, "SLICE_RECEIPTS", 2)
     patch.setattr(requests, "SLICE_SEQUENCES", 3)

@@ -167,7 +167,7 @@ def test_it_goes_on_from_a_revision() -> None:
 
 
 def test_after_a_large_prefix_is_forgotten_it_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.steps.prefixes._MOST_COUNTED", 1)
+    monkeypatch.setattr("control_plane.steps.operations._MOST_COUNTED", 1)
     monkeypatch.setattr("control_plane.pools.pool._SLICE_ENTRIES", 1)
     world = World()
     engine = world.engine()

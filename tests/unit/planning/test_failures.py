@@ -11,6 +11,8 @@ from control_plane.steps.failures import (
     error_of,
     error_of_columns,
 )
+from control_plane.steps.operation import Failure
+from control_plane.steps.operations import DEFERRED_TOKENS, OPERATIONS
 from kvplane.errors import InvalidRequestError, PositionMismatchError, SequenceNotFoundError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire.error_messages import from_wire
@@ -38,8 +40,8 @@ def test_a_column_that_cannot_be_read_is_named_with_its_element(index: int, want
 
 def test_items_keep_their_places_and_errors_their_types() -> None:
     rig, result = PlanningRig(), cpb.OperationResult()
-    refused = [(1, _native.POSITION, 7, 12, 11), (4, _native.LATER, 3, 2, DEVICE)]
-    add_failures(result, rig.sharing.members[1], AT, "append", refused)
+    refused: list[Failure] = [(1, _native.POSITION, 7, 12, 11), (4, _native.LATER, 3, 2, DEVICE)]
+    add_failures(result, rig.sharing.members[1], AT, OPERATIONS["append"], refused)
     first, second = result.failures
     assert (first.item, second.item) == (1, 4)
     assert type(from_wire(first.error)) is PositionMismatchError
@@ -52,7 +54,13 @@ def test_items_keep_their_places_and_errors_their_types() -> None:
 def test_an_operation_that_is_one_item_names_its_columns_element_by_element() -> None:
     rig, result = PlanningRig(), cpb.OperationResult()
     at = "operations[0].swap_out"
-    add_failures(result, rig.sharing.members[1], at, "swap_out", [(3, _native.NOT_FOUND, 9, 0, 0)])
+    add_failures(
+        result,
+        rig.sharing.members[1],
+        at,
+        OPERATIONS["swap_out"],
+        [(3, _native.NOT_FOUND, 9, 0, 0)],
+    )
     (failure,) = result.failures
     assert failure.item == 0
     assert failure.error.field == f"{at}.sequence_ids[3]"
@@ -67,8 +75,8 @@ def test_every_code_of_the_core_has_an_error() -> None:
     codes = set(numbers.values()) - shortages
     assert len(codes) >= 15
     for code in codes:
-        for kind in ("append", "fork", "admit", "truncate", "deferred_tokens"):
-            assert error_of(rig.sharing.members[1], kind, (0, code, 1, 1, 1)).field
-    missing = error_of(rig.sharing.members[1], "fork", (0, _native.NOT_FOUND, 5, 0, 0))
+        for operation in (*OPERATIONS.values(), DEFERRED_TOKENS):
+            assert error_of(rig.sharing.members[1], operation, (0, code, 1, 1, 1)).field
+    missing = error_of(rig.sharing.members[1], OPERATIONS["fork"], (0, _native.NOT_FOUND, 5, 0, 0))
     assert type(missing) is SequenceNotFoundError
     assert missing.field == "parent_sequence_ids"

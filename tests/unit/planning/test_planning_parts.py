@@ -10,7 +10,6 @@ from control_plane.sharing.blocks import DeviceBlocks
 from control_plane.sharing.member import QueuedAdmission
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.plans import sign_grant
-from control_plane.steps.prefixes import retain
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
@@ -78,9 +77,10 @@ def test_a_retention_out_of_range_is_refused(
         time_to_live=duration_pb2.Duration(seconds=seconds),
         priority=priority,
     )
-    with pytest.raises(InvalidRequestError) as refused:
-        retain(rig.session, message, cpb.OperationResult(), only_check=False)
-    assert refused.value.field.startswith(field)
+    (result,), _ = rig.step(cpb.Operation(retain=message))
+    error = result.failures[0].error
+    assert (error.reason, result.WhichOneof("done")) == (InvalidRequestError("").reason, None)
+    assert error.field.startswith(f"operations[0].retain.{field}")
 
 
 def test_a_grant_is_signed_with_the_pools_key(rig: PlanningRig) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.steps.planner import may_plan, read_operations
+from control_plane.steps.operations import Named, read_operations
 from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
@@ -61,6 +61,11 @@ def test_items_are_counted_by_their_columns_and_each_operation_as_one_at_least()
     for operation, num in operations:
         assert_counted([operation], num)
     assert_counted([operation for operation, _ in operations], 14)
+
+
+def may_plan(named: Named) -> bool:
+    operation, message = named
+    return operation.may_plan(message)
 
 
 def test_only_an_append_of_tokens_alone_makes_no_plan() -> None:

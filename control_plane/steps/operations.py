@@ -1,0 +1,486 @@
+"""The operations of a step: each is one class in one table, ``OPERATIONS``.
+
+    operation ──► native core ──► done, in columns
+                      └─► refused items ──► FAILED (typed error), LATER or NEVER (shortage)
+
+The core checks, counts and then changes: an item that it refuses has changed nothing, and is
+answered by itself. Whatever else has to know of an operation (limits, failures, metrics, checks,
+the tests of the contract) reads it from the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvplane_blocks import ColumnError
+
+from control_plane import checks
+from control_plane.admission.decisions import MustWait
+from control_plane.pools.publications import owner_of
+from control_plane.sharing.member import Member
+from control_plane.sharing.sharing import Sharing
+from control_plane.steps.failures import (
+    add_error,
+    add_failures,
+    error_of_columns,
+    shortage_of,
+)
+from control_plane.steps.operation import Failure, Failures, Operation
+from control_plane.steps.slices import SLICE_BLOCKS, SLICE_TOKENS, parts_of
+from kvplane.errors import (
+    BlockInUseError,
+    InvalidRequestError,
+    KvplaneError,
+    QuotaExceededError,
+    TooManyPlansInFlightError,
+)
+from kvplane.slices import Slices
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.error_messages import seconds_of
+
+MAX_PRIORITY: Final = 100
+_ALL: Final = -1
+_ID_BYTES: Final = 8
+_TOKEN_BYTES: Final = 4
+# Entries of a prefix that are counted when it is forgotten: a fraction of a millisecond.
+_MOST_COUNTED: Final = 4096
+
+Named = tuple[Operation, Any]
+"""An operation and its message."""
+
+
+class Step:
+    """What the operations of one step may touch: the session's draft is begun."""
+
+    __slots__ = ("check_as", "handle", "member", "native", "num_taken_tokens", "pool", "sharing")
+
+    def __init__(self, member: Member, sharing: Sharing, *, check_as: int = 0) -> None:
+        """``check_as``: if it is not 0, operations change nothing, and each item gets the answer
+        that it would get as the only item of the step with that number.
+        """
+        self.member = member
+        self.sharing = sharing
+        self.pool = member.session.pool
+        self.native, self.handle = member.session.native, member.session.handle
+        self.check_as = check_as
+        self.num_taken_tokens = 0
+        """Tokens that operations have taken in since this was set to 0. A block that was swapped
+        counts as the tokens that take as long.
+        """
+
+    def run(self, index: int, named: Named, result: cpb.OperationResult) -> Slices[None]:
+        """Do the items of an operation that can be done. ``index``: its position in the request."""
+        operation, message = named
+        at = f"operations[{index}].{operation.name}" if operation.name else f"operations[{index}]"
+        try:
+            failures = yield from self._timed(operation, operation.run(self, message, result))
+        except ColumnError as error:
+            add_error(result, at, error_of_columns(error))
+        except KvplaneError as error:
+            add_error(result, at, error)
+        else:
+            if failures is not None:
+                add_failures(result, self.member, at, operation, failures)
+
+    def refuse(
+        self, result: cpb.OperationResult, failure: Failure, must_wait: MustWait | None
+    ) -> Failures:
+        """Returns the failure of an operation of one item, or adds why it has to wait, if the queue
+        says so.
+        """
+        if must_wait is None:
+            return [failure]
+        shortage = shortage_of(self.member.session, failure, must_wait)
+        result.failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
+        return None
+
+    def _timed(self, operation: Operation, slices: Slices[Failures]) -> Slices[Failures]:
+        """Count the time of the slices, without what runs between them."""
+        spent_s = 0.0
+        try:
+            while True:
+                begin_s = time.perf_counter()
+                try:
+                    next(slices)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                finally:
+                    spent_s += time.perf_counter() - begin_s
+                yield
+        finally:
+            if not self.check_as:
+                self.pool.statistics.allocation_s[operation.name].add(spent_s)
+
+
+class Admit(Operation):
+    """Starts a sequence of a prompt, and forks of it."""
+
+    name = "admit"
+    is_one_item = True
+    id_field = parent_field = "sequence_id"
+    is_checked_with_answer = True
+
+    def num_changes(self, message: cpb.Admit) -> int:
+        return 1 + len(message.fork_sequence_ids) // _ID_BYTES
+
+    def located(self, field: str, failure: Failure) -> tuple[str, int | None]:
+        if field == "sequence_id" and failure[0]:
+            return "fork_sequence_ids", failure[0] - 1
+        if field == "token_ids":
+            return field, failure[3]
+        return super().located(field, failure)
+
+    def do(self, step: Step, message: cpb.Admit, result: cpb.OperationResult) -> Failures:
+        token_ids = message.token_ids
+        checks.token_bytes(token_ids, at_least=1, field="token_ids")
+        checks.count(message.max_total_tokens, field="max_total_tokens")
+        checks.count(message.num_compute_tokens, field="num_compute_tokens")
+        num_compute = message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL
+        step.num_taken_tokens += len(token_ids) // _TOKEN_BYTES
+
+        def admit(headroom: int) -> tuple[int, int, int] | Failure:
+            return step.native.admit(
+                step.handle,
+                message.sequence_id,
+                token_ids,
+                message.fork_sequence_ids,
+                num_compute,
+                message.max_total_tokens,
+                message.skip_prefix_lookup,
+                headroom,
+                step.check_as,
+            )
+
+        must_wait: MustWait | None = None
+        if step.check_as:
+            done = admit(step.pool.num_watermark_blocks())
+        else:
+            done, must_wait = step.sharing.admit(step.member, message, admit)
+        if len(done) == 3:
+            admitted = result.admit
+            admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
+            return None
+        return step.refuse(result, done, must_wait)
+
+
+class Append(Operation):
+    """Has tokens of live sequences computed."""
+
+    name = "append"
+    computes = True
+
+    def may_plan(self, message: cpb.Append) -> bool:
+        return bool(message.num_slots.strip(b"\0") or message.num_lookahead_slots.strip(b"\0"))
+
+    def run(self, step: Step, message: cpb.Append, result: cpb.OperationResult) -> Slices[Failures]:
+        if step.check_as:
+            result.append.num_blocks, refused = step.native.append(
+                step.handle,
+                message.sequence_ids,
+                message.first_positions,
+                message.num_slots,
+                message.num_tokens,
+                message.token_ids,
+                message.num_lookahead_slots,
+                step.check_as,
+            )
+            return refused
+        num_blocks, failures = bytearray(), list[Failure]()
+        for first, part in parts_of(message):
+            num_tokens = len(part.token_ids) // _TOKEN_BYTES
+            if first or step.num_taken_tokens + num_tokens > 2 * SLICE_TOKENS:
+                step.num_taken_tokens = 0
+                yield
+            done, refused = step.sharing.append(step.member, part)
+            step.num_taken_tokens += num_tokens
+            num_blocks += done
+            failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
+        result.append.num_blocks = bytes(num_blocks)
+        return failures or None
+
+
+class Fork(Operation):
+    """Starts sequences that share the blocks of live ones."""
+
+    name = "fork"
+    parent_field = "parent_sequence_ids"
+
+    def do(self, step: Step, message: cpb.Fork, result: cpb.OperationResult) -> Failures:
+        if step.check_as:
+            num_blocks, failures = step.native.fork(
+                step.handle, message.parent_sequence_ids, message.sequence_ids, step.check_as
+            )
+        else:
+            num_blocks, failures = step.sharing.fork(step.member, message)
+        result.fork.num_blocks = num_blocks
+        return failures
+
+
+class Free(Operation):
+    """Ends sequences."""
+
+    name = "free"
+
+    def do(self, step: Step, message: cpb.Free, result: cpb.OperationResult) -> Failures:
+        released, failures = step.native.free(step.handle, message.sequence_ids, step.check_as)
+        result.free.num_released_blocks = released
+        if step.check_as:
+            return failures
+        return step.sharing.freed(step.member, message.sequence_ids, failures)
+
+
+class Truncate(Operation):
+    """Cuts the ends of sequences off."""
+
+    name = "truncate"
+
+    def do(self, step: Step, message: cpb.Truncate, result: cpb.OperationResult) -> Failures:
+        released, failures = step.native.truncate(
+            step.handle, message.sequence_ids, message.num_tokens, step.check_as
+        )
+        result.truncate.num_released_blocks = released
+        return failures
+
+
+class _Swap(Operation):
+    is_one_item = True
+    names_each_once = True
+
+    def begin(self, step: Step, message: Any, tier: tpb.Tier, headroom: int) -> int | Failure:
+        """Take all the room that the swap needs, and move nothing yet."""
+        if not message.sequence_ids:
+            raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
+        return step.native.swap(step.handle, message.sequence_ids, tier, headroom, 0, step.check_as)
+
+    def move(self, step: Step, num_blocks: int) -> Slices[None]:
+        """Move the blocks of the swap that was begun."""
+        if step.check_as:
+            return
+        if num_blocks > SLICE_BLOCKS:
+            yield
+        while step.native.swap_some(step.handle, SLICE_BLOCKS):
+            yield
+        step.num_taken_tokens += num_blocks * (SLICE_TOKENS // SLICE_BLOCKS)
+
+
+class SwapOut(_Swap):
+    """Moves sequences to the host tier."""
+
+    name = "swap_out"
+
+    def run(
+        self, step: Step, message: cpb.SwapOut, result: cpb.OperationResult
+    ) -> Slices[Failures]:
+        done = self.begin(step, message, tpb.TIER_HOST, 0)
+        if not isinstance(done, int):
+            return [done]
+        result.swap_out.num_blocks = done
+        if not step.check_as:
+            step.sharing.swapped_out(step.member, message.sequence_ids)
+        yield from self.move(step, done)
+        return None
+
+
+class SwapIn(_Swap):
+    """Moves sequences back to the device tier."""
+
+    name = "swap_in"
+
+    def run(self, step: Step, message: cpb.SwapIn, result: cpb.OperationResult) -> Slices[Failures]:
+        def swap(headroom: int) -> int | Failure:
+            return self.begin(step, message, tpb.TIER_DEVICE, headroom)
+
+        must_wait: MustWait | None = None
+        if step.check_as:
+            done = swap(step.pool.num_watermark_blocks())
+        else:
+            done, must_wait = step.sharing.swap_in(step.member, message.sequence_ids, swap)
+        if not isinstance(done, int):
+            return step.refuse(result, done, must_wait)
+        result.swap_in.num_blocks = done
+        yield from self.move(step, done)
+        return None
+
+
+class _OfPrefix(Operation):
+    """Names no sequence, and needs no plan."""
+
+    is_one_item = True
+
+    def may_plan(self, message: Any) -> bool:
+        return False
+
+    def num_changes(self, message: Any) -> int:
+        return 1
+
+
+class Retain(_OfPrefix):
+    """Keeps the cached blocks of a prompt's prefix longer than others."""
+
+    name = "retain"
+
+    def do(self, step: Step, message: cpb.Retain, result: cpb.OperationResult) -> None:
+        checks.token_ids(message.token_ids, at_least=1, field="token_ids")
+        time_to_live_s = seconds_of(message.time_to_live)
+        if time_to_live_s <= 0:
+            raise InvalidRequestError("must be above 0", field="time_to_live")
+        if not 1 <= message.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(f"must be from 1 to {MAX_PRIORITY}", field="priority")
+        if step.check_as:
+            return
+        pool = step.pool
+        done = step.native.retain(
+            step.handle,
+            message.token_ids,
+            message.priority,
+            pool.now_s + time_to_live_s,
+            pool.num_retainable_blocks(),
+        )
+        if len(done) == 5:
+            _, _, most, num, more = done
+            raise QuotaExceededError(
+                f"the tenant retains {num} blocks, and may retain {most}, {more} more are asked "
+                "for: release some first",
+                field="token_ids",
+            )
+        num_blocks, _ = done
+        result.retain.num_retained_blocks = num_blocks
+        result.retain.num_retained_tokens = num_blocks * pool.block_size
+
+
+class Release(_OfPrefix):
+    """Ends the retention of a prompt's prefix."""
+
+    name = "release"
+
+    def do(self, step: Step, message: cpb.Release, result: cpb.OperationResult) -> None:
+        checks.token_ids(message.token_ids, at_least=1, field="token_ids")
+        if not step.check_as:
+            result.release.num_released_blocks = step.native.release_retained(
+                step.handle, message.token_ids
+            )
+
+
+class Forget(_OfPrefix):
+    """Takes prefixes out of the index."""
+
+    name = "forget"
+
+    def do(self, step: Step, message: cpb.Forget, result: cpb.OperationResult) -> None:
+        what = message.WhichOneof("what")
+        _check_forget(message, what, step.pool.block_size)
+        if step.check_as:
+            return
+        session, native, force = step.member.session, step.native, message.force
+        if what == "token_ids":
+            num_forgotten, num_in_use = native.forget(
+                step.handle, message.token_ids, force, _MOST_COUNTED
+            )
+        elif what == "namespace_contents":
+            num_forgotten, num_in_use = native.forget_roots([session.root], force)
+        else:
+            roots = [root for root in step.pool.roots() if owner_of(root)[0] == session.tenant]
+            num_forgotten, num_in_use = native.forget_roots(roots, force)
+        if num_in_use and not force:
+            raise BlockInUseError(
+                f"sequences refer to {num_in_use} of the blocks: free them first, or force it",
+                field=what,
+            )
+        tenant, namespace = owner_of(session.root)
+        step.pool.shards.forget_files(
+            cpb.ForgetFiles(
+                tenant=tenant,
+                namespace=namespace,
+                token_ids=message.token_ids if what == "token_ids" else b"",
+                all_namespaces=what == "tenant_contents",
+            )
+        )
+        step.pool.forget_some()
+        result.forget.num_forgotten_blocks = num_forgotten
+        result.forget.num_blocks_in_use = num_in_use
+
+
+def _check_forget(message: cpb.Forget, what: str | None, block_size_tokens: int) -> None:
+    if what == "token_ids":
+        checks.token_ids(message.token_ids, field="token_ids")
+        num_bytes = len(message.token_ids)
+        if not num_bytes or num_bytes % (_TOKEN_BYTES * block_size_tokens):
+            raise InvalidRequestError(
+                f"must be one or more whole blocks of {block_size_tokens} tokens", field="token_ids"
+            )
+    elif what is None or not getattr(message, what):
+        raise InvalidRequestError("must say what to forget", field=what or "what")
+
+
+class _DeferredTokens(Operation):
+    """The tokens of slots that appends scheduled without them: no operation, but its items are
+    refused as those of one.
+    """
+
+    name = "deferred_tokens"
+
+
+class _Unknown(Operation):
+    """An operation of a later release, or none at all."""
+
+    is_one_item = True
+
+    def do(self, step: Step, message: None, result: cpb.OperationResult) -> None:
+        raise InvalidRequestError("is not an operation that is known here")
+
+
+OPERATIONS: Final[dict[str, Operation]] = {
+    operation.name: operation
+    for operation in (
+        Admit(),
+        Append(),
+        Fork(),
+        Free(),
+        Truncate(),
+        SwapOut(),
+        SwapIn(),
+        Retain(),
+        Release(),
+        Forget(),
+    )
+}
+"""By their fields in ``kvplane.v1.Operation``."""
+DEFERRED_TOKENS: Final = _DeferredTokens()
+_UNKNOWN: Final = _Unknown()
+
+
+def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Named]:
+    """The operations of a request. Raises InvalidRequestError when they change more than ``most``
+    sequences in all, each counted as one at least.
+    """
+    named: list[Named] = []
+    num_items = len(operations)
+    if num_items <= most:
+        for request in operations:
+            kind = request.WhichOneof("operation")
+            if kind is None:
+                named.append((_UNKNOWN, None))
+                continue
+            operation, message = OPERATIONS[kind], getattr(request, kind)
+            num_items += operation.num_changes(message) - 1
+            named.append((operation, message))
+    if num_items > most:
+        raise InvalidRequestError(
+            f"must have at most {most} items in all: send them in several steps",
+            field="operations",
+        )
+    return named
+
+
+def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
+    """No plan may be made now. Raises TooManyPlansInFlightError if one might."""
+    session = member.session
+    may_plan = any(operation.may_plan(message) for operation, message in operations)
+    if session.resync_due or member.is_drafted or may_plan:
+        raise TooManyPlansInFlightError(
+            f"{len(session.plans)} plans wait for their receipts: run them, and hand in receipts "
+            "with add_receipt or SubmitReceipts"
+        )
