@@ -39,7 +39,7 @@ def digest_of(payload: bytes) -> Slices[bytes]:
     """``signing.digest``, hashed in slices."""
     digest, view = hashlib.sha256(), memoryview(payload)
     for begin in range(0, len(payload), _HASHED_BYTES):
-        if begin:
+        if len(payload) > _HASHED_BYTES:
             yield
         digest.update(view[begin : begin + _HASHED_BYTES])
     return digest.digest()
