@@ -1,8 +1,8 @@
-// A layer's write and attention as one call, with what its calls share bound beforehand.
+// Writes and attends with a layer in one call, with arguments that were bound beforehand.
 //
-// BoundLayer has what stays the same from step to step: pages, scales, options, and the types and
-// strides of the caller's tensors. BoundBatch has what all layers of a step share. Both keep
-// addresses only: the caller keeps the memory.
+// BoundLayer has the arguments that stay the same from step to step: pages, scales, options, and
+// the types and strides of the caller's tensors. BoundBatch has those that all layers of a step
+// share. Both hold addresses only: the caller owns the memory.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,5 @@
-// A plan's spans as the kernels of a layer group take them, and what is noted once they have run:
-// each in one pass, because a decode step's few numbers cost numpy a call for every operation.
+// Prepares a plan's spans for the kernels of a layer group, and counts the slots that they wrote:
+// each in one pass, because for a decode step's few numbers numpy needs a call per operation.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -16,7 +16,7 @@ namespace kvplane {
 using Ints = pybind11::array_t<int64_t, pybind11::array::c_style>;
 using SmallInts = pybind11::array_t<int32_t, pybind11::array::c_style>;
 
-// The block ids of each span's table, int32 arrays that others keep.
+// The block ids of each span's table: int32 arrays that belong to the caller.
 class SpanTables {
  public:
   explicit SpanTables(const pybind11::list& tables) {
@@ -55,7 +55,7 @@ class SpanTables {
   std::vector<Py_buffer> views_;
 };
 
-// What all spans come to.
+// Totals and maxima over all spans.
 struct SpanSizes {
   int64_t num_tokens = 0;
   int64_t max_tokens = 0;
@@ -68,8 +68,8 @@ inline int64_t blocks_of(int64_t num_tokens, int64_t block_size) {
   return (num_tokens + block_size - 1) / block_size;
 }
 
-// Whether each span has slots in its table, behind what was trimmed, and all of them no more tokens
-// and padded entries than these.
+// Returns whether each span has slots in its table, behind the trimmed ones, and all spans together
+// have at most `most_tokens` tokens and `most_entries` padded entries.
 inline bool measure_spans(const int64_t* first, const int64_t* counts, const int64_t* num_trimmed,
                           const SpanTables& tables, int64_t block_size, int64_t most_tokens,
                           int64_t most_entries, SpanSizes* sizes) {
@@ -92,7 +92,7 @@ inline bool measure_spans(const int64_t* first, const int64_t* counts, const int
   return num_spans * sizes->max_blocks <= most_entries;
 }
 
-// None where `measure_spans` refuses. Else a tuple, of S spans of T tokens that write W blocks:
+// Returns None where `measure_spans` is false. Else a tuple, for S spans of T tokens and W blocks:
 // starts int64 [S + 1], context_lens int64 [S], block_tables int32 [S, max_blocks], slots int64
 // [T], written_blocks, num_written and written_by int64 [W], max_tokens, and max_window_tokens or
 // None.
@@ -144,8 +144,8 @@ inline pybind11::object span_rows(const Ints& first_positions, const Ints& num_t
                         sizes.max_tokens, window);
 }
 
-// A plan has run that wrote `num_slots` leading slots of `blocks`: raises their counts in
-// `num_written`, but for those that are of another generation than `planned` by now.
+// Raises the counts in `num_written` after a plan that wrote `num_slots` leading slots of `blocks`,
+// except for blocks whose generation is no longer the `planned` one.
 inline void note_written(SmallInts& num_written, const Ints& generations, const Ints& blocks,
                          const Ints& num_slots, const Ints& planned) {
   const int64_t num_blocks = blocks.size(), most = std::min(num_written.size(), generations.size());

@@ -26,8 +26,8 @@ __all__ = [
     "StepBounds",
 ]
 
-# Imported when first used, so that the executor alone does not import gRPC, and that the program
-# can say what is not installed.
+# Imported when first used, so that the executor alone does not import gRPC, and the program can
+# report a package that is not installed.
 _HOMES = {
     "Executor": "data_plane.execution.executor",
     "FixedStep": "data_plane.execution.fixed_step",

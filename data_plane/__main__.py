@@ -1,7 +1,7 @@
 """``python -m data_plane``. Exit codes: 0 stopped by a signal, 1 cannot serve, 2 bad settings.
 
-1 includes a device that has failed for good, and a later process that has taken this one's shard
-over: the process has to be started again.
+1 includes a device that has failed for good, and a later process that has taken over this one's
+shard: the process has to be started again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvplane.serving.event_loop import tune_grpc
 
 
 def main() -> int:
-    """Run the program; the exit code."""
+    """Run the program, and return its exit code."""
     tune_grpc()
 
     def run_program() -> int:

@@ -1,8 +1,8 @@
 """Blocks that were computed elsewhere: how a service writes them to a data plane, and reads others.
 
-This module is as public as the package ``kvplane``: of a data plane, a service outside of the
-product may import it and nothing else. Each method that returns a Future runs as a command on the
-thread of all commands, in the turn of who calls, and may be called from any thread.
+This module is as public as the package ``kvplane``: a service outside of the product may import it,
+and no other module of the data plane. Each method that returns a Future may be called from any
+thread; it runs as a command on the worker thread, in the caller's turn.
 A ``PlugIn`` is such a service in the data plane's own process.
 
     open ──► start ──► span ──► write, until there is a receipt
@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 
 class BlocksFromOutside:
-    """The blocks of one data plane. ``layout``, ``shard`` and ``source`` say what they are.
+    """The blocks of one data plane, which ``layout``, ``shard`` and ``source`` describe.
 
-    A ``Lane`` is a session that was opened, and the caller whose time its commands count as.
+    A ``Lane`` is an open session, and the caller who is charged for its commands' time.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class BlocksFromOutside:
         serving: ServingConfig,
         peer_tls: TlsOptions | None,
     ) -> None:
-        """``serving``: how the data plane serves, which any other port of it does too.
-        ``peer_tls``: how to reach other data planes, as who the control plane knows this one; None
+        """``serving``: how the data plane serves, also on any port of a plug-in. ``peer_tls``: how
+        to reach other data planes, with the identity that this one has at the control plane; None
         for plain text.
         """
         self.layout, self.shard = executor.layout, executor.shard
@@ -68,7 +68,7 @@ class BlocksFromOutside:
 
     @property
     def source(self) -> data_pb2.BlockSource:
-        """Where blocks that are read here come from."""
+        """Identifies this data plane as the source of the blocks that ``read`` returns."""
         return self._executor.block_source()
 
     def open(self, grant: pb.SignedPayload) -> Future[Lane]:
@@ -88,15 +88,15 @@ class BlocksFromOutside:
         return self._submit(partial(self._executor.start, lane.session_id, plan), lane)
 
     def span(self, lane: Lane, sequence_id: int, plan_number: int) -> Future[range]:
-        """The table entries that the session's latest plan, which must have this number, computes
-        for a sequence, the same in each layer group. Raises as ``Executor.span_blocks``.
+        """Return the table entries that the session's latest plan, which must have this number,
+        computes for a sequence, the same in each layer group. Raises as ``Executor.span_blocks``.
         """
         command = partial(self._executor.span_blocks, lane.session_id, sequence_id, plan_number)
         return self._submit(command, lane)
 
     def read(self, lane: Lane, blocks: BlockRange) -> Future[memoryview]:
-        """The bytes of blocks of the session, in the order of ``ReadBlocksResponse.blocks``; only
-        what is written. Raises as ``Executor.read_blocks``.
+        """Read blocks of the session that are written, as bytes in the order of
+        ``ReadBlocksResponse.blocks``. Raises as ``Executor.read_blocks``.
         """
 
         def command() -> memoryview:
@@ -120,7 +120,7 @@ class BlocksFromOutside:
         self, lane: Lane, blocks: BlockRange, data: bytes, plan_number: int, *, field: str
     ) -> Future[pb.SignedPayload | None]:
         """Write slots of the session's latest plan, which must have this number. ``data``: as
-        ``read`` returns it. ``field``: what an error names. Returns the receipt once nothing is
+        ``read`` returns it. ``field``: the prefix in errors. Returns the receipt once nothing is
         missing. Raises InvalidRequestError for the wrong number of bytes, and as
         ``Executor.write_blocks``.
         """
@@ -148,7 +148,7 @@ class BlocksFromOutside:
 def write_bytes(
     executor: Executor, session_id: int, blocks: BlockRange, data: bytearray, plan_number: int
 ) -> pb.SignedPayload | None:
-    """Write ``data``, whole blocks of the layers that ``blocks`` says. To be called as a command.
+    """Write ``data``, whole blocks of the layers that ``blocks`` names. Has to run as a command.
     Raises as ``Executor.write_blocks``.
     """
     flat = torch.frombuffer(data, dtype=TORCH_DTYPES[executor.layout.kv_dtype])
@@ -170,31 +170,31 @@ def write_bytes(
 
 
 class PlugIn(Protocol):
-    """What an entry point of the group ``PLUG_INS`` makes of a ``BlocksFromOutside``. It takes its
-    settings from the process's variables. Raises OSError and InvalidRequestError.
+    """A service that an entry point of the group ``PLUG_INS`` makes from a ``BlocksFromOutside``.
+    Its settings are environment variables. Raises OSError and InvalidRequestError.
     """
 
     service: ServiceDescriptor
     """Served beside the data plane's own: same address, TLS, roles, limits and metrics."""
     declarations: Sequence[Declaration]
-    """Metrics of its own."""
+    """The plug-in's metrics."""
 
     def add_to(self, server: Any) -> None:
         """Add the servicer to a server of ``grpc.aio``."""
 
     def start(self) -> None:
-        """Begin what else it does. Called before the first call is taken."""
+        """Begin other work. Called before the server accepts calls."""
 
     def stop(self, grace_s: float) -> None:
-        """End it: what is under way has ``grace_s``. Called on a thread, after the last call."""
+        """End that work within ``grace_s``. Called after the last call, not on the event loop."""
 
     def read(self, samples: Samples) -> None:
-        """Add samples of ``declarations``. Called by the thread of a scrape."""
+        """Add samples of ``declarations``. Called on the thread of a scrape."""
 
 
 def load_plug_ins(names: str, outside: BlocksFromOutside) -> list[PlugIn]:
-    """Those named, with commas between them. Raises InvalidRequestError for one that is not
-    installed, and what a plug-in raises.
+    """Load the plug-ins named, separated by commas. Raises InvalidRequestError for one that is not
+    installed, and as a plug-in does.
     """
     plug_ins: list[PlugIn] = []
     for name in filter(None, names.split(",")):

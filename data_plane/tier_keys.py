@@ -1,6 +1,6 @@
-"""Tier keys: each names one tier of one layer group, which has blocks of its own.
+"""Tier keys: each names one tier of one layer group. Every tier key has its own blocks.
 
-tier_key = 2 * group + tier        of a pool with one layer group, the tiers themselves
+tier_key = 2 * group + tier        with one layer group, the keys are the tiers themselves
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ TIERS: Final = (pb.TIER_DEVICE, pb.TIER_HOST)
 
 
 def tier_key_of(group: int, tier: int) -> TierKey:
-    """The key of a layer group's tier."""
+    """Return the key of a layer group's tier."""
     return len(TIERS) * group + tier
 
 
 def group_of(tier_key: TierKey) -> int:
-    """Index of its layer group."""
+    """Return the index of the key's layer group."""
     return (tier_key - 1) // len(TIERS)
 
 
 def tier_of(tier_key: TierKey) -> pb.Tier:
-    """Its tier."""
+    """Return the key's tier."""
     return TIERS[(tier_key - 1) % len(TIERS)]
 
 
 def tier_keys_of(layout: Layout) -> list[TierKey]:
-    """All keys, group after group."""
+    """Return all keys, group after group."""
     return [tier_key_of(group, tier) for group in range(len(layout.groups)) for tier in TIERS]
 
 
 def in_groups(num_blocks: int | Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """Blocks of each layer group; a single number is of each."""
+    """Return the blocks of each layer group; a single number is for each of them."""
     if isinstance(num_blocks, int):
         return (num_blocks,) * len(layout.groups)
     return tuple(num_blocks)
 
 
 def check_group(group: int, layout: Layout, field: str) -> int:
-    """The layer group, if it is there. Raises InvalidRequestError naming ``field``."""
+    """Return the layer group if it exists. Raises InvalidRequestError naming ``field`` if not."""
     last = len(layout.groups) - 1
     if not 0 <= group <= last:
         raise InvalidRequestError(no_group(group, last), field=field)
@@ -52,6 +52,6 @@ def check_group(group: int, layout: Layout, field: str) -> int:
 
 
 def no_group(group: int, last: int) -> str:
-    """The error message for a layer group that is not there. ``last``: the last one's index."""
+    """Return the error message for a layer group that does not exist. ``last``: the last index."""
     has = f"groups 0 to {last}" if last else "group 0 only"
     return f"there is no layer group {group}: this pool has {has}"

@@ -1,4 +1,4 @@
-// The computation of one item, or of some items' rows in one split: paged_attention.cpp.
+// Computes one item, or some items' rows in one split: see paged_attention.cpp.
 #pragma once
 
 #include <algorithm>
@@ -22,18 +22,18 @@ alignas(kLineBytes) const char kZeros[kMaxRowSize * sizeof(float)] = {};
 
 // The states of an item's rows.
 struct States {
-  RowState* state;  // [rows]; null: there are none
+  RowState* state;  // [rows]; null for no states
   float* out;       // [rows, value_size]
 };
 
-// One item of those that are computed together, of equal blocks in their split.
+// One of the items that are computed together: they have equal blocks in their split.
 struct Member {
   const Item* item;
   States states;    // of all its rows
   int64_t queries;  // row r of the item has its query at row queries + r of the workspace
 };
 
-// What one thread computes of one split: the same KV heads of all members.
+// One thread's work on one split: the same KV heads of all members.
 struct Part {
   int64_t split;
   std::vector<Member> members;
@@ -74,8 +74,8 @@ struct Layout {
   static int64_t padded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 };
 
-// The buffers of one thread. From the start of a cache line on: registers that are loaded across
-// two lines take twice the time.
+// The buffers of one thread. They start at cache lines: a register that is loaded across two lines
+// takes twice the time.
 class alignas(2 * kLineBytes) Workspace {
  public:
   Workspace(const Layout& layout, int64_t num_rows, Scratch& scratch)
@@ -113,7 +113,7 @@ class Attention {
 
   int64_t num_rows(const Item& item) const { return rows_of_kv_head(item) * item.num_kv_heads; }
   int64_t value_size() const { return layout_.value_size; }
-  // Of one row.
+  // Bytes of one row's state.
   int64_t state_bytes() const {
     return static_cast<int64_t>(sizeof(RowState) + sizeof(float) * value_size());
   }
@@ -131,7 +131,7 @@ class Attention {
             positions_of(p_, item)};
   }
 
-  // Computes a whole item, but for the splits whose states are there: by the item's splits.
+  // Computes a whole item, except splits whose states are in `computed`: by the item's splits.
   void run(int worker, const Item& item, const std::vector<States>& computed) {
     Workspace& w = workspaces_[static_cast<size_t>(worker)];
     const Span splits = splits_of(item);
@@ -160,7 +160,7 @@ class Attention {
   }
 
  private:
-  // Of row r of an item.
+  // The KV head, query token and query head of row r of an item.
   int64_t kv_head_of(const Item& item, int64_t r) const {
     return item.first_kv_head + r / rows_of_kv_head(item);
   }
@@ -238,8 +238,8 @@ class Attention {
     }
   }
 
-  // Points at the rows of the tile's positions that are seen. Other rows are not read: zeros stand
-  // for them.
+  // Points at the rows of the tile's positions that are attended to. Other rows are not read: zeros
+  // stand for them.
   void find_tile(const Part& part, int64_t kv_head, int64_t tile, Tile* rows) const {
     const PagesParams& pages = p_.pages;
     const int64_t sequence = part.members.front().item->sequence;
@@ -302,8 +302,8 @@ class Attention {
             p_.logit_soft_cap});
   }
 
-  // Adds a member's rows that attend to the tile to the `num` that the workspace has; returns how
-  // many it has then.
+  // Appends a member's rows that attend to the tile to the workspace's `num` rows. Returns the new
+  // number of rows.
   int64_t add_rows(const Member& member, int64_t kv_head, int64_t first, int64_t num,
                    Workspace& w) const {
     const Item& item = *member.item;

@@ -1,4 +1,4 @@
-// What a call of attention computes, cut into items; paged_attention.cpp says what they are.
+// Cuts a call of attention into items; paged_attention.cpp defines them.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,7 @@ inline int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
 
 inline int64_t rows_of_kv_head(const Item& item) { return item.num_tokens * item.num_heads; }
 
-// That any of its rows attends to.
+// The positions that any of the item's rows attends to.
 inline Span positions_of(const PagedAttentionParams& p, const Item& item) {
   return {visible(p, item.first_position).begin, item.first_position + item.num_tokens};
 }
@@ -88,9 +88,9 @@ struct ItemSize {
   int64_t num_heads;
 };
 
-// One KV head after another reads its rows of the same blocks: an item with many KV heads reads
-// memory in longer runs. But there have to be items for all threads: for them, the query heads of
-// a KV head are given to several items too.
+// Each KV head of an item reads its rows of the same blocks, so an item with many KV heads reads
+// memory in longer runs. But all threads need items: where there are too few, the query heads of a
+// KV head are divided among several items too.
 inline ItemSize size_of_items(const PagedAttentionParams& p) {
   const int64_t all = p.pages.num_kv_heads, group = p.num_heads / all;
   const int64_t item_tokens = std::max<int64_t>(1, kAttendRows / group);

@@ -15,9 +15,9 @@
 // keys and values it attends to, but not on its item, the batch, or the threads. A call may
 // therefore compute the states of some splits first, and merge them in a second pass: of all splits
 // when it has few items, so that the splits of an item go to different threads; and of splits that
-// several sequences share, for all their rows at once (shared_splits.h). So that their states take
-// no more than max_state_bytes, such a call attends to some of its query tokens after others. Slots
-// past the item's last position are not read, nor are table entries that no query token needs.
+// several sequences share, for all their rows at once (shared_splits.h). Such a call is divided by
+// query tokens if their states would exceed max_state_bytes. Slots past the item's last position
+// are not read, nor are table entries that no query token needs.
 
 #include <algorithm>
 #include <utility>
@@ -37,7 +37,7 @@ namespace {
 constexpr int64_t kLastParts = 8;                  // for each thread, of the last items
 constexpr int64_t kThreadWork = int64_t{1} << 19;  // products that pay for waking a thread
 
-// The threads that this much work pays for: waking one takes as long as some hundred thousand
+// The number of threads that the work is worth: waking one takes as long as some hundred thousand
 // products.
 int num_workers(const PagedAttentionParams& p, const std::vector<Item>& items) {
   int64_t work = 0, most = 0;
@@ -51,13 +51,13 @@ int num_workers(const PagedAttentionParams& p, const std::vector<Item>& items) {
   return static_cast<int>(std::min({int64_t{p.num_threads}, most, 1 + work / kThreadWork}));
 }
 
-// The states of splits that are computed before the rest, by item and split of the item.
+// The states of splits that are computed in the first pass, by item and split of the item.
 class ComputedSplits {
  public:
   ComputedSplits(const std::vector<Item>& items, const Attention& attention)
       : items_(items), attention_(attention), states_(items.size()), first_rows_(items.size()) {}
 
-  // Returns whether it was not there.
+  // Returns whether the split was new.
   bool add(size_t item, int64_t split) {
     const Span splits = attention_.splits_of(items_[item]);
     std::vector<int64_t>& rows = first_rows_[item];
@@ -69,7 +69,7 @@ class ComputedSplits {
     return true;
   }
 
-  // After the last `add`.
+  // Allocates the states, after the last `add`.
   void allocate(Scratch& scratch) {
     RowState* const state = scratch.take<RowState>(num_rows_);
     float* const out = scratch.take<float>(num_rows_ * attention_.value_size());
@@ -82,7 +82,7 @@ class ComputedSplits {
     }
   }
 
-  // By the item's splits; empty where none was added.
+  // The states of an item, by its splits; empty where none was added.
   const std::vector<States>& of(size_t item) const { return states_[item]; }
 
   const States& at(size_t item, int64_t split) const {
@@ -120,8 +120,8 @@ void add_shared_parts(const SharedSplit& shared, const std::vector<Item>& items,
   }
 }
 
-// Of many items the last ones are computed by their splits, from this one on, so that a thread that
-// comes late to the end leaves the others little to wait for.
+// Returns the first of the last items, which are computed by their splits: smaller pieces of work,
+// so that the threads end at about the same time.
 size_t first_by_splits(const PagedAttentionParams& p, const std::vector<Item>& items, int workers,
                        const Attention& attention) {
   size_t first = items.size();
@@ -161,7 +161,7 @@ void run_parts(const std::vector<Item>& items, const std::vector<SharedSplit>& s
   const auto run_item = [&](int worker, size_t item) {
     attention->run(worker, items[item], computed.of(item));
   };
-  // Items that need no part do not wait for them.
+  // Items that need none of the parts do not wait for them.
   const size_t num_before = shared.empty() ? first : 0;
   parallel_for(static_cast<int64_t>(num_before + parts.size()), workers,
                [&](int worker, int64_t i) {

@@ -1,4 +1,4 @@
-// Reads memory and does nothing else: what the kernels' threads reach at best, in any order.
+// Reads memory and does nothing else: the upper bound of the kernels' bandwidth, in any order.
 
 #include <atomic>
 #include <cstring>

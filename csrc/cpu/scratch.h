@@ -10,15 +10,15 @@
 
 namespace kvplane {
 
-// The next call of the same thread takes the same memory again. If each call gave it back, the
-// allocator would now and then return all that is free at its end to the system, within the call,
-// which takes milliseconds, and calls after it would wait for pages.
+// Memory of a thread's calls, kept from one call to the next. If each call freed it, the allocator
+// would sometimes return its free memory to the system, which takes milliseconds of a call, and
+// later calls would wait for pages.
 class Scratch {
  public:
-  // Of the thread that calls. Everything that is taken from it is free again when the Lease ends.
+  // Access to the calling thread's Scratch. At its end all memory that was taken is free again.
   class Lease;
 
-  // From the start of a cache line on; not initialized.
+  // Returns memory that starts at a cache line; not initialized.
   template <typename T>
   T* take(int64_t count) {
     static_assert(std::is_trivially_destructible_v<T> && alignof(T) <= sizeof(Line));
@@ -46,7 +46,7 @@ class Scratch {
   };
 
 #ifdef __SANITIZE_ADDRESS__
-  static constexpr size_t kMostKept = 0;  // so that the end of each buffer is known
+  static constexpr size_t kMostKept = 0;  // so that overruns of each buffer are found
 #else
   static constexpr size_t kMostKept = (size_t{16} << 20) / sizeof(Line);
 #endif
@@ -62,7 +62,7 @@ class Scratch {
   }
 
   std::unique_ptr<Line[]> kept_;
-  std::vector<std::unique_ptr<Line[]>> more_;  // what the kept memory had no room for
+  std::vector<std::unique_ptr<Line[]>> more_;  // buffers that did not fit in the kept memory
   size_t num_kept_ = 0, num_taken_ = 0;        // lines
 };
 

@@ -1,12 +1,12 @@
-// Splits that several sequences have in the same blocks, as of a common prefix: they are read once,
-// for the rows of all these sequences.
+// Finds splits that several sequences have in the same blocks, as after a common prefix: they are
+// read once, for the rows of all these sequences.
 //
 //   sequence 0   |5 8 2 9|4 1 7 3|6 . . .|     blocks of each split
 //   sequence 1   |5 8 2 9|4 1 7 3|0 . . .|     split 0: sequences 0, 1 and 2 together
 //   sequence 2   |5 8 2 9|4 1 . .|             split 1: 0 and 1; sequence 2 does not have all of it
 //
-// Which sequences share is decided for each split by itself. So windows, and blocks that were
-// trimmed, do not matter, and a state is computed of the same tiles as without sharing.
+// Which sequences share is decided for each split separately. So windows and trimmed blocks do not
+// matter, and a state is computed from the same tiles as without sharing.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace kvplane {
 
-// Items of equal blocks in a split, at the same KV heads and query heads; at least two.
+// Two or more items with equal blocks in a split, at the same KV heads and query heads.
 struct SharedSplit {
   int64_t split;
   std::vector<size_t> items;
@@ -39,8 +39,8 @@ inline bool have_equal_blocks(const PagedAttentionParams& p, int64_t sequence, i
   return true;
 }
 
-// Adds the groups of items that have equal blocks, each of as many rows as one thread attends with
-// at a time. `items`: of equal first blocks in the split; they are all taken out.
+// Adds the groups of items that have equal blocks, each of at most kAttendRows rows, with which one
+// thread attends at a time. `items`: all with the same first block in the split; used up.
 inline void group_items(const PagedAttentionParams& p, const std::vector<Item>& all, int64_t split,
                         std::vector<size_t>* items, std::vector<SharedSplit>* groups) {
   while (items->size() > 1) {
@@ -66,7 +66,7 @@ inline void group_items(const PagedAttentionParams& p, const std::vector<Item>& 
 // arithmetic is their limit.
 inline std::vector<SharedSplit> find_shared_splits(const PagedAttentionParams& p,
                                                    const std::vector<Item>& items) {
-  // One for each split that an item has all of: the split, its first block, and the item.
+  // For each split that an item attends to all of: the split, its first block, and the item.
   std::vector<std::tuple<int64_t, int64_t, size_t>> found;
   size_t num_cuts = 0;  // items of the same query tokens: all have as many
   while (num_cuts < items.size() && items[num_cuts].first_token == items[0].first_token) ++num_cuts;

@@ -1,12 +1,11 @@
-// The threads of parallel_for: helpers, each with a slot of its own in which a caller offers it a
-// job.
+// The threads of parallel_for: helpers, each with a slot in which a caller offers it a job.
 //
 //   caller:  claims, offers --- takes items ----- withdraws the offer, or waits for the helper
 //   helper:  spins, sleeps ---- accepts --- takes items ---- finishes --- spins, sleeps
 //
-// One word of a slot holds all that they tell each other: the number of the latest claim, and a
-// state. The number keeps a caller that was held up from being mistaken for a later one; and as who
-// sleeps is a state too, nobody goes to sleep on a word that has changed.
+// Caller and helper communicate by one word of the slot: the number of the latest claim, and a
+// state. The number tells a delayed caller from a later one. Sleeping is a state too, so no thread
+// goes to sleep on a word that has changed.
 //
 //   idle <-> asleep                                   the helper goes to sleep, or has woken up
 //   idle, asleep -> claimed -> offered                a caller
@@ -14,9 +13,9 @@
 //   offered -> working -> idle                        the helper
 //   working -> awaited -> idle                        the caller sleeps, and the helper wakes it
 //
-// A helper that sleeps wakes up on its waker's CPU, as the kernel likes it: there it waits for the
-// caller, or takes its place, until the balancer moves one of them, which takes milliseconds. So a
-// sleeping helper is kept off the caller's CPU before it is woken.
+// The kernel tends to wake a sleeping helper on its waker's CPU: there it waits for the caller, or
+// preempts it, until the balancer moves one of them, which takes milliseconds. So a sleeping helper
+// is kept off the caller's CPU before it is woken.
 
 #include "thread_pool.h"
 
@@ -86,7 +85,7 @@ void wake(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Returns whether `done` came true while it was worth to spin for it.
+// Spins until `done` or for kSpin. Returns whether `done` came true.
 template <typename Done>
 bool spin_until(const Done& done) {
   const Clock::time_point end = Clock::now() + kSpin;
@@ -99,12 +98,12 @@ bool spin_until(const Done& done) {
 
 struct alignas(128) Slot {
   std::atomic<uint32_t> word{kIdle};
-  std::atomic<int> cpu{-1};  // that the helper was on
+  std::atomic<int> cpu{-1};  // the one that the helper was on
   pid_t thread_id = 0;
-  // Of the latest claim: written by the caller that holds it.
+  // The job and worker of the latest claim, written by the caller that holds it.
   Job* job = nullptr;
   int worker = 0;
-  int avoided_cpu = -1;  // by the helper
+  int avoided_cpu = -1;  // the one that the helper is kept off
 };
 
 // The CPUs that the process may use, found out before a library binds its main thread to one.
@@ -152,7 +151,7 @@ class ThreadPool {
     if (cpu < 0 || slot.avoided_cpu == cpu) return;
     CPU_CLR(cpu, &others);
     if (CPU_COUNT(&others) == 0) return;
-    // Where it fails, the helper only starts later.
+    // If this fails, the helper only starts later.
     if (sched_setaffinity(slot.thread_id, sizeof others, &others) == 0) slot.avoided_cpu = cpu;
   }
 
@@ -166,7 +165,7 @@ class ThreadPool {
     while (slot.word.load() == awaited) sleep_while(slot.word, awaited);
   }
 
-  // Returns the number of helpers: as many as wanted, or as the system has threads for.
+  // Adds helpers up to `num_wanted`, or as many as the system allows. Returns how many there are.
   int grow(int num_wanted) {
     int num = num_slots_.load(std::memory_order_acquire);
     if (num >= num_wanted || num == kMaxHelpers) return num;
@@ -194,7 +193,7 @@ class ThreadPool {
       if (!slot->word.compare_exchange_strong(word, in_state(word, kWorking))) continue;
       slot->cpu.store(sched_getcpu(), std::memory_order_relaxed);
       slot->job->work(slot->worker);
-      // From here on the job may be gone.
+      // From here on the job may be destroyed.
       if (state_of(slot->word.exchange(in_state(word, kIdle))) == kAwaited) wake(slot->word);
     }
   }
@@ -204,7 +203,7 @@ class ThreadPool {
     uint32_t word = slot_word.load();
     const auto is_offered = [&] { return state_of(word = slot_word.load()) == kOffered; };
     while (!spin_until(is_offered)) {
-      // A claimed slot is worth another turn of spinning: its offer is on the way.
+      // For a claimed slot spin again: its offer will come soon.
       if (state_of(word) == kIdle) {
         const uint32_t asleep = in_state(word, kAsleep);
         if (slot_word.compare_exchange_strong(word, asleep)) word = asleep;
@@ -220,7 +219,7 @@ class ThreadPool {
 };
 
 // Never destroyed: threads may sleep in it until the process ends. A child of fork() has none of
-// its parent's threads, so it gets a pool of its own.
+// its parent's threads, so it gets a new pool.
 ThreadPool& pool() {
   static std::mutex mutex;
   static ThreadPool* pool = nullptr;

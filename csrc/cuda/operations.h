@@ -33,13 +33,13 @@ struct Context {
 // calls of all layers that have the same shapes, types and window.
 struct AttentionPlan {
   void* memory;                      // on the device, of attention_plan_bytes
-  std::array<int64_t, 12> settings;  // what it was made for
+  std::array<int64_t, 12> settings;  // the sizes and options that it was made for
 };
 
 struct AttentionOptions {
   int64_t max_query_len;  // no sequence has more query tokens; 0: not known
-  // The same of short sequences, which is less where others are long. Only the width of tiles
-  // depends on it, and no bit of the result.
+  // As max_query_len, for short sequences: less if others are long. Only the width of tiles depends
+  // on it, and no bit of the result.
   int64_t max_short_query_len;
   int64_t split_tokens;  // short sequences are cut at multiples of it; a multiple of 64
   void* workspace;       // on the device; 256-byte aligned
@@ -53,22 +53,22 @@ void reshape_and_cache(const ReshapeAndCacheParams& params, const Context& conte
 // splits has n * s. Writes the count of each sequence of a batch whose lengths the host has.
 void count_partials(const PagedAttentionParams& params, int64_t split_tokens,
                     const int64_t* query_starts, const int64_t* context_lens, int64_t* counts);
-// Enough for every batch of these sizes, whatever its lengths, as a captured graph may need.
+// Returns enough for every batch of these sizes with any lengths, which a captured graph may need.
 int64_t max_partials(const PagedAttentionParams& params, int64_t split_tokens,
                      int64_t max_query_len);
-// Bytes of a workspace with room for so many. A kernel reports a batch that needs more.
+// Returns the bytes of a workspace for `max_partials`. A kernel reports a batch that needs more.
 int64_t attention_workspace_bytes(const PagedAttentionParams& params, int64_t max_partials);
 int64_t attention_plan_bytes(int64_t num_sequences);
-// Of `options` the first three count, of `params` not the output. max_partials: for which the
-// workspace of each call that uses the plan has room.
+// Uses only the first three of `options`, and all of `params` except the output. max_partials: room
+// in the workspace of each call that uses the plan.
 AttentionPlan plan_attention(const PagedAttentionParams& params, const AttentionOptions& options,
                              int64_t max_partials, void* memory, const Context& context);
 // Throws std::invalid_argument if the plan was made for other sizes.
 void paged_attention(const PagedAttentionParams& params, const AttentionOptions& options,
                      const Context& context);
-// Inside one device, by a kernel. In order: a pair sees what an earlier one wrote.
+// Copies inside one device, by a kernel. In order: a pair sees the writes of an earlier one.
 void copy_blocks(const CopyBlocksParams& params, const Context& context);
-// Between device and host: large copies by the copy engines, the others by a kernel. In order.
+// Copies between device and host: large ones by the copy engines, others by a kernel. In order.
 void swap_blocks(const CopyBlocksParams& params, const Context& context);
 void gather_blocks(const PackBlocksParams& params, const Context& context);
 void scatter_blocks(const PackBlocksParams& params, const Context& context);

@@ -62,12 +62,12 @@ __all__ = [
 
 
 def has_cuda_build() -> bool:
-    """Whether the package was built with the CUDA kernels, the module ``_cuda``."""
+    """Return whether the package was built with the CUDA kernels, the module ``_cuda``."""
     return find_spec("kvplane_kernels._cuda") is not None
 
 
 def cuda_device_count() -> int:
-    """How many GPUs the CUDA kernels can run on; 0 without their build, or without a driver."""
+    """Return how many GPUs the CUDA kernels can run on; 0 without their build or a driver."""
     if not has_cuda_build():
         return 0
     count: int = import_module("kvplane_kernels._cuda").device_count()

@@ -3,8 +3,8 @@
 As in ``_native``: addresses are integers (0: null), strides count elements, IndexError is raised
 before anything is written. ``stream`` is a cudaStream_t as an integer; calls do not wait for it.
 Tensors are on the current device, except ``pairs`` and ``block_ids``, which are on the host and are
-read before the call returns. ``faults`` is an int32 on the device, in which kernels set the bits
-BAD_... for what they found wrong.
+read before the call returns. ``faults`` is an int32 on the device, in which kernels set a bit
+BAD_... for each kind of bad tensor that they find.
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ class AttentionOptions:
 class AttentionPlan: ...
 
 class SharedMemory:
-    """Of one GPU, in two processes. It lives as long as its tensors."""
+    """Memory of one GPU, open in two processes. It lives as long as its tensors."""
 
     def handle(self) -> bytes:
-        """For ``open_shared`` in another process: 64 bytes. Empty where the memory was opened."""
+        """Return 64 bytes for ``open_shared`` in another process; none for opened memory."""
 
     def dlpack(self) -> object:
-        """A capsule: uint8 [num_bytes]."""
+        """Return a capsule: uint8 [num_bytes]."""
 
 def allocate_shared(*, device: int, num_bytes: int) -> SharedMemory:
     """Zeros. Raises RuntimeError where the device refuses, ValueError for the size."""

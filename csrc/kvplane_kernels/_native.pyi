@@ -40,7 +40,7 @@ class AttentionOptions:
     ) -> None: ...
 
 class BoundBatch:
-    """What all layers of a plan share: csrc/bound_layers.h."""
+    """Arguments that all layers of a plan share: csrc/bound_layers.h."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class BoundBatch:
     ) -> None: ...
 
 class BoundLayer:
-    """What a layer's calls share, for tensors of these types and strides."""
+    """Arguments that a layer's calls share, for tensors of these types and strides."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ def span_rows(
     most_tokens: int,
     most_entries: int,
 ) -> SpanRows | None:
-    """A plan's spans as the kernels take them, or None for spans that their tables have no slots
-    for: csrc/span_rows.h.
+    """Return a plan's spans as the kernels take them, or None if the tables have no slots for them:
+    csrc/span_rows.h.
     """
 
 def note_written(

@@ -48,7 +48,7 @@ inline pybind11::object dlpack_of(const std::shared_ptr<SharedMemory>& memory) {
       nullptr,        0};
   owner->managed.owner = owner;
   owner->managed.deleter = [](DlManagedTensor* self) { delete static_cast<Owner*>(self->owner); };
-  // Who takes the tensor renames the capsule, and calls the deleter in its own time.
+  // The consumer of the tensor renames the capsule, and calls the deleter when it is done.
   PyObject* made = PyCapsule_New(&owner->managed, "dltensor", [](PyObject* capsule) {
     if (!PyCapsule_IsValid(capsule, "dltensor")) return;
     auto* managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));

@@ -1,4 +1,4 @@
-// The local execution's two ends as Python classes. They run without the interpreter's lock.
+// The two ends of local execution as Python classes. They run without the interpreter's lock.
 #pragma once
 
 #include <fcntl.h>
@@ -24,7 +24,7 @@ inline void raise_if(int error) {
   throw pybind11::error_already_set();
 }
 
-// Waits for the next packet. Raises OSError, TimeoutError, and what a signal's handler raises.
+// Waits for the next packet. Raises OSError, TimeoutError, and exceptions of signal handlers.
 inline void wait_for_packet(AnswerSocket& answers, double end_s) {
   for (bool got = false, is_first = true;; is_first = false) {
     {

@@ -16,11 +16,11 @@
 
 namespace kvplane {
 
-// What waits for answers on a socket.
+// Waits for answers on a socket.
 class AnswerSocket {
  public:
-  // Takes over the file: another thread may close its own while this one waits, and a file that is
-  // opened then has the same number.
+  // Takes ownership of `own_fd`, a copy: another thread may close the original while this one
+  // waits, and a file that is opened then may get the same number.
   AnswerSocket(int own_fd, double spin_s) : socket_(own_fd), spin_(spin_s) {}
   ~AnswerSocket() { close(socket_.fd()); }
   AnswerSocket(const AnswerSocket&) = delete;
@@ -28,7 +28,7 @@ class AnswerSocket {
 
   bool send(const std::string& packet) { return socket_.send_now(packet); }
 
-  // Whether there is a packet, or an error, soon.
+  // Polls for a packet or an error for a while. Returns whether there is one.
   bool look() {
     return spin_.look([&] { return socket_.receive(); });
   }
@@ -59,7 +59,7 @@ struct Range {
 
 struct LayerCall {
   std::string packet;
-  std::string usual;  // the answer, but for a receipt
+  std::string usual;  // the answer without a receipt
   Range query, key, value, output;
 
   void put(uintptr_t query_from, uintptr_t key_from, uintptr_t value_from) const {

@@ -1,5 +1,5 @@
-// The Unix socket of a local execution without an interpreter's lock: what
-// kvplane/transport/local/{packets,spin}.py say in Python.
+// The Unix socket of a local execution without the interpreter's lock: the C++ counterpart of
+// kvplane/transport/local/{packets,spin}.py.
 #pragma once
 
 #include <sys/resource.h>
@@ -32,7 +32,7 @@ class PacketSocket {
 
   int fd() const { return fd_; }
 
-  // Whether there is a packet, or an error: see `error`.
+  // Returns whether there is a packet, or an error: see `error`.
   bool receive() {
     const ssize_t size = recv(fd_, buffer_.data(), buffer_.size(), MSG_DONTWAIT | MSG_TRUNC);
     if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
@@ -46,7 +46,7 @@ class PacketSocket {
     return true;
   }
 
-  // Never waits. A peer that does not read what it was sent is an error too.
+  // Sends without waiting. A peer that does not read its packets is an error too.
   bool send_now(const std::string& packet) {
     if (send(fd_, packet.data(), packet.size(), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) return true;
     error_ = errno;
@@ -59,7 +59,7 @@ class PacketSocket {
 
   std::string packet() const { return {buffer_.data(), size_}; }
 
-  // Of errno, 0 for none. It stays.
+  // The latest error's errno; 0 for none. It is never cleared.
   int error() const { return error_; }
 
  private:
@@ -69,16 +69,16 @@ class PacketSocket {
   int error_ = 0;
 };
 
-// How one thread looks for what others send, for a while before it sleeps. Where other threads want
-// its core it pauses: the scheduler takes the core from who only looks for milliseconds at a time.
-// A pause is so many times as long as what that took, and a second at most: little time is lost
-// that way, whether others come often or not.
+// Lets a thread poll for a while before it sleeps. Polling pauses when other threads want the core:
+// the scheduler then takes it, for milliseconds at a time, from a thread that only polls. A pause
+// is a multiple of the time lost to the other thread, and a second at most, so that little time is
+// lost whether others come often or not.
 class Spin {
  public:
   explicit Spin(double spin_s) : spin_s_(spin_s) {}
 
-  // Calls `find` until it returns true, or the time is over, at `end_s` of the monotonic clock at
-  // the latest. Returns what it returned last.
+  // Calls `find` until it returns true or the time is over, at `end_s` of the monotonic clock at
+  // the latest. Returns the last result of `find`.
   template <typename Find>
   bool look(const Find& find, double end_s = std::numeric_limits<double>::infinity()) {
     double now = now_s();
@@ -99,8 +99,8 @@ class Spin {
   static constexpr double kPauseOfLoss = 16;
   static constexpr double kLongestPauseS = 1;
 
-  // Whether another thread took the core since the last call. A hypervisor that did so leaves it to
-  // nobody here.
+  // Returns whether another thread took the core since the last call. A hypervisor that took it
+  // does not count: then no thread here gets it.
   bool was_preempted() {
     rusage used;
     getrusage(RUSAGE_THREAD, &used);

@@ -1,7 +1,7 @@
-// The data plane's end: the layers of a plan that a client asks for by packets that are known.
+// The data plane's end: serves the layers of a plan whose packets are known in advance.
 //
-// Nothing that a client sends is read but to compare it with the packet that is expected next. What
-// is run for that packet was checked and bound beforehand, in Python.
+// A client's packet is only compared with the one that is expected next. The layer that runs for it
+// was checked and bound beforehand, in Python.
 #pragma once
 
 #include <poll.h>
@@ -28,7 +28,7 @@ class ServedLayers {
   ServedLayers(int fd, double spin_s, double most_s)
       : socket_(fd), spin_(spin_s), most_s_(most_s) {}
 
-  // Expect no layers but those that are added from now on, and none of the present plan.
+  // Forgets all layers, and the present plan.
   void clear() {
     layers_.clear();
     batches_.clear();
@@ -39,15 +39,15 @@ class ServedLayers {
     layers_.push_back({std::move(packet), std::move(answer), &layer, query, key, value, out});
   }
 
-  // A plan's layers may come, from number `next` on.
+  // Expects the layers of a plan, from number `next` on.
   void begin(const std::vector<const BoundBatch*>& batches, size_t next, int num_threads) {
     batches_ = batches;
     next_ = next;
     num_threads_ = num_threads;
   }
 
-  // Whether there is a packet for `serve` or `take`. `waits`: wait for one, until something else
-  // waits at `epoll`.
+  // Returns whether there is a packet for `serve` or `take`. `waits`: wait for one, until something
+  // else is ready at `epoll`.
   bool look(int epoll, bool waits) {
     if (has_packet_) return true;
     is_watching_ = false;
@@ -59,10 +59,10 @@ class ServedLayers {
     return has_packet_;
   }
 
-  // Run and answer the layer whose packet was found, and, if it `waits`, those whose packets come
-  // soon: before something else waits at `epoll`, and before `most_s` are over. A packet that is
-  // not the next layer's is left for `take`. The caller holds a lock that others wait for, so this
-  // never sleeps, and does not look for the packets of a client that takes its time.
+  // Runs and answers the layer whose packet was found and, if this `waits`, those whose packets
+  // come soon: before something else is ready at `epoll`, and before `most_s` are over. A packet
+  // that is not the next layer's is left for `take`. The caller holds a lock that others wait for,
+  // so this never sleeps, and does not poll for the packets of a slow client.
   void serve(int epoll, bool waits) {
     const double end_s = now_s() + most_s_;
     while (has_packet_ && run_next()) {
@@ -72,7 +72,7 @@ class ServedLayers {
     }
   }
 
-  // The packet that was found and not served, which the caller answers.
+  // Returns the packet that was found and not served, for the caller to answer.
   std::optional<std::string> take() {
     if (!std::exchange(has_packet_, false)) return std::nullopt;
     return socket_.packet();
@@ -80,7 +80,7 @@ class ServedLayers {
 
   int error() const { return socket_.error(); }
 
-  // Of the layers that were run since the last call: seconds that writing and attending took.
+  // Returns, for each layer that ran since the last call, the seconds to write and to attend.
   std::vector<std::pair<double, double>> take_times() { return std::exchange(times_, {}); }
 
  private:
@@ -98,18 +98,18 @@ class ServedLayers {
     uintptr_t out;
   };
 
-  // Waits for a packet: looks for a while, then sleeps. The interpreter has no part in it: it would
-  // take longer than to wake this thread up.
+  // Waits for a packet: polls for a while, then sleeps. All without the interpreter, which would
+  // take longer than waking up this thread does.
   void find(int epoll) {
     if (find_soon(epoll, std::numeric_limits<double>::infinity())) return;
     while (!receive() && !others_wait(epoll)) {
-      pollfd ready = {epoll, POLLIN, 0};  // which a packet makes ready too
+      pollfd ready = {epoll, POLLIN, 0};  // a packet makes it ready too
       poll(&ready, 1, -1);
     }
   }
 
-  // Looks for a packet for a while, until `end_s` of the monotonic clock at most. Whether there is
-  // something for the caller.
+  // Polls for a packet for a while, until `end_s` of the monotonic clock at most. Returns whether
+  // the caller has something to do.
   bool find_soon(int epoll, double end_s) {
     int num_looks = 0;
     return spin_.look(
@@ -117,20 +117,20 @@ class ServedLayers {
         end_s);
   }
 
-  // Whether there is a packet, or an error.
+  // Returns whether there is a packet, or an error.
   bool receive() {
     const bool found = socket_.receive();
     has_packet_ = found && socket_.error() == 0;
     if (found && answered_s_ > 0) {
       gap_s_ = now_s() - std::exchange(answered_s_, 0);
-      // The packet was there before anybody looked: its client may be as quick as any.
+      // The packet came before this polled for it: its client may be a quick one.
       if (!is_watching_) gap_s_ = std::min(gap_s_, kLongestGapS);
     }
     is_watching_ = true;
     return found;
   }
 
-  // Whether the packet was the next layer's.
+  // Runs and answers the next layer, if the packet asks for it. Returns whether it did.
   bool run_next() {
     if (next_ >= batches_.size() || !socket_.is(layers_[next_].packet)) return false;
     const Layer& layer = layers_[next_];
@@ -140,7 +140,7 @@ class ServedLayers {
       write_s = layer.layer->write_and_attend(*batches_[next_], layer.query, layer.key, layer.value,
                                               layer.out, num_threads_);
     } catch (const std::exception&) {
-      return false;  // The caller runs it again, and says what is wrong.
+      return false;  // The caller runs it again, and reports what is wrong.
     }
     times_.emplace_back(write_s, now_s() - began - write_s);
     ++next_;

@@ -16,8 +16,8 @@ Observer = Callable[[str, float], None]
 
 
 class Commands:
-    """``with commands.lock, commands(name):`` is a command, which others may be inside of. The lock
-    is apart: wherever Ctrl-C comes, Python itself releases it.
+    """Makes commands: ``with commands.lock, commands(name):``. Commands may be nested. The lock is
+    separate, so that Python itself releases it wherever Ctrl-C comes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Command:
         traceback: TracebackType | None,
     ) -> None:
         commands = self._commands
-        commands.depth = self._depth  # also where the end of one inside was cut off
+        commands.depth = self._depth  # even if Ctrl-C cut off the end of a nested command
         try:
             if isinstance(error, KvplaneError) and not self._depth:
                 commands.counters.num_rejections[error.reason] += 1

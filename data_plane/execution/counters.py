@@ -1,4 +1,4 @@
-"""What an executor has done, as numbers that never decrease. Metrics read them."""
+"""An executor's counters, which never decrease. Metrics read them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ExecutorCounters:
     num_attention_tokens: int = 0
     """Query tokens whose attention was computed, counted once per layer."""
     transfer_bytes: Counter[str] = field(default_factory=Counter)
-    """By direction: "copy", "swap_out" or "swap_in"."""
+    """Bytes transferred, by direction: "copy", "swap_out" or "swap_in"."""
     num_transferred_blocks: Counter[str] = field(default_factory=Counter)
-    """By direction."""
+    """Blocks transferred, by direction."""
     num_cleared_blocks: int = 0
     """Blocks zeroed because another tenant's data may have been in them."""
     num_rejections: Counter[str] = field(default_factory=Counter)
@@ -34,6 +34,6 @@ class ExecutorCounters:
     kernel_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of keys and values that those calls had to read and write, by kernel."""
     batch_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_BOUNDS))
-    """Query tokens of each plan that has some."""
+    """Query tokens of each plan with spans."""
     batch_spans: Histogram = field(default_factory=lambda: Histogram(BATCH_BOUNDS))
-    """Sequences of each plan that has some."""
+    """Sequences of each plan with spans."""

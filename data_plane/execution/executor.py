@@ -159,9 +159,8 @@ class Executor:
         self.kernels.streams.use_own_stream()
 
     def finish(self, *, raises: bool = False) -> None:
-        """Wait until the device has finished all work queued on it. When it has failed, running
-        plans have; with ``raises`` InternalError is raised too, as plans that have run know of no
-        failure.
+        """Wait until the device has finished all work queued on it. If it failed, running plans
+        have failed too. ``raises``: raise InternalError then, for callers whose plan has run.
         """
         with self._command.lock, self._command("finish"):
             self._plans.quiesce(raises=raises)
@@ -188,7 +187,7 @@ class Executor:
             self._tables.drop_all()
 
     def report(self, blocks_per_part: int = 2048) -> Parts:
-        """All blocks that were ever allocated, by ``block_report``."""
+        """Return the ``block_report`` of all blocks that were ever allocated."""
         with self._command.lock, self._command("report"):
             return block_report(self._tables, blocks_per_part)
 
@@ -204,15 +203,15 @@ class Executor:
             return self._tables.publications[group].keep(publications, present, "publications")
 
     def withdraw(self, blocks: control_pb2.WithdrawBlocks) -> int:
-        """Drop publications in the same way. Returns the number dropped."""
+        """Drop publications whose block still has their generation. Returns the number dropped."""
         with self._command.lock, self._command("withdraw"):
             group = check_group(blocks.group, self.layout, "withdraw.group")
             present = self._tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
             return self._tables.publications[group].withdraw(blocks, present, "withdraw")
 
     def fence(self, session: pb.SessionRef, ordinal: int) -> None:
-        """End a session, open here or not: when this returns, none of its commands runs and none
-        ever will again. ``ordinal``: as in its grant. Safe to repeat.
+        """End a session, open here or not: once this returns, none of its commands runs or will
+        ever run again. ``ordinal``: as in its grant. Safe to repeat.
 
         Raises StaleIncarnationError and InvalidRequestError.
         """
@@ -225,7 +224,7 @@ class Executor:
 
     def open(self, grant: pb.SignedPayload, *, tenant: str | None = None) -> int:
         """Verify a session's grant. Returns the session's id. Safe to repeat. ``tenant``: the
-        caller's; None where callers do not say who they are.
+        caller's; None where callers are not authenticated.
 
         Raises NotPermittedError for another tenant's grant, BadSignatureError, StaleEpochError,
         StaleIncarnationError, SessionExpiredError, LayoutMismatchError and InvalidRequestError.
@@ -250,19 +249,19 @@ class Executor:
 
         ``session``: the id that ``open`` returned, or the grant. Starting a plan that is running
         lets it continue, and starting one that has run returns its receipt again; neither changes
-        the tables. A plan without spans has run when this returns. Raises what the comment of
-        ``DataPlaneService`` in ``data.proto`` lists.
+        the tables. A plan without spans has run when this returns. Raises the errors listed in the
+        comment of ``DataPlaneService`` in ``data.proto``.
         """
         with self._command.lock, self._command("start"):
             return self._begin(session, *self._verifier.plan(plan))
 
     def begin_pass(self, session_id: int, index: int, *, plan_number: int | None = None) -> int:
         """Compute the latest plan in passes: from here on, layers have token ``index`` of each span
-        that has so many, in the spans' order. Returns how many those are.
+        that is long enough, in the spans' order. Returns the number of those tokens.
 
-        Passes begin with 0, before any layer, and the next one when all layers of the one before
-        are written; beginning the present one again changes nothing. The last one's last layer
-        gives the receipt. So one plan serves as many steps of decoding as its spans have tokens.
+        Pass 0 begins before any layer, and each next pass once all layers of the one before are
+        written; beginning the present one again changes nothing. The last layer of the last pass
+        gives the receipt. So one plan serves as many decode steps as its spans have tokens.
         ``plan_number``: the plan expected to be the latest, None for any. On a GPU, waits until the
         pass before has run, and raises InternalError when the device failed. Raises
         PlanOutOfOrderError, SessionExpiredError, and InvalidRequestError where there is no such
@@ -287,7 +286,7 @@ class Executor:
         key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or None where
         the layer keeps latents. Returns the receipt once no layer is missing. ``plan_number``: the
         plan expected to be the latest, None for any. ``pass_index``: the pass expected to be the
-        present one, None for a plan that is computed without. Raises InvalidRequestError,
+        present one, None for a plan without passes. Raises InvalidRequestError,
         PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError, StaleGenerationError when a
         block has been allocated again, and InternalError when the device failed.
         """
@@ -312,7 +311,7 @@ class Executor:
         pass_index: int | None = ANY_PASS,
         slice_s: float | None = None,
     ) -> Slices[torch.Tensor]:
-        """Attention of the latest plan's spans over their sequences, in a layer that was written.
+        """Attend for the latest plan's spans over their sequences, in a layer that was written.
 
         query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
         is [num_tokens, num_heads, value_head_size] of the query's dtype. ``slice_s``: how long a
@@ -351,8 +350,9 @@ class Executor:
             return run_to_end(run)
 
     def repeated_layers(self, session_id: int) -> RepeatedLayers | None:
-        """For an engine in this process that calls ``layer`` with tensors like those of the step
-        before; None for kernels that are no faster then. ``layer`` takes what it does not.
+        """Return a faster ``layer`` for an engine in this process that calls it with tensors like
+        those of the step before; None for kernels that cannot bind layers. Calls that it does not
+        take go to ``layer``.
         """
         if not self._compute.binds_layers:
             return None
@@ -371,8 +371,8 @@ class Executor:
         slice_s: float | None,
         out: torch.Tensor | None = None,
     ) -> Slices[torch.Tensor | None]:
-        """``layer`` by slices, as ``attend``. ``tensors``: query, key, value. ``out``: where the
-        output goes, contiguous and apart from those; None for memory of its own.
+        """Do as ``layer`` does, by slices. ``tensors``: query, key, value. ``out`` receives the
+        output: contiguous and apart from the tensors; None for new memory.
         """
         slices = self._plans.layer(
             session_id, layer, tensors, options, plan_number, pass_index, field, slice_s, out
@@ -380,8 +380,8 @@ class Executor:
         return guarded(slices, self._command.lock, lambda: self._command("layer"))
 
     def fixed_step(self, session_id: int, bounds: StepBounds) -> FixedStep:
-        """For a session whose steps have the same bounds: its layers can be captured in a CUDA
-        graph, which is then replayed for each plan. Device memory is allocated for ``bounds``.
+        """Return a step whose layers can be captured in a CUDA graph, which is then replayed for
+        each plan of the session that fits ``bounds``. Device memory is allocated for ``bounds``.
 
         Raises SessionExpiredError, and InvalidRequestError for kernels that have no graphs and for
         bounds that are out of range.
@@ -402,7 +402,7 @@ class Executor:
         return step
 
     def receipt(self, session_id: int) -> pb.SignedPayload | None:
-        """The latest plan's receipt; None while layers are missing. On a GPU, waits until the plan
+        """Return the latest plan's receipt; None while layers are missing. On a GPU, waits until it
         has run. Raises InternalError when the device failed: such a plan gets no receipt.
         """
         with self._command.lock, self._command("receipt"):
@@ -474,7 +474,7 @@ class Executor:
 
         blocks: as ``read_blocks`` returns them, for the table entries from ``first_block`` on;
         ``first_layer`` and ``num_layers`` as there. Only the span's slots are written. Several
-        calls may write a span; none may leave a gap after what was written before. Returns the
+        calls may write a span; none may leave a gap after the tokens written before. Returns the
         receipt once nothing is missing. Raises as ``write_layer`` does.
         """
         place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
@@ -482,9 +482,9 @@ class Executor:
             return self._blocks.write(session_id, place, blocks, plan_number)
 
     def span_blocks(self, session_id: int, sequence_id: int, plan_number: int) -> range:
-        """The table entries that ``write_blocks`` writes for a sequence, the same in each layer
-        group. Raises SessionExpiredError, PlanOutOfOrderError, and InvalidRequestError when the
-        plan computes nothing for it.
+        """Return the table entries that ``write_blocks`` writes for a sequence, the same in each
+        layer group. Raises SessionExpiredError, PlanOutOfOrderError, and InvalidRequestError when
+        the plan computes nothing for it.
         """
         with self._command.lock, self._command("span_blocks"):
             return self._blocks.of_span(session_id, sequence_id, plan_number)

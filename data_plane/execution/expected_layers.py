@@ -1,8 +1,8 @@
-"""Layers that are expected with tensors that are known beforehand, as an engine sends them step
-after step: checked once, bound once, then one native call each without an interpreter's lock.
+"""Layers that an engine is expected to send with the same tensors in every step: they are checked
+and bound once, and each is then one native call without the interpreter's lock.
 
-They serve any plan that computes as many tokens. What a plan changes is checked when it is
-expected, and what others may have changed since, each time before layers run.
+Bound calls serve any plan that computes as many tokens. The plan itself is checked by ``expect``,
+and everything that other commands may have changed since, by each ``run``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TakeTimes = Callable[[], Times]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """A layer of the model and its tensors, which stay where they are. ``output``: where its output
-    goes, of the query's tokens and heads.
+    """A layer of the model and its tensors, whose addresses stay the same. ``output``: receives the
+    attention output, of the query's tokens and heads.
     """
 
     layer: int
@@ -42,7 +42,7 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class BoundCall:
-    """A call that a plan of ``num_tokens`` was found to allow. ``index``: in the shard."""
+    """A call checked with a plan of ``num_tokens``. ``index``: the layer's in the shard."""
 
     index: int
     group: int
@@ -52,7 +52,7 @@ class BoundCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLayers:
-    """The layers of one plan that may come. ``batches``: native, one for each."""
+    """The layers of one plan that are expected. ``batches``: native, one for each call."""
 
     session_id: int
     run: RunningPlan
@@ -60,11 +60,11 @@ class ExpectedLayers:
     batches: Sequence[Any]
     num_threads: int
     pass_index: int | None
-    """In which pass of the plan they come."""
+    """The plan's pass that they belong to."""
 
 
 class Expectations:
-    """Of one executor, whose ``lock`` is held while layers run."""
+    """Expected layers of one executor, whose ``lock`` is held while layers run."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Expectations:
         lock: AbstractContextManager[Any],
         observe: Callable[[str, float], None] | None,
     ) -> None:
-        """``layers``: the model's, in the shard. ``observe``: as the executor's."""
+        """``layers``: the model's layers in the shard. ``observe``: the executor's."""
         self._plans = plans
         self._compute = compute
         self._layers = layers
@@ -84,8 +84,8 @@ class Expectations:
     def bind(
         self, session_id: int, plan_number: int, calls: Sequence[LayerCall]
     ) -> list[BoundCall] | None:
-        """``calls`` as the session's latest plan allows them; None where one of them has to be
-        checked whenever it comes. Raises as ``PlanRunner.latest``.
+        """Check and bind ``calls`` with the session's latest plan. Returns None if one of them has
+        to be checked whenever it comes. Raises as ``PlanRunner.latest``.
         """
         with self._lock:
             run = self._plans.latest(session_id, plan_number)[1]
@@ -112,9 +112,9 @@ class Expectations:
         calls: Sequence[BoundCall],
         slice_s: float,
     ) -> ExpectedLayers | None:
-        """Let the layers of the latest plan's pass come by ``calls``; None where they are not for
-        it: it computes another number of tokens, or a layer takes longer than ``slice_s``. Raises
-        as ``PlanRunner.latest``.
+        """Expect the layers of the latest plan's pass as ``calls``. Returns None if they do not fit
+        it: it computes another number of tokens, a window reaches trimmed entries, or a layer takes
+        longer than ``slice_s``. Raises as ``PlanRunner.latest``.
         """
         compute = self._compute
         with self._lock:
@@ -132,12 +132,12 @@ class Expectations:
     def run(
         self, expected: ExpectedLayers, first: int, serve: Callable[[], None], times: TakeTimes
     ) -> None:
-        """Call ``serve``, which runs layers from number ``first`` of the calls on, soon and for a
-        short time: others wait for the lock. ``times`` gives, of the layers that ran, the seconds
-        that each took to write and to attend.
+        """Call ``serve``, which runs layers from number ``first`` of the calls on, for a short
+        time: others wait for the lock. ``times`` returns the seconds that each layer that ran took
+        to write and to attend.
 
-        Raises what ``serve`` does, PlanOutOfOrderError where the plan does not go on, and as
-        ``PlanRunner.layer`` where its blocks may no longer be written or read.
+        Raises what ``serve`` does, PlanOutOfOrderError if the plan or its pass has ended, and as
+        ``PlanRunner.layer`` if its blocks may no longer be written or read.
         """
         with self._lock:
             session, run = self._plans.latest(expected.session_id, expected.run.number)

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class FixedStep:
-    """The steps of one session. ``Executor.fixed_step`` makes it.
+    """The steps of one session, made by ``Executor.fixed_step``.
 
     ``layer`` may be called while a CUDA graph is captured; ``run`` may not. Outside of ``run`` the
     step has no rows: its layers, and replays of them, write nothing.
@@ -82,11 +82,11 @@ class FixedStep:
     ) -> torch.Tensor:
         """Queue a layer's write and attention over the rows that the step has when they run.
 
-        Tensors as ``Executor.layer`` takes them, of as many tokens as the step has or more; the
-        output has no values for those behind. ``out``: [num_tokens, num_heads, value_head_size],
-        contiguous; allocated if not given. Layers come in ascending order, from the shard's first
-        one on. Before a capture, each is called once with tensors of the same shapes, types and
-        strides. Nothing is waited for, and nothing that is on the device is read.
+        Tensors are as for ``Executor.layer``, of as many tokens as the step has or more; the
+        output has no values for the tokens beyond. ``out``: [num_tokens, num_heads,
+        value_head_size], contiguous; allocated if not given. Layers come in ascending order, from
+        the shard's first one on. Before a capture, each is called once with tensors of the same
+        shapes, types and strides. Does not wait, and reads nothing back from the device.
 
         Raises InvalidRequestError naming the argument that does not fit.
         """
@@ -119,8 +119,8 @@ class FixedStep:
 
         ``num_tokens``: of the layers' tensors; 0 for as many as the bounds have. ``plan_number``:
         the plan expected to be the latest, None for any. ``pass_index``: the pass expected to be
-        the present one, None for a plan that is computed without. The plan has run then, and
-        ``Executor.receipt`` returns its receipt; if ``call`` raises, it can be run again.
+        the present one, None for a plan without passes. Afterwards the plan has run, and
+        ``Executor.receipt`` returns its receipt. If ``call`` raises, it can be run again.
 
         Raises InvalidRequestError naming the bound where the plan does not fit, which can then be
         run by ``Executor.layer``, and for a step whose layers were never all called;
@@ -180,7 +180,7 @@ class FixedStep:
         self._compute.count_step(run.on_host[0].num_tokens, len(self._layers))
 
     def _numbers_of_heads(self, options: AttentionOptions, num_heads: int) -> NumbersOfHeads:
-        """Kept as long as the step: a graph has their addresses."""
+        """Return tensors that live as long as the step, since a graph has their addresses."""
         key = options, num_heads
         if key not in self._of_heads:
             has_some = bool(options.alibi_slopes or options.sinks)

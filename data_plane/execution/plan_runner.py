@@ -51,7 +51,7 @@ LayerTensors = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class StartedPlan:
-    """A plan that was started, now or before. ``receipt``: there once the plan has run.
+    """A plan that was started, now or before. ``receipt``: None until the plan has run.
     ``had_run``: whether it had run before this call. ``pass_index``: the pass that it is in; None
     where all tokens are computed at once.
     """
@@ -90,7 +90,7 @@ class PlanRunner:
         self._layers = layers
         self._check_device = check_device
         self.reused: ReusedBlocks | None = None
-        """Notes which prefixes are found, where somebody wants to know."""
+        """Notes which prefixes are found, for a file tier; None without one."""
 
     def start(self, session: Session, plan: pb.Plan, digest: bytes) -> StartedPlan:
         """Begin a verified plan, continue it, or return its receipt if it has run. ``digest``: of
@@ -165,7 +165,7 @@ class PlanRunner:
         )
 
     def _transfer(self, session: Session, run: RunningPlan) -> None:
-        """Queue on the device what comes before all layers, each part once."""
+        """Queue the plan's clearing and transfers on the device, each part once."""
         before, after = run.to_clear
         if not run.cleared:
             self._compute.clear(before)
@@ -189,9 +189,9 @@ class PlanRunner:
         part: Table,
         first_block: int,
     ) -> NDArray[np.int64]:
-        """[num_blocks]: leading slots that were written of each entry of ``part``, in ``layers`` of
-        the model; ``part`` begins with entry ``first_block`` of the sequence's
-        table. ``run``: the session's latest plan. Raises BlockNotWrittenError where there are none.
+        """Return [num_blocks]: how many leading slots of each entry of ``part`` were written in
+        ``layers`` of the model. ``part`` begins with entry ``first_block`` of the sequence's table.
+        ``run``: the session's latest plan. Raises BlockNotWrittenError for an entry without any.
         """
         num_tokens = 0
         if run is not None and run.receipt is None:
@@ -204,15 +204,15 @@ class PlanRunner:
             entry = first_block + int((counts == 0).argmax())
             raise BlockNotWrittenError(
                 f"nothing was written yet to entry {entry} of the table of sequence "
-                f"{sequence_id}: only what a session has written or found cached is read",
+                f"{sequence_id}: a session reads only slots that it wrote or found cached",
                 field="first_block",
             )
         return counts
 
     def begin_pass(self, session: Session, run: RunningPlan, index: int) -> int:
-        """Go on to a pass of the plan, once the device has done all of the one before, or stay in
-        it; how many tokens it computes. Raises PlanOutOfOrderError, InternalError when the device
-        failed, and InvalidRequestError for a plan that has no such pass.
+        """Begin a pass of the plan, once the device has done all of the one before, or stay in it.
+        Returns how many tokens it computes. Raises PlanOutOfOrderError, InternalError when the
+        device failed, and InvalidRequestError for a plan that has no such pass.
         """
         require(
             0 <= index < run.num_passes,
@@ -229,7 +229,7 @@ class PlanRunner:
         return run.on_host[0].num_tokens
 
     def batch(self, run: RunningPlan, group: int) -> AttentionBatch:
-        """A layer group's batch, its tensors on the kernels' device."""
+        """Return a layer group's batch, its tensors on the kernels' device."""
         if run.attention is run.on_host:
             run.attention = tuple(map(self._compute.prepare, run.on_host))
         return run.attention[group]
@@ -247,7 +247,7 @@ class PlanRunner:
         slice_s: float | None,
         out: torch.Tensor | None = None,
     ) -> Slices[torch.Tensor]:
-        """Attention in one layer, in slices of about ``slice_s``, into ``out`` if given. Raises
+        """Attend in one layer, in slices of about ``slice_s``, into ``out`` if given. Raises
         StaleGenerationError if a block of the spans' tables was allocated again, and after a yield
         also as ``latest``.
         """
@@ -284,7 +284,7 @@ class PlanRunner:
         pass_index: int | None,
         slice_s: float | None,
     ) -> Slices[torch.Tensor]:
-        """``attend`` for the session's latest plan. Raises as it, and InvalidRequestError."""
+        """Attend for the session's latest plan. Raises as ``attend``, and InvalidRequestError."""
         session, run = self.latest(session_id, plan_number, pass_index)
         index = layer_index(self._layers, layer)
         batch = self.batch(run, self._compute.group_of_layer(index))
@@ -346,8 +346,8 @@ class PlanRunner:
         pass_index: int | None,
         field: str,
     ) -> tuple[Session, RunningPlan, int, AttentionBatch]:
-        """The session, its latest plan, the layer's index and the batch of its group. Raises as
-        ``latest``, and InvalidRequestError for a layer that does not come next.
+        """Return the session, its latest plan, the layer's index and its group's batch. Raises as
+        ``latest``, and InvalidRequestError if the layer before was not written.
         """
         session, run = self.latest(session_id, plan_number, pass_index)
         index = layer_index(self._layers, layer, field)
@@ -360,9 +360,9 @@ class PlanRunner:
         return session, run, index, self.batch(run, self._compute.group_of_layer(index))
 
     def receipt(self, session: Session, run: RunningPlan) -> pb.SignedPayload | None:
-        """The run's receipt, signed once the device has done all of it; None while something is
-        missing, after a pass once the device has done that. Raises InternalError when the device
-        failed.
+        """Return the run's receipt, signed once the device has done all of it; None while something
+        is missing. Waits for the device if all of the plan or pass is queued. Raises InternalError
+        when the device failed.
         """
         if run.receipt is None and run.is_queued and not run.failure:
             self.quiesce()
@@ -376,8 +376,8 @@ class PlanRunner:
         return run.receipt
 
     def _settle(self, session: Session, *, voided: bool) -> None:
-        """Before another plan starts: wait until the device no longer reads the batch of the one
-        before, and sign its receipt if it is complete. ``voided``: by the plan that is to start.
+        """Wait until the device no longer reads the latest plan's batch, and sign its receipt if it
+        is complete. Called before another plan starts. ``voided``: whether that one voids it.
         """
         if session.latest is not None and session.latest.used_after_receipt:
             self.quiesce()
@@ -392,8 +392,8 @@ class PlanRunner:
             tracing.end(run.span, "the plan was voided")
 
     def quiesce(self, *, raises: bool = False) -> None:
-        """Wait for the device. If it failed, every running plan has failed too, because it is not
-        known which one's work was lost; with ``raises`` InternalError is raised then.
+        """Wait for the device. If it failed, every running plan fails, because it is not known
+        whose work was lost; with ``raises`` InternalError is raised then.
         """
         try:
             self._compute.finish()
@@ -408,9 +408,9 @@ class PlanRunner:
     def latest(
         self, session_id: int, plan_number: int | None, pass_index: int | None = ANY_PASS
     ) -> tuple[Session, RunningPlan]:
-        """The session's latest plan, ready for layers. ``plan_number``: the one that it has to be,
-        None for any. ``pass_index``: the pass that it has to be in, None for a plan without passes.
-        Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed
+        """Return the session and its latest plan, ready for layers. ``plan_number``: the one that
+        it has to be, None for any. ``pass_index``: the pass that it has to be in, None for a plan
+        without passes. Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed
         while the plan ran, InternalError.
         """
         session = self._sessions.get(session_id)
@@ -431,7 +431,7 @@ class PlanRunner:
 
 
 def _changed_ids(changes: pb.TableChanges, num_groups: int) -> list[bytes]:
-    """The sequences whose tables change, of each layer group."""
+    """Return, for each layer group, the ids of the sequences whose tables change."""
     if num_groups == 1:
         return [changes.sequence_ids]
     ids = np.frombuffer(changes.sequence_ids, "<i8")

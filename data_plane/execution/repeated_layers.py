@@ -2,9 +2,9 @@
 before: one native call each, and little Python beside it. Python code is slow between two layers,
 because the model's weights evict it from the processor's caches.
 
-What the first call's checks found holds for tensors of the same shapes and strides. What a plan or
-a pass changes is looked up when it begins, and what others may have changed since at each layer.
-A call with anything unexpected is passed to ``Executor.layer``.
+The checks of a layer's first call hold for tensors of the same shapes and strides. A plan's or
+pass's batches are looked up when it begins; each layer checks what others may have changed since.
+A call with anything unexpected is left to ``Executor.layer``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvplane.attention_options import AttentionOptions
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A layer as it was called last. ``signature``: of query, key and value. ``index``: in the
-    shard.
+    """A layer as it was called last. ``signature``: of query, key and value. ``index``: the
+    layer's in the shard.
     """
 
     signature: tuple[Any, ...]
@@ -41,7 +41,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Begun:
-    """A plan or a pass. ``batches``: native, one for each layer group."""
+    """The plan or pass that began last. ``batches``: native, one for each layer group."""
 
     session: Session
     run: RunningPlan
@@ -51,7 +51,7 @@ class _Begun:
 
 
 class RepeatedLayers:
-    """Of one session."""
+    """The repeated layers of one session."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class RepeatedLayers:
         lock: AbstractContextManager[Any],
         observe: Callable[[str, float], None] | None,
     ) -> None:
-        """``lock`` is held while a layer runs. ``layers``: the model's, in the shard. ``observe``:
-        as the executor's. The kernels bind layers.
+        """``compute``: its kernels bind layers. ``lock`` is held while a layer runs. ``layers``:
+        the model's layers in the shard. ``observe``: the executor's.
         """
         self._session_id = session_id
         self._plans = plans
@@ -73,12 +73,12 @@ class RepeatedLayers:
         self._observe = observe
         self._begun: _Begun | None = None
         self._known: dict[int, _Known] = {}
-        # Layers that ran and are not counted yet: one after the other they take less time.
+        # Layers that ran and are not counted yet: counting many in a row takes less time.
         self._ran: list[tuple[_Known, float, float]] = []
 
     def begin(self) -> None:
-        """The session's latest plan, or a pass of it, was begun. Raises what ``PlanRunner.latest``
-        does.
+        """Note that the session's latest plan, or a pass of it, was begun. Raises as
+        ``PlanRunner.latest``.
         """
         with self._lock:
             self.count()
@@ -129,7 +129,7 @@ class RepeatedLayers:
                     output.data_ptr(),
                     begun.num_threads,
                 )
-            except IndexError:  # nothing was written, and who says what is wrong checks all again
+            except IndexError:  # nothing was written; Executor.layer reports what is wrong
                 return None
             begun.run.progress.finish_layer(known.index)
             self._ran.append((known, write_s, time.perf_counter() - began_s - write_s))
@@ -138,7 +138,7 @@ class RepeatedLayers:
             return output
 
     def _goes_on(self, begun: _Begun, known: _Known) -> bool:
-        """Whether the plan is as it was when it began, and the layer is its next one."""
+        """Return whether the plan is unchanged since it began, and the layer is its next one."""
         session, run = begun.session, begun.run
         return (
             session.latest is run
@@ -179,7 +179,7 @@ class RepeatedLayers:
         return known
 
     def count(self) -> None:
-        """Note the layers that ran."""
+        """Add the layers that ran to the counters."""
         if not self._ran or self._begun is None:
             return
         run = self._begun.run

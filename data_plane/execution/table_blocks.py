@@ -1,5 +1,5 @@
-"""Whole blocks of an executor: those of sequences' tables, read and written, as they are moved
-between pools, and published ones as a file tier needs them.
+"""Reads and writes whole blocks of an executor: those of sequences' tables, to move them between
+pools, and published ones, for a file tier.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TableBlocks:
         self._compute = compute
 
     def published(self, command: Commands) -> PublishedBlocks:
-        """Those that are published. ``command``: see there."""
+        """Return the published blocks. ``command``: see ``PublishedBlocks``."""
         layers = range(len(self._shard.group_layers(self._layout, 0)))
         return PublishedBlocks(
             layers, self._tables, self._sessions, self._plans, self._compute, command
@@ -70,7 +70,7 @@ class TableBlocks:
     def read(
         self, session_id: int, blocks: BlockRange, *, only_written: bool
     ) -> tuple[torch.Tensor, pb.Blocks]:
-        """As ``Executor.read_blocks``."""
+        """Do ``Executor.read_blocks``."""
         latest = self._sessions.get(session_id).latest
         if latest is not None:
             latest.check_transferred()
@@ -110,11 +110,11 @@ class TableBlocks:
     def write(
         self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
     ) -> pb.SignedPayload | None:
-        """As ``Executor.write_blocks``; the number of blocks is that of ``data``."""
+        """Do ``Executor.write_blocks``; the number of blocks is that of ``data``."""
         session, run = self._plans.latest(session_id, plan_number)
         if run.pass_index is not None:
             raise PlanOutOfOrderError(
-                "the plan is computed in passes: go on by layers", field="plan.number"
+                "the plan is computed in passes: send its layers", field="plan.number"
             )
         batch = self._plans.batch(run, check_group(blocks.group, self._layout, "group"))
         span = batch.span_of(blocks.sequence_id)
@@ -130,7 +130,7 @@ class TableBlocks:
         return self._plans.receipt(session, run)
 
     def of_span(self, session_id: int, sequence_id: int, plan_number: int) -> range:
-        """The table entries that have a token of the latest plan's span for a sequence. Raises as
+        """Return the table entries with tokens of the latest plan's span for a sequence. Raises as
         ``PlanRunner.latest``, and InvalidRequestError when there is no such span.
         """
         _, run = self._plans.latest(session_id, plan_number)
@@ -142,8 +142,8 @@ class TableBlocks:
 
 
 def _check_written(latest: RunningPlan, group: int, part: Table) -> None:
-    """Raise PlanOutOfOrderError while the session's latest plan computes one of these blocks: all
-    that other plans of the session computed is written, and all of other sessions that it can use.
+    """Raise PlanOutOfOrderError while the session's latest plan computes one of these blocks. All
+    blocks of its other plans are written, and all that it can use of other sessions.
     """
     if latest.receipt is not None or part.tier_key != tier_key_of(group, pb.TIER_DEVICE):
         return
@@ -154,8 +154,8 @@ def _check_written(latest: RunningPlan, group: int, part: Table) -> None:
 
 
 class PublishedBlocks:
-    """Which published blocks are found again, and what they hold. Thread-safe: each method is a
-    command of the executor.
+    """Notes which published prefixes are reused, and reads published blocks. Thread-safe: each
+    method is a command of the executor.
     """
 
     def __init__(
@@ -167,9 +167,7 @@ class PublishedBlocks:
         compute: ShardKernels,
         command: Commands,
     ) -> None:
-        """``layers``: of the shard, in the first group. ``command``: in which a method runs, by its
-        name.
-        """
+        """``layers``: of the shard, in the first group. ``command``: makes commands of methods."""
         self._layers = layers
         self._tables = tables
         self._sessions = sessions
@@ -196,7 +194,7 @@ class PublishedBlocks:
             self._tables.publications[0].on_keep = reused.published
 
     def take_reused(self) -> list[ReusedPrefix]:
-        """The prefixes that were noted, each once."""
+        """Return the prefixes that were noted and are published, each once."""
         with self._command.lock, self._command("take_reused"):
             return [] if self._plans.reused is None else self._plans.reused.take()
 
@@ -207,8 +205,8 @@ class PublishedBlocks:
                 self._plans.reused.drop(tenant)
 
     def read(self, block: int, generation: int) -> torch.Tensor | None:
-        """All layers of a published device block, [num_layers, 1, ...] as of
-        ``Executor.read_blocks``; None when it is not published any more, or of another generation.
+        """Read all layers of a published device block, [num_layers, 1, ...] as ``read_blocks`` of
+        the executor. Returns None if it is no longer published, or has another generation.
         """
         with self._command.lock, self._command("read_published"):
             is_present = self._tables.generations[_DEVICE][block] == generation
@@ -218,7 +216,7 @@ class PublishedBlocks:
             return self._compute.read(_DEVICE, np.array([block], np.int32), self._layers, full)
 
     def scope_of(self, session_id: int) -> tuple[str, str]:
-        """Tenant and namespace of a session. Raises SessionExpiredError, InvalidRequestError."""
+        """Return tenant and namespace. Raises SessionExpiredError, InvalidRequestError."""
         with self._command.lock, self._command("scope_of"):
             session = self._sessions.get(session_id)
             require(session.namespace is not None, "must say the namespace", "grant.namespace")

@@ -1,17 +1,17 @@
-"""A folder of files, one for each block, within a number of bytes.
+"""A folder of files, one for each block, whose total size is bounded.
 
     FOLDER/lock                  held by the process that uses the folder
     FOLDER/ab/abcdef….block      a block, by its name
     FOLDER/new-1.tmp             a file that is being written; removed at the next start
 
-A file is written under another name, synced and then renamed, so a name stands for a whole file or
-for none. What a file holds is checked when it is read, whatever it went through before.
+A file is written under another name, synced and then renamed, so a name always stands for a whole
+file. A file's contents are checked when it is read.
 
     root ──► block ──► block ──► block         a block's file is there only while its parent's is,
-                  └──► block                   so what is found is always a whole prefix
+                  └──► block                   so a search always finds a whole prefix
 
-Which files there are is known from a tree by names, in the order of use. The one to evict is found
-as by a clock's hand: the least recently used, unless another hangs from it, which lets it pass.
+A tree of names, in the order of use, tells which files exist. The least recently used file is
+evicted; one that has children counts as used instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from data_plane.files.record import (
 from kvplane.errors import InvalidRequestError
 
 MAX_FILES: Final = 2**20
-"""In one folder; each takes some hundred bytes of memory."""
+"""Most files in one folder; each takes some hundred bytes of memory."""
 _SUFFIX: Final = ".block"
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -65,11 +65,11 @@ class FileIndex:
         return name in self._nodes
 
     def may_add(self, key: BlockKey) -> bool:
-        """Whether its parent is there."""
+        """Return whether the block's parent is a root or has a file."""
         return key.parent == key.root or key.parent in self._nodes
 
     def add(self, key: BlockKey) -> None:
-        """Add a file, whose parent is there."""
+        """Add a file for which ``may_add`` is true."""
         if key.name in self._nodes:
             return
         self._nodes[key.name] = _Node(key.parent)
@@ -81,14 +81,14 @@ class FileIndex:
             self._nodes[key.parent].children.add(key.name)
 
     def use(self, name: bytes) -> bool:
-        """Whether the file is there; it counts as used now."""
+        """Return whether the file exists, and count it as used now."""
         if name not in self._nodes:
             return False
         self._nodes.move_to_end(name)
         return True
 
     def oldest(self, keep: bytes = b"") -> bytes | None:
-        """The one to evict, but not ``keep``; None where there is no other."""
+        """Return the file to evict, never ``keep``; None if there is no other."""
         for _ in range(len(self._nodes)):
             name = next(iter(self._nodes))
             if not self._nodes[name].children and name != keep:
@@ -97,7 +97,7 @@ class FileIndex:
         return None
 
     def remove(self, name: bytes) -> list[bytes]:
-        """Remove a file and all below it, if it is there; their names, parents first."""
+        """Remove a file, if it exists, and all below it. Returns their names, parents first."""
         node = self._nodes.get(name)
         if node is None:
             return []
@@ -113,16 +113,16 @@ class FileIndex:
         return removed
 
     def remove_root(self, root: bytes) -> list[bytes]:
-        """Remove all of a namespace; the names."""
+        """Remove all files of a namespace. Returns their names."""
         return [name for first in [*self._roots.get(root, ())] for name in self.remove(first)]
 
     def remove_tenant(self, tenant: bytes) -> list[bytes]:
-        """Remove all of a tenant; the names."""
+        """Remove all files of a tenant. Returns their names."""
         roots = [*self._roots_of.get(tenant, ())]
         return [name for root in roots for name in self.remove_root(root)]
 
     def remove_all(self) -> list[bytes]:
-        """Remove everything; the names."""
+        """Remove all files. Returns their names."""
         names = [*self._nodes]
         self._nodes.clear()
         self._roots.clear()
@@ -138,7 +138,7 @@ class FileIndex:
             del self._roots_of[tenant]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the tree is whole."""
+        """Raise AssertionError unless the tree is consistent."""
         for name, node in self._nodes.items():
             above = self._nodes.get(node.parent)
             names = self._roots[node.parent] if above is None else above.children
@@ -152,8 +152,8 @@ class FileIndex:
 class BlockFiles:
     """The files of one shard. Thread-safe.
 
-    ``num_evicted``: files removed to make room for others. ``num_torn``: what was found at a start
-    and was no file of this shard's, or not a whole one.
+    ``num_evicted``: files removed to make room for others. ``num_torn``: files removed by ``scan``
+    because they were not of this shard, were not whole, or had lost their parent.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class BlockFiles:
         max_bytes: int,
         disk: Disk | None = None,
     ) -> None:
-        """Use a folder, which is made if it is not there. ``part``: what the shard holds, see
-        ``part_name``. ``block_bytes``: of it in each block. ``max_bytes``: of all files.
+        """Use a folder, which is made if it does not exist. ``part``: names the shard's share of a
+        block, see ``part_name``. ``block_bytes``: its size. ``max_bytes``: of all files.
 
         Raises InvalidRequestError when another process uses the folder, it cannot be used, or there
         is no room for a single file.
@@ -187,7 +187,7 @@ class BlockFiles:
         self._lock = threading.Lock()
         self._num_forgotten: Counter[bytes] = Counter()  # calls of forget by tenant; b"": of all
         self._num_temporary = 0
-        self._left: set[Path] = set()  # could not be removed
+        self._left: set[Path] = set()  # files that could not be removed
         self.scanned = threading.Event()
         """Set when ``scan`` has ended."""
         try:
@@ -204,12 +204,12 @@ class BlockFiles:
 
     @property
     def num_files(self) -> int:
-        """Files there are."""
+        """Number of files."""
         return len(self._index)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them, headers too."""
+        """Bytes of all files, headers included."""
         return len(self._index) * self._file_bytes
 
     def close(self) -> None:
@@ -217,9 +217,9 @@ class BlockFiles:
         self._disk.close(self._lock_fd)
 
     def scan(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        """Find the files of an earlier process, and remove what is none. Reads headers alone. To be
-        called once, before anything is written; until it ends nothing is found. Ends early, having
-        found nothing, when ``is_stopping`` says so.
+        """Find the files of an earlier process, and remove invalid ones. Reads headers alone.
+        Called once, before any write. No file is found until it ends, and none if it ends early
+        because ``is_stopping`` returns True.
         """
         try:
             self._scan(is_stopping)
@@ -247,7 +247,7 @@ class BlockFiles:
             self._add_found(found)
 
     def _add_found(self, found: list[tuple[float, BlockKey]]) -> None:
-        """Parents before children; what lost its parent, or there is no room for, is removed."""
+        """Add files, parents first. Removes those without a parent, and those beyond the bound."""
         below: dict[bytes, list[BlockKey]] = {}
         for _, key in found:
             below.setdefault(key.parent, []).append(key)
@@ -264,8 +264,8 @@ class BlockFiles:
         _LOGGER.info("file tier folder=%s files=%d", self._folder, len(self._index))
 
     def find(self, names: Iterable[bytes]) -> int:
-        """How many of these, from the first on, have files. ``names``: of a prompt's blocks. They
-        count as used.
+        """Return how many of ``names``, a prompt's blocks, have files, from the first on. Those
+        count as used now.
         """
         num = 0
         for name in names:
@@ -278,19 +278,19 @@ class BlockFiles:
     def key_of(
         self, tenant: bytes, root: bytes, parent: bytes, name: bytes, generation: int = 0
     ) -> BlockKey:
-        """The key of a block of this shard. ``generation``: which it has in the pool."""
+        """Return the key of a block of this shard. ``generation``: the block's in the pool."""
         return BlockKey(self._part, tenant, root, parent, name, self._length, generation)
 
     def num_forgotten(self, tenant: bytes) -> int:
-        """How often something of a tenant's was forgotten, or may have been."""
+        """Return the number of ``forget`` calls so far that may have concerned a tenant."""
         with self._lock:
             return self._num_forgotten[tenant] + self._num_forgotten[b""]
 
     def write(self, key: BlockKey, data: bytes, num_forgotten: int | None = None) -> bool:
-        """Write a block's file, evicting others to make room. False when it was not written: it is
-        there, its parent is not, there is no room for both, or something of the tenant's was
-        forgotten meanwhile. ``num_forgotten``: of the tenant before the data was read; None where
-        that was just now. Raises OSError.
+        """Write a block's file, evicting others to make room. Returns False if it was not written:
+        it exists, its parent does not, there is no room for both, or files of the tenant were
+        forgotten meanwhile. ``num_forgotten``: the method's result before the data was read; None
+        for now. Raises OSError.
         """
         if num_forgotten is None:
             num_forgotten = self.num_forgotten(key.tenant)
@@ -327,12 +327,12 @@ class BlockFiles:
         try:
             for part in parts:
                 self._disk.write(fd, part)
-            self._disk.sync(fd)  # before the name that others look for
+            self._disk.sync(fd)  # before it gets the name under which it is found
         finally:
             self._disk.close(fd)
 
     def read(self, key: BlockKey) -> memoryview:
-        """A block's data. Raises FileMissError; the file and those below it are gone then."""
+        """Read a block's data. Raises FileMissError, after removing the file and those below it."""
         path = self._path(key.name)
         try:
             data = read_data(self._disk.read(path, self._file_bytes + 1), key)
@@ -345,7 +345,7 @@ class BlockFiles:
         except OSError as error:
             self.drop(key.name)
             raise FileMissError("UNREADABLE") from error
-        with suppress(OSError):  # which only the order after a restart needs
+        with suppress(OSError):  # only the order of use after a restart needs the time
             self._disk.touch(path)
         return data
 
@@ -359,9 +359,9 @@ class BlockFiles:
         self, *, tenant: bytes = b"", root: bytes = b"", name: bytes = b"", everything: bool = False
     ) -> None:
         """Remove all files of a root, of the prefixes that begin with a block, or of a tenant, and
-        none of its that is being written now comes into being; none at all where ``tenant`` is not
-        given. Returns when they are gone. Raises OSError when one could not be removed; another
-        call tries that again. Waits for ``scan``.
+        cancel the tenant's writes under way; those of all tenants if ``tenant`` is not given. Waits
+        for ``scan``. Returns when the files are gone. Raises OSError when one could not be removed;
+        another call tries that again.
         """
         self.scanned.wait()
         with self._lock:
@@ -382,13 +382,13 @@ class BlockFiles:
             raise OSError(f"{len(self._left)} files could not be removed")
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the index is whole and within its bounds."""
+        """Raise AssertionError unless the index is consistent and within its bounds."""
         with self._lock:
             self._index.check_integrity()
             assert len(self._index) <= self._max_files
 
     def _evict(self, keep: bytes = b"") -> bool:
-        """Make room, if that is possible without the file ``keep``."""
+        """Evict a file other than ``keep``. Returns False if there is none."""
         name = self._index.oldest(keep)
         if name is None:
             return False

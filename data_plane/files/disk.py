@@ -1,4 +1,4 @@
-"""The calls of the operating system that files need, in one place, so that tests can fail them."""
+"""The operating system's calls on files, in one place, so that tests can make them fail."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ class Disk:
     """Every method raises OSError."""
 
     def create(self, path: Path) -> int:
-        """A new file that only this user can read; its descriptor."""
+        """Create a file that only this user can read. Returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _PRIVATE)
 
     def write(self, fd: int, data: bytes) -> None:
-        """All of ``data``."""
+        """Write all of ``data``."""
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(fd, rest) :]
 
     def sync(self, fd: int) -> None:
-        """Return when what was written would outlive a loss of power."""
+        """Return when the written data would survive a loss of power."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """End the use of a descriptor."""
+        """Close a descriptor."""
         os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """``new`` is the whole file or is not there, whenever one looks."""
+        """Rename atomically: at any time ``new`` is the whole file or does not exist."""
         old.rename(new)
 
     def remove(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class Disk:
         path.unlink()
 
     def read(self, path: Path, most_bytes: int) -> memoryview:
-        """What a file begins with, in memory that can be written."""
+        """Read the beginning of a file, into memory that can be written."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             content = memoryview(bytearray(min(most_bytes, os.fstat(fd).st_size)))
@@ -51,12 +51,12 @@ class Disk:
             os.close(fd)
 
     def touch(self, path: Path) -> None:
-        """Set the time at which it was last changed to now."""
+        """Set a file's modification time to now."""
         os.utime(path, follow_symlinks=False)
 
     def lock(self, path: Path) -> int:
-        """Lock a file until its descriptor is closed or the process ends. Raises BlockingIOError
-        while another process has it.
+        """Lock a file until its descriptor is closed or the process ends. Returns the descriptor.
+        Raises BlockingIOError while another process holds the lock.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _PRIVATE)
         try:

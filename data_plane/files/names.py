@@ -1,6 +1,6 @@
-"""Names of files. A name says all that its block's contents follow from: the layout, the tenant,
-the namespace, and every token up to the block's last. SHA-256 (FIPS 180-4), because a tenant that
-finds two prompts of one name could read one's keys and values as the other's.
+"""Names of files. A name is a hash of everything that determines its block's contents: the layout,
+the tenant, the namespace, and every token up to the block's last. It is SHA-256 (FIPS 180-4),
+because with two prompts of one name a tenant could read one's keys and values as the other's.
 
     scope ──► root = H(layout, tenant, namespace) ──► H(root, tokens) ──► H(that, tokens) ──► ...
 """
@@ -17,20 +17,20 @@ NAME_BYTES = 32
 
 
 class Scope(NamedTuple):
-    """Whose files, and which. ``tenant`` and ``root``: names of ``NAME_BYTES`` bytes."""
+    """A tenant's namespace. ``tenant`` and ``root``: names of ``NAME_BYTES`` bytes."""
 
     tenant: bytes
     root: bytes
 
 
 def scope_of(layout_fingerprint: bytes, tenant: str, namespace: str) -> Scope:
-    """What prefixes of a tenant's namespace begin with."""
+    """Return the names of a tenant and of the root of its prefixes in a namespace."""
     owner = _digest(b"tenant", layout_fingerprint, tenant.encode())
     return Scope(owner, _digest(b"root", owner, namespace.encode()))
 
 
 def block_names(root: bytes, token_ids: bytes, block_size_tokens: int) -> Iterator[bytes]:
-    """The name of each whole block of a prompt. ``token_ids``: int32 column."""
+    """Yield the name of each whole block of a prompt. ``token_ids``: int32 column."""
     name, size = root, 4 * block_size_tokens
     for begin in range(0, len(token_ids) - size + 1, size):
         name = _digest(b"block", name, token_ids[begin : begin + size])
@@ -38,15 +38,15 @@ def block_names(root: bytes, token_ids: bytes, block_size_tokens: int) -> Iterat
 
 
 def part_name(layout_fingerprint: bytes, shard: Shard) -> bytes:
-    """Names what a shard holds of each block: its layers and heads."""
+    """Return the name of a shard's share of each block: its layers and heads."""
     return _digest(b"part", layout_fingerprint, repr(shard.part).encode())
 
 
 def folder_name(part: bytes, pool_id: str, shard: Shard) -> str:
-    """Where the files of one data plane are, below the folder that several may share."""
+    """Return the folder of one data plane's files, below the folder that several may share."""
     return _digest(b"folder", part, f"{shard.copy} {pool_id}".encode()).hex()[:32]
 
 
 def _digest(kind: bytes, *parts: bytes) -> bytes:
-    """``parts``: only the last may be of any length."""
+    """Hash ``parts``, of which only the last may have a variable length."""
     return hashlib.sha256(b"kvplane " + kind + b"\0" + b"".join(parts)).digest()

@@ -1,4 +1,4 @@
-"""What a file holds: a header that says of which block, and the block's bytes.
+"""The format of a file: a header that identifies the block, and the block's bytes.
 
     magic 8 │ part, tenant, root, parent, name: 32 each │ generation 8 │ length 8
             │ XXH3-128 of the data │ XXH3-64 of the header so far │ data
@@ -23,8 +23,8 @@ HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
 
 
 class FileMissError(Exception):
-    """A block cannot be had from its file. ``reason``: "GONE", "TORN" (of another length than it
-    says), "DAMAGED" (a checksum is wrong), "MISMATCH" (it is another block's) or "UNREADABLE".
+    """A block cannot be read from its file. ``reason``: "GONE", "TORN" (of another length than the
+    header says), "DAMAGED" (a checksum is wrong), "MISMATCH" (another block's) or "UNREADABLE".
     """
 
     def __init__(self, reason: str) -> None:
@@ -34,10 +34,10 @@ class FileMissError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """Which block a file holds; all but the generation must agree when it is read.
+    """Identifies a file's block. All fields except the generation must match when it is read.
 
-    ``generation``: which the block had in the pool when it was read there. ``length``: of the data,
-    in bytes.
+    ``generation``: the block's in the pool when it was read there. ``length``: of the data, in
+    bytes.
     """
 
     part: bytes
@@ -50,7 +50,7 @@ class BlockKey:
 
 
 def encode_header(key: BlockKey, data: bytes) -> bytes:
-    """The header of a file that holds ``data``."""
+    """Return the header of a file that holds ``data``."""
     fields = _FIELDS.pack(
         _MAGIC,
         *(key.part, key.tenant, key.root, key.parent, key.name),
@@ -62,7 +62,7 @@ def encode_header(key: BlockKey, data: bytes) -> bytes:
 
 
 def read_header(header: bytes | memoryview) -> tuple[BlockKey, bytes]:
-    """The key, and the checksum that its data should have. Raises FileMissError."""
+    """Return the key, and the checksum that the data should have. Raises FileMissError."""
     if len(header) < HEADER_BYTES:
         raise FileMissError("TORN")
     fields = header[: _FIELDS.size]
@@ -77,7 +77,7 @@ def read_header(header: bytes | memoryview) -> tuple[BlockKey, bytes]:
 
 
 def read_data(content: memoryview, wanted: BlockKey) -> memoryview:
-    """The data of a whole file, if it is that of ``wanted``. Raises FileMissError."""
+    """Return the data of a whole file, if it is ``wanted``'s. Raises FileMissError if not."""
     has, checksum = read_header(content[:HEADER_BYTES])
     if (has.part, has.tenant, has.root, has.parent, has.name, has.length) != (
         *(wanted.part, wanted.tenant, wanted.root, wanted.parent, wanted.name),

@@ -39,7 +39,7 @@ _FLAT_POOL: Final = "[num_blocks, num_layers, page_elements]"
 
 @dataclass(frozen=True, slots=True)
 class WriteArguments:
-    """What ``reshape_and_cache`` writes, and where. All tensors are on the device of ``pages``.
+    """Arguments of ``reshape_and_cache``. All tensors are on the device of ``pages``.
 
     key, value: [num_tokens, num_kv_heads, head_size], contiguous in the last dimension; value's
         last extent is that of the pages' values. value is None where the pages hold latents.
@@ -83,7 +83,7 @@ class WriteArguments:
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """A batch's lengths where the host has them, too: int64, contiguous.
+    """A batch's lengths on the host: int64, contiguous.
 
     query_starts: [num_sequences + 1]. context_lens: [num_sequences].
     tables_may_share: False where no two sequences begin with the same block. Saves a launch on a
@@ -95,15 +95,15 @@ class HostLengths:
     tables_may_share: bool = True
 
     def of(self, first: int, end: int) -> HostLengths:
-        """Those of sequences first to end - 1, as a batch of their own."""
+        """Return the lengths of sequences first to end - 1, as a separate batch."""
         starts = self.query_starts[first : end + 1]
         lens = self.context_lens[first:end]
         return HostLengths(starts - starts[0], lens, self.tables_may_share)
 
 
 class SharedPlans:
-    """What kernels have worked out of the lengths and tables that several calls share, as the
-    layers of a step do. The kernels fill it; tensors that they keep here live as long as it.
+    """Plans that kernels made from lengths and tables that several calls share, as the layers of a
+    step do. The kernels fill it; tensors that they keep here live as long as it.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class SharedPlans:
 
 @dataclass(frozen=True, slots=True)
 class AttentionArguments:
-    """What ``paged_attention`` reads. All tensors are on the device of ``pages``.
+    """Arguments of ``paged_attention``. All tensors are on the device of ``pages``.
 
     query: [num_tokens, num_heads, head_size], the sequences' query tokens one after another,
         contiguous in the last dimension; num_heads is a multiple of num_kv_heads.
@@ -131,12 +131,12 @@ class AttentionArguments:
         GPU.
     lengths: query_starts and context_lens on the host. Without them a GPU needs memory for the
         longest contexts that the tables have room for.
-    plans: of all calls with these same lengths and tables, which must not change meanwhile; None:
-        each call works them out for itself.
-    is_padded: query_starts may end before num_tokens. The tokens behind belong to no sequence, and
+    plans: shared by all calls with these same lengths and tables, which must not change meanwhile;
+        None: each call makes its own.
+    is_padded: query_starts may end before num_tokens. The tokens beyond belong to no sequence, and
         the output has no values for them. Only on a GPU.
-    of_heads: what ``numbers_of_heads`` gave for these options; None: made here, which copies them
-        to the device.
+    of_heads: the result of ``numbers_of_heads`` for these options; None: made here, which copies
+        them to the device.
 
     Raises InvalidRequestError naming the argument that does not fit.
     """
@@ -163,7 +163,7 @@ class AttentionArguments:
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
-        """That is [num_tokens, num_heads, value_head_size]."""
+        """[num_tokens, num_heads, value_head_size]."""
         num_tokens, num_heads, _ = self.query.shape
         return num_tokens, num_heads, self.values.shape[3]
 
@@ -201,8 +201,8 @@ class AttentionArguments:
 def numbers_of_heads(
     options: AttentionOptions, num_heads: int, device: torch.device
 ) -> NumbersOfHeads:
-    """The options that have a number for each query head, where the kernels read them: slopes and
-    sinks. Raises InvalidRequestError for another count than ``num_heads``.
+    """Return the options with a number for each query head, slopes and sinks, on ``device``.
+    Raises InvalidRequestError for another count than ``num_heads``.
     """
 
     def numbers_of(name: str) -> torch.Tensor | None:
@@ -221,7 +221,7 @@ def numbers_of_heads(
 
 
 def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two views of pages. Raises InvalidRequestError naming ``pages`` where they do not fit."""
+    """Return the two views of pages. Raises InvalidRequestError naming ``pages`` if malformed."""
     if isinstance(pages, tuple):
         keys, values = pages
         for tensor in pages:
@@ -244,18 +244,18 @@ def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def are_latents(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether values are the first elements of their keys, and nothing of their own is stored."""
+    """Return whether values are the first elements of their keys, and are not stored apart."""
     return keys.numel() > 0 and keys.data_ptr() == values.data_ptr()
 
 
 def bytes_of_token(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """What is stored of one position in one layer, whose pages these are."""
+    """Return the bytes stored for one position in the layer whose pages these are."""
     value_bytes = 0 if are_latents(keys, values) else values[0].nbytes
     return (keys[0].nbytes + value_bytes) // keys.shape[2]
 
 
 def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
-    """Refuse what is not a pool of blocks on one of the devices."""
+    """Refuse a tensor that is not a pool of blocks on one of the devices."""
     if getattr(pool, "ndim", 0) == 3:
         check_tensor(name, pool, _FLAT_POOL, (_ANY,) * 3, FLOATS + FP8, *devices)
         if pool.shape[2] % 8 != 0 or pool.shape[2] < 1:
@@ -272,7 +272,7 @@ def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
 def check_swap(
     source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor, device: torch.device
 ) -> None:
-    """Refuse what is not two pools of one layout, each on the device or the host, with pairs."""
+    """Refuse pools of different layouts, or not on the device or the host, and malformed pairs."""
     check_pool("source", source, device, HOST)
     check_pool("destination", destination, device, HOST)
     if destination.dtype != source.dtype:
@@ -285,12 +285,12 @@ def check_swap(
 
 
 def check_pairs(pairs: torch.Tensor) -> None:
-    """Refuse what is not a list of pairs of block ids on the host."""
+    """Refuse a tensor that is not a list of pairs of block ids on the host."""
     check_tensor("pairs", pairs, "[num_pairs, 2]", (_ANY, 2), (torch.int64,), HOST)
 
 
 def shape_of_blocks(pool: torch.Tensor, block_ids: torch.Tensor) -> tuple[int, ...]:
-    """The shape of these blocks of a pool in the canonical order: layers before blocks."""
+    """Return the shape of these blocks of a pool in the canonical order: layers before blocks."""
     check_tensor("block_ids", block_ids, "[num_block_ids]", (_ANY,), (torch.int64,), HOST)
     return (pool.shape[1], block_ids.shape[0], *pool.shape[2:])
 
@@ -347,7 +347,7 @@ def check_tensor(
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device; one without an index stands for all of its type."""
+    """Return whether a tensor is on a device; one without an index stands for all of its type."""
     has = tensor.device
     return has.type == device.type and device.index in (None, has.index)
 
@@ -359,7 +359,7 @@ def require(ok: bool, wanted: str, name: str) -> None:
 
 
 def _check_geometry(name: str, tensor: torch.Tensor, largest: int = MAX_HEAD_SIZE) -> None:
-    """Of pages and pools: [..., num_kv_heads, block_size, head_size]."""
+    """Check the last extents of pages and pools: [..., num_kv_heads, block_size, head_size]."""
     num_kv_heads, block_size, head_size = tensor.shape[-3:]
     if num_kv_heads < 1 or block_size < 1:
         raise InvalidRequestError(
@@ -395,7 +395,7 @@ def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-    """None stands for any extent."""
+    """Refuse a tensor of another shape; None stands for any extent."""
     wanted = [has if n is None else n for n, has in zip(shape, tensor.shape, strict=True)]
     if wanted != list(tensor.shape):
         raise InvalidRequestError(f"must be {wanted}, is {list(tensor.shape)}", field=name)

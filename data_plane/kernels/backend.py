@@ -3,7 +3,7 @@
     CpuKernels     csrc/cpu       a call has finished when it returns
     CudaKernels    csrc/cuda      calls are queued on streams; ``check_faults`` waits for one
 
-Both have the same operations with the same arguments, so their users need not know which they have.
+Both have the same operations with the same arguments, so their users need not tell them apart.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Kernels(Protocol):
 
     @property
     def backend(self) -> str:
-        """Its name in the log and in a metric: "cpu" or "cuda"."""
+        """The backend's name in the log and in a metric: "cpu" or "cuda"."""
         ...
 
     @property
     def detail(self) -> str:
-        """More about it for the log, as ``key=value`` pairs."""
+        """Details for the log, as ``key=value`` pairs."""
         ...
 
     @property
     def device_uuid(self) -> str:
-        """Of their GPU, "GPU-..."; empty for the CPU."""
+        """UUID of the kernels' GPU, "GPU-..."; empty for the CPU."""
         ...
 
     @property
     def cache_kinds(self) -> tuple[str, ...]:
-        """The cache kinds of layer groups that they attend to."""
+        """The cache kinds of layer groups that the kernels serve."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Kernels(Protocol):
 
     @property
     def streams(self) -> Streams:
-        """Which keep the calls in order."""
+        """The streams that keep the calls in order."""
         ...
 
     def reshape_and_cache(self, arguments: WriteArguments) -> None:
@@ -77,25 +77,25 @@ class Kernels(Protocol):
         Returns [num_tokens, num_heads, value_head_size] of the query's dtype. ``lse``, contiguous
         float32 [num_tokens, num_heads], receives the natural logarithm of the sum of the
         exponentials of the scores, and of the sink where there is one. ``out``, contiguous,
-        receives the result; None for memory of its own. Sums are in fp32. No bit of
-        the result depends on the rest of the batch.
+        receives the result; None for new memory. Sums are in fp32. No bit of the result depends on
+        the rest of the batch.
         """
         ...
 
     def share_memory(self, num_bytes: int) -> Any:
-        """Zeros on the GPU that another process can open: a native ``SharedMemory``. Raises
-        RuntimeError where there is no memory, or none that can be shared.
+        """Allocate zeros on the GPU that another process can open: a native ``SharedMemory``.
+        Raises RuntimeError if there is no memory, or none that can be shared.
         """
         ...
 
     def bound_layers(self) -> BoundLayers | None:
-        """For ``reshape_and_cache`` and ``paged_attention`` as one call; None where there is none.
-        One executor uses it.
+        """Return layers that write and attend in one call, for one executor; None if the backend
+        has none.
         """
         ...
 
     def step_memory(self) -> StepMemory | None:
-        """For calls that a CUDA graph can capture; None where there are no graphs."""
+        """Return memory for calls that a CUDA graph can capture; None where there are no graphs."""
         ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ class Kernels(Protocol):
 
     def check_faults(self) -> None:
         """Wait for the caller's stream. Raises InvalidRequestError for a bad tensor that kernels
-        found since the last call.
+        have found since the last call.
         """
         ...
 
@@ -154,12 +154,12 @@ def check_cache_kinds(layout: Layout, kernels: Kernels) -> None:
 
 
 def cache_kinds_of(device: torch.device) -> tuple[str, ...]:
-    """The cache kinds that the kernels for ``device`` serve."""
+    """Return the cache kinds that the kernels for ``device`` serve."""
     return (CpuKernels if device.type == "cpu" else CudaKernels).cache_kinds
 
 
 def kernels_of(device: torch.device, num_threads: int) -> Kernels:
-    """The kernels for ``device``, as chosen by ``data_plane.kernels.device.devices``.
+    """Return the kernels for ``device``, as chosen by ``data_plane.kernels.device.devices``.
     ``num_threads``: of the CPU kernels. Raises as ``CpuKernels`` does.
     """
     if device.type == "cpu":

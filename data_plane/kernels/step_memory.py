@@ -1,5 +1,5 @@
-"""Memory in which attention calls of one step after another work, at addresses that stay: a CUDA
-graph of the calls can then be replayed with what the next step has in its rows.
+"""Memory at fixed addresses for the attention calls of one step after another, so that a CUDA graph
+of the calls can be replayed with the rows of the next step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvplane.errors import InvalidRequestError
 
 
 class PlanningKernels(Protocol):
-    """What is needed of ``CudaKernels``, which describes it."""
+    """The methods of ``CudaKernels`` that are used here; it documents them."""
 
     device: torch.device
 
@@ -49,21 +49,22 @@ class PlanningKernels(Protocol):
 
 @dataclass(slots=True)
 class _Buffers:
-    """Of all calls that can share a plan."""
+    """Memory of all calls that can share a plan."""
 
     plan_memory: torch.Tensor
     workspace: torch.Tensor
     num_partials: int
-    """For which the workspace has room."""
+    """Partial results for which the workspace has room."""
     count: Callable[[HostLengths], int] | None
-    """The partial results of a batch; None where there is room for those of any batch."""
+    """Counts the partial results of a batch; None where there is room for those of any batch."""
     plan: Any = None
-    """As queued in this step; None before."""
+    """The plan queued in this step; None before."""
 
 
 class StepMemory:
-    """Plans and workspaces. The first call of a kind allocates what it needs for every batch of its
-    shapes, as far as ``CudaKernels.step_room`` allows; the calls after it allocate nothing.
+    """Plans and workspaces of one layer group's steps. The first call of a kind allocates memory
+    for every batch of its shapes, as far as ``CudaKernels.step_room`` allows; later calls allocate
+    nothing.
     """
 
     def __init__(self, kernels: PlanningKernels) -> None:
@@ -71,13 +72,13 @@ class StepMemory:
         self._buffers: dict[tuple[object, ...], _Buffers] = {}
 
     def begin(self) -> None:
-        """Before the first layer of a step: its lengths are new, so plans are made again."""
+        """Begin a step, before its first layer: its lengths are new, so plans are made again."""
         for buffers in self._buffers.values():
             buffers.plan = None
 
     def attend(self, arguments: AttentionArguments, out: torch.Tensor | None) -> torch.Tensor:
-        """``CudaKernels.paged_attention``. The first layer of a step that needs a plan queues it
-        too. Raises InvalidRequestError where memory would have to be allocated during a capture.
+        """Attend as ``CudaKernels.paged_attention``. A step's first layer that needs a plan queues
+        it too. Raises InvalidRequestError if memory would have to be allocated during a capture.
         """
         key = self._kernels.plan_key(arguments)
         buffers = self._buffers.get(key)
@@ -85,7 +86,7 @@ class StepMemory:
             if is_capturing(self._kernels.device):
                 raise InvalidRequestError(
                     "call each layer once with tensors like these before they are captured, so "
-                    "that what the call needs is in memory",
+                    "that their memory is allocated",
                     field="query",
                 )
             buffers = self._buffers[key] = self._new_buffers(arguments)
@@ -122,10 +123,9 @@ class StepMemory:
 
 
 class StepWorkspaces:
-    """The workspaces that the steps of one device keep, as long as a step keeps them. All layer
-    groups and all sessions have the same ones: the executor runs its steps one after another,
-    whatever their streams. Beside a step that runs, only passes without rows do, which leave no
-    partial results.
+    """Workspaces of one device's fixed steps, each kept as long as a step uses it. All layer groups
+    and sessions share them: the executor runs its steps one after another, on whatever streams.
+    Only calls without rows can run beside a step, and these write no partial results.
     """
 
     def __init__(self, empty: Callable[[int], torch.Tensor]) -> None:
@@ -141,7 +141,7 @@ class StepWorkspaces:
         return max((workspace.numel() for workspace in self._there()), default=0)
 
     def of(self, num_bytes: int) -> torch.Tensor:
-        """The smallest that has so many bytes, or a new one."""
+        """Return the smallest workspace of at least ``num_bytes``, or a new one."""
         large = [workspace for workspace in self._there() if workspace.numel() >= num_bytes]
         if large:
             return min(large, key=torch.Tensor.numel)
@@ -156,5 +156,5 @@ class StepWorkspaces:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the caller's stream of the device is being captured."""
+    """Return whether the caller's stream of the device is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

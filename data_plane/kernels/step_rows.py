@@ -1,4 +1,4 @@
-"""What the kernels of a layer group take for one step, the same for all of its layers."""
+"""Arguments of a layer group's kernels for one step, the same for all of its layers."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ class StepRows:
     is_padded: bool = False
     """Whether the last tokens may belong to no sequence."""
     plans: SharedPlans = field(default_factory=SharedPlans)
-    """Of the layers that attend with these tensors."""
+    """Plans shared by the layers that attend with these tensors."""

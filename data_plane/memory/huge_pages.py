@@ -12,7 +12,7 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU like ``torch.empty``; a page is allocated when it is first touched."""
+    """Make a CPU tensor like ``torch.empty``; a page is allocated when it is first touched."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)

@@ -21,7 +21,7 @@ Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """What a page of a shard holds: ``num_kv_heads`` of ``group``, ``block_size_tokens`` each."""
+    """The shape of a shard's page: ``num_kv_heads`` of ``group``, ``block_size_tokens`` each."""
 
     group: LayerGroup
     num_kv_heads: int
@@ -33,12 +33,12 @@ class PageShape:
         return self.group.page_shape(self.num_kv_heads, self.block_size_tokens)
 
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views [..., num_kv_heads, block_size, elements of each], of [..., *extents]."""
+        """Return views [..., num_kv_heads, block_size, elements of each], of [..., *extents]."""
         stored = self.stored(pages)
         return stored[0], stored[-1][..., : self.group.value_size]
 
     def stored(self, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of what is stored, which do not overlap: keys and values, or latents."""
+        """Return views of the stored tensors, which do not overlap: keys and values, or latents."""
         if len(self.extents) > 1:
             return pages.unbind(-4)
         sizes = self.group.stored_sizes

@@ -128,23 +128,23 @@ class Pools:
         return {tier_key: tier.nbytes for tier_key, tier in self._tiers.items()}
 
     def tier(self, tier_key: TierKey) -> torch.Tensor:
-        """The tensor of a tier, shaped as described at the top of this file."""
+        """Return the tensor of a tier, shaped as described at the top of this file."""
         return self._tiers[tier_key]
 
     def group_of_layer(self, layer_index: int) -> int:
-        """The layer group of one of the shard's layers."""
+        """Return the layer group of one of the shard's layers."""
         return group_of(self._pages[layer_index][0])
 
     def pages(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's device pages: views of its keys [num_blocks, num_kv_heads, block_size_tokens,
-        head_size], and of its values. ``layer_index``: among the shard's layers.
+        """Return one layer's device pages: views of its keys [num_blocks, num_kv_heads,
+        block_size_tokens, head_size], and of its values. ``layer_index``: among the shard's layers.
         """
         tier_key, at = self._pages[layer_index]
         return self.page_shapes[group_of(tier_key)].keys_and_values(self._tiers[tier_key][:, at])
 
 
 def _release(drain: Callable[[], None], unpins: list[Callable[[], None]]) -> None:
-    """Wait for what the device still does with the tiers, unless it failed; then unpin."""
+    """Wait until the device no longer uses the tiers, unless it failed; then unpin them."""
     with suppress(InternalError):
         drain()
     for unpin in unpins:
@@ -163,11 +163,11 @@ def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def empty_pinned(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, field: str
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A pinned tensor like ``torch.empty`` on the CPU for the GPU ``device``, and a function that
-    unpins it.
+    """Make a pinned CPU tensor like ``torch.empty`` for the GPU ``device``. Returns it and a
+    function that unpins it.
 
-    Torch rounds its own pinned memory up to a power of two, which can be twice what a large tier
-    needs. A large tensor is therefore allocated as for the CPU and then registered with the driver.
+    Torch rounds its pinned memory up to a power of two, which can double the memory of a large
+    tier. A large tensor is therefore allocated as for the CPU and then registered with the driver.
     Raises NeverFitsError naming ``field`` when there is too little memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -193,8 +193,8 @@ def empty_pinned(
 
 
 def _forget_last_error(device: torch.device) -> None:
-    """Torch checks the last error after each kernel launch. Launch one for nothing, so that the
-    next launch is not blamed for what failed here.
+    """Clear CUDA's last error by a dummy launch: torch checks it after each launch, and would blame
+    the next one for the failure here.
     """
     with suppress(RuntimeError):
         torch.ones(1, device=device)

@@ -1,7 +1,7 @@
-"""How much memory a pool may take, and how many blocks each of its layer groups gets.
+"""Computes how much memory a pool may take, and how many blocks each of its layer groups gets.
 
 A sequence holds blocks for all its tokens in a group without a window. In one with a window it
-holds those that the next tokens see, and those that a step computes. So groups get blocks in the
+holds those that the next tokens read, and those that a step computes. So groups get blocks in the
 proportion in which a sequence of the expected length holds them, and one with a window never fewer
 than the tokens of one step need.
 """
@@ -56,8 +56,8 @@ def measure_num_blocks(
     reserve_bytes: int,
     scratch_bytes: int = 0,
 ) -> int:
-    """Blocks that fit in ``free`` bytes x ``utilization`` - ``reserve_bytes``. ``fit``: how many
-    blocks fit in some bytes.
+    """Return how many blocks fit in ``free`` bytes x ``utilization`` - ``reserve_bytes``. ``fit``
+    returns how many fit in a number of bytes.
 
     Where ``utilization`` would leave less than ``scratch_bytes`` free, that much is left instead.
     Raises NeverFitsError when no block fits.
@@ -74,8 +74,8 @@ def measure_num_blocks(
 
 
 def share_blocks(layout: Layout, num_blocks: int, expected_tokens: int) -> tuple[int, ...]:
-    """Blocks of each layer group of a pool whose groups without a window have ``num_blocks``.
-    ``expected_tokens``: of a sequence, in the middle of the traffic.
+    """Return the blocks of each layer group of a pool whose groups without a window have
+    ``num_blocks``. ``expected_tokens``: of a typical sequence.
     """
     block_size = layout.block_size_tokens
     whole = -(-expected_tokens // block_size)
@@ -93,8 +93,8 @@ def share_blocks(layout: Layout, num_blocks: int, expected_tokens: int) -> tuple
 def fit_blocks(
     layout: Layout, usable_bytes: int, expected_tokens: int, block_bytes: Callable[[int], int]
 ) -> int:
-    """The largest ``num_blocks`` whose ``share_blocks`` take at most ``usable_bytes``; 0 where none
-    do. ``block_bytes``: of a block of each group.
+    """Return the largest ``num_blocks`` whose ``share_blocks`` take at most ``usable_bytes``; 0 if
+    none do. ``block_bytes``: of a block of each group.
     """
     sizes = [block_bytes(group) for group in range(len(layout.groups))]
 
@@ -115,7 +115,7 @@ def _available_bytes() -> int:
 
 
 def _read_stat(path: Path, name: str) -> int:
-    """A value of a memory.stat file; 0 when it has none of this name."""
+    """Return a value of a memory.stat file; 0 when it has none of this name."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def _read_stat(path: Path, name: str) -> int:
 
 
 def _read_int(path: Path) -> int | None:
-    """The number in a file; None when the file is missing or says "max"."""
+    """Return the number in a file; None when the file is missing or says "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

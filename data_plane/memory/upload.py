@@ -13,7 +13,7 @@ _ALIGNMENT_BYTES: Final = 16
 
 
 def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of contiguous CPU tensors on ``device``, made by one copy on the caller's stream.
+    """Copy contiguous CPU tensors to ``device``, by one copy on the caller's stream.
 
     The copy is from pinned memory: any other would wait for all work queued on the stream before.
     """
@@ -30,7 +30,7 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The memory of a contiguous CPU tensor."""
+    """Return a view of a contiguous CPU tensor's memory."""
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
     there: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()

@@ -27,7 +27,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDArray[np.int64]:
-    """A column's elements as int64, so that sums and products of int32 elements do not overflow.
+    """Return a column's elements as int64, so that sums and products of int32 do not overflow.
 
     Raises InvalidRequestError naming ``field`` unless it has ``length`` elements, where given.
     """
@@ -40,7 +40,7 @@ def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDA
 
 
 def limits_of_tiers(num_blocks: Mapping[TierKey, int]) -> NDArray[np.int64]:
-    """[256]: the number of blocks of each tier, by tier key; -1 where there is no such tier."""
+    """Return [256]: the number of blocks of each tier, by tier key; -1 where there is no tier."""
     limits = np.full(256, -1, np.int64)
     for tier_key, limit in num_blocks.items():
         limits[tier_key] = limit
@@ -50,8 +50,8 @@ def limits_of_tiers(num_blocks: Mapping[TierKey, int]) -> NDArray[np.int64]:
 def read_groups(
     column: bytes, length: int, num_blocks: Mapping[TierKey, int], field: str
 ) -> NDArray[np.int64]:
-    """[length]: the layer group of each element; an empty column means that all are 0.
-    ``num_blocks``: of each tier. Raises InvalidRequestError for a group that is not there.
+    """Return [length]: the layer group of each element; an empty column means that all are 0.
+    ``num_blocks``: of each tier. Raises InvalidRequestError for a group that does not exist.
     """
     if not column:
         return np.zeros(length, np.int64)
@@ -66,7 +66,7 @@ def read_groups(
 
 
 def tier_keys(tiers: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tier key of each element's tier and group; 0, which is no key, where it is no tier."""
+    """Return the tier key of each element's tier and group; 0, which is no key, for no tier."""
     is_tier = (tiers == pb.TIER_DEVICE) | (tiers == pb.TIER_HOST)
     return np.where(is_tier, len(TIERS) * groups + tiers, 0)
 

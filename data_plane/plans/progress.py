@@ -1,6 +1,4 @@
-"""How much of a plan, or of one of its passes, has been written: for each layer, how many tokens of
-each span.
-"""
+"""Counts how much of a plan, or of one of its passes, is written: each span's tokens, by layer."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class Progress:
 
     @property
     def num_layers(self) -> int:
-        """Of the shard."""
+        """Layers of the shard."""
         return len(self._written)
 
     @property
@@ -38,11 +36,11 @@ class Progress:
         return any(self._written) or self._of_spans is not None
 
     def is_written(self, layer: int) -> bool:
-        """Whether all spans of a layer were written."""
+        """Return whether all spans of a layer were written."""
         return self._written[layer]
 
     def comes_next(self, layer: int) -> bool:
-        """Whether the layer was not written, and the one before it was."""
+        """Return whether the layer was not written, and the one before it was."""
         return not self._written[layer] and (not layer or self._written[layer - 1])
 
     def finish_layer(self, layer: int) -> None:
@@ -73,7 +71,7 @@ class Progress:
                 self._written[layer] = True
 
     def num_written(self, layers: Sequence[int], span: int) -> int:
-        """Tokens of a span that were written in all of ``layers``."""
+        """Return how many tokens of a span were written in all of ``layers``."""
         return min(self._num_written(layer, span) for layer in layers)
 
     def _num_written(self, layer: int, span: int) -> int:

@@ -50,11 +50,11 @@ class RunningPlan:
     whole: tuple[AttentionBatch, ...]
     """The plan's tokens in each layer group, on the host. All have the same spans."""
     attention: tuple[AttentionBatch, ...]
-    """What the kernels of each layer group need for the plan, or for its present pass. On the host
-    until ``PlanRunner.batch`` is asked for one, if the session has fixed steps.
+    """The batch of each layer group for the plan, or for its present pass, on the kernels' device.
+    If the session has fixed steps: on the host until ``PlanRunner.batch`` is called.
     """
     on_host: tuple[AttentionBatch, ...]
-    """The same on the host."""
+    """The same batches on the host."""
     allocated: AllocatedBlocks
     to_clear: tuple[BlocksByTier, BlocksByTier]
     """Blocks that may still hold another tenant's data, to be cleared before all transfers, and
@@ -62,13 +62,13 @@ class RunningPlan:
     """
     transfers: Transfers
     batches: list[Batch]
-    """Of ``transfers``."""
+    """Batches of ``transfers``."""
     of_sources: NDArray[np.int64]
     """Slots written in the source of each transfer, before the plan."""
     to_write: tuple[SlotsToWrite, ...]
-    """What the spans write in each layer group."""
+    """The slots that the spans write in each layer group."""
     progress: Progress
-    """Of the plan, or of its present pass."""
+    """Progress of the plan, or of its present pass."""
     checked_version: int
     """The publications' version when the written blocks were last found writable."""
     checked_taken: int
@@ -78,7 +78,7 @@ class RunningPlan:
     cleared: bool = False
     """Whether the clearing before the transfers is queued."""
     num_batches_queued: int = 0
-    """Of ``batches``; each is queued once."""
+    """How many of ``batches`` are queued; each is queued once."""
     transferred: bool = False
     """Whether all clearing and transfers are queued. Layers may only come after them."""
     receipt: pb.SignedPayload | None = None
@@ -87,14 +87,14 @@ class RunningPlan:
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
     span: Any = None
-    """In which the plan is traced, until it ends; None while traces are off."""
+    """Traces the plan until it ends; None while traces are off."""
     _coming: deque[tuple[AttentionBatch, ...]] = field(default_factory=deque)
-    """Of the next passes."""
+    """Batches of the next passes."""
     _num_context_tokens: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """Of all spans."""
+        """Tokens of all spans."""
         return self.whole[0].num_tokens
 
     @property
@@ -104,12 +104,12 @@ class RunningPlan:
 
     @property
     def num_passes(self) -> int:
-        """In which it can be computed, one token of a span in each."""
+        """Passes in which the plan can be computed, one token of a span in each."""
         return self.whole[0].max_tokens
 
     def num_context_tokens(self, window_tokens: int) -> int:
-        """As of its batches, which all have the same spans; counted once for each window of a plan
-        or pass.
+        """Return ``AttentionBatch.num_context_tokens`` of the plan or pass, counted once for each
+        window. All batches have the same spans.
         """
         num = self._num_context_tokens.get(window_tokens)
         if num is None:
@@ -119,12 +119,12 @@ class RunningPlan:
 
     @property
     def is_queued(self) -> bool:
-        """Whether all of the plan's transfers are queued, and its layers, of the present pass."""
+        """Whether all of the plan's transfers and all layers of its present pass are queued."""
         return self.transferred and self.progress.is_complete
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of the plan's transfers and layers are queued, of all its passes."""
+        """Whether all of the plan's transfers and all layers of all its passes are queued."""
         return self.is_queued and self.pass_index in (None, self.num_passes - 1)
 
     def check_next_pass(self, index: int) -> None:
@@ -154,10 +154,10 @@ class RunningPlan:
             )
 
     def begin_pass(self, index: int) -> None:
-        """Go on to the pass, which is the next. Its batch is on the host."""
+        """Begin the pass, which is the next. Its batch is on the host."""
         if not self._coming:
-            # Several at once take a third of the time: between two passes, a model's weights have
-            # taken the place of this code in the processor's caches.
+            # Several at once take a third of the time: between two passes, a model's weights evict
+            # this code from the processor's caches.
             is_small = sum(batch.block_tables.numel() for batch in self.whole) < _MANY_ENTRIES
             coming = range(
                 index, min(index + (_PASSES_AT_ONCE if is_small else 1), self.num_passes)
@@ -170,7 +170,7 @@ class RunningPlan:
         self._num_context_tokens.clear()
 
     def num_written(self, layers: Sequence[int], span: int) -> int:
-        """Tokens of a span that were written in all of ``layers``."""
+        """Return how many tokens of a span were written in all of ``layers``."""
         index = self.pass_index
         if index is None:
             return self.progress.num_written(layers, span)
@@ -202,7 +202,7 @@ class Session:
     latest: RunningPlan | None = None
     has_ended: bool = False
     has_fixed_steps: bool = False
-    """Whether most plans run in rows at fixed addresses, and not in rows of their own."""
+    """Whether most plans run in a fixed step's buffers, and not in their own."""
     receipts: OrderedDict[int, tuple[bytes, pb.SignedPayload]] = field(default_factory=OrderedDict)
     """Digest and receipt of the last ``max_plans_in_flight`` finished plans, by number."""
 
@@ -217,8 +217,8 @@ class Session:
         return self.latest if self.latest is not None and self.latest.receipt is None else None
 
     def continued(self, plan: pb.Plan, digest: bytes) -> pb.SignedPayload | RunningPlan | None:
-        """The receipt of a plan that has run, the run of one that is running, or None for a new one
-        that may start.
+        """Return the receipt of a plan that has run, the run of one that is running, or None for a
+        new one that may start.
 
         Raises PlanConflictError, PlanOutOfOrderError and InvalidRequestError.
         """
@@ -274,8 +274,8 @@ class Session:
 
 
 class EndedSessions:
-    """Which sessions have ended for good, as ranges of their ordinals in the pool: a set that only
-    grows. Sessions are numbered from 1 as they are opened, and every one that ends is fenced, so
+    """The sessions that have ended for good, as ranges of their ordinals in the pool: a set that
+    only grows. Sessions are numbered from 1 as they are opened, and each is fenced when it ends, so
     there is at most one more range than there are sessions open on the pool.
     """
 
@@ -318,8 +318,8 @@ class Sessions:
     def __init__(self) -> None:
         self._open: dict[int, Session] = {}
         self._ended = EndedSessions()
-        # By the key that signed their grants: ordinals start over with a key, and one that was
-        # replaced comes again when two control planes of one incarnation take turns.
+        # By the key that signed their grants: ordinals start over with a new key, and a key that
+        # was replaced returns when two control planes of one incarnation take turns.
         self._ended_by_key = OrderedDict({b"": self._ended})
 
     def __len__(self) -> int:
@@ -329,11 +329,11 @@ class Sessions:
         return session_id in self._open
 
     def running(self) -> list[RunningPlan]:
-        """The plans that have started and not finished."""
+        """Return the plans that have started and not finished."""
         return [run for session in self._open.values() if (run := session.running) is not None]
 
     def open(self, grant: pb.SessionGrant) -> Session:
-        """The session of a verified grant, which is opened if it is new.
+        """Return the session of a verified grant, opening it if it is new.
 
         Raises SessionExpiredError when it has ended, InvalidRequestError for numbers out of range.
         """
@@ -371,7 +371,7 @@ class Sessions:
         return session
 
     def get(self, session_id: int) -> Session:
-        """An open session. Raises SessionExpiredError."""
+        """Return an open session. Raises SessionExpiredError."""
         session = self._open.get(session_id)
         if session is None:
             raise SessionExpiredError(
@@ -388,8 +388,8 @@ class Sessions:
         self._ended.add(ordinal)
 
     def end_all(self, key_id: bytes) -> None:
-        """End every open session. ``key_id`` names the key that signs grants from now on; of those
-        that it signed before, the ended sessions' are refused as before.
+        """End every open session. ``key_id`` names the key that signs grants from now on; if it is
+        one of the last ``_MAX_KEYS``, grants of sessions that ended under it stay refused.
         """
         for session in self._open.values():
             _end(session)
@@ -408,8 +408,8 @@ def check_ordinal(ordinal: int, field: str) -> None:
 
 
 def _end(session: Session) -> None:
-    """Also the trace of the plan that the session leaves unfinished: one that is not ended is never
-    exported, and this is the one to look at after an engine has died.
+    """End a session, and the trace of its unfinished plan: only traces that end are exported, and
+    this one helps to explain an engine's death.
     """
     session.has_ended = True
     if session.running is not None:

@@ -29,7 +29,7 @@ _MAX_EPOCH: Final = 2**64 - 1
 
 
 class Verifier:
-    """Holds the epoch, the incarnation and the key. Verifies grants and plans, signs receipts."""
+    """Verifies grants and plans, and signs receipts, with an epoch, an incarnation and a key."""
 
     def __init__(self, pool_id: str, shard_index: int, num_shards: int, epoch: int = 0) -> None:
         """``epoch``: higher than that of the process that this one replaces; 0 takes the clock's
@@ -66,7 +66,7 @@ class Verifier:
         self.incarnation, self._key = incarnation, key
 
     def check_incarnation(self, incarnation: int, field: str) -> None:
-        """Raise StaleIncarnationError unless it is the one registered with."""
+        """Raise StaleIncarnationError unless ``incarnation`` is the one registered with."""
         if incarnation != self.incarnation:
             raise StaleIncarnationError(
                 f"this data plane is registered with incarnation {self.incarnation} of the control "
@@ -75,11 +75,11 @@ class Verifier:
             )
 
     def grant(self, signed: pb.SignedPayload) -> pb.SessionGrant:
-        """A verified grant. Raises as ``plan`` does."""
+        """Verify a grant. Raises as ``plan`` does."""
         return self._read(signed, signing.GRANT, pb.SessionGrant, "grant")[0]
 
     def plan(self, signed: pb.SignedPayload) -> tuple[pb.Plan, bytes]:
-        """A verified plan for this pool, epoch and incarnation, and the digest of its payload.
+        """Verify a plan for this pool, epoch and incarnation. Returns it and its payload's digest.
 
         Raises PoolNotReadyError before there is a key, BadSignatureError, StaleEpochError,
         StaleIncarnationError, ProtocolMismatchError for another version, and InvalidRequestError
@@ -90,7 +90,7 @@ class Verifier:
     def receipt(
         self, session: pb.SessionRef, plan_number: int, plan_digest: bytes
     ) -> pb.SignedPayload:
-        """The signed statement that a plan has run."""
+        """Sign the statement that a plan has run."""
         payload = pb.Receipt(
             version=PAYLOAD_VERSION,
             session=session,

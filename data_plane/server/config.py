@@ -114,8 +114,8 @@ class DataPlaneConfig(ServingConfig):
     )
     expected_context_tokens: int = setting(
         8192,
-        help="Length of a usual sequence, prompt and output: says what share of blocks a layer"
-        " group with an attention window gets beside one without.",
+        help="Length of a typical sequence, prompt and output: it determines the share of blocks"
+        " that a layer group with an attention window gets beside one without.",
         unit="tokens",
         minimum=1,
     )
@@ -159,7 +159,7 @@ class DataPlaneConfig(ServingConfig):
     num_local_device_regions: int = setting(
         4,
         help="Regions of the same size on this process's GPU, for engines whose tensors are on it;"
-        " what is measured for blocks leaves room for them. 0 means that such tensors are copied"
+        " the measured number of blocks leaves room for them. 0 means that such tensors are copied"
         " through main memory.",
         unit="regions",
         minimum=0,
@@ -234,8 +234,8 @@ class DataPlaneConfig(ServingConfig):
 
     @property
     def peer_tls(self) -> TlsOptions | None:
-        """How to reach other data planes, as who the control plane knows this one; None for plain
-        text.
+        """How to reach other data planes, with the identity that this one has at the control plane;
+        None for plain text.
         """
         if self.tls is None:
             return None

@@ -74,7 +74,7 @@ class EmbeddedDataPlane:
 
     @property
     def address(self) -> str:
-        """Where its gRPC server listens, "host:port". Raises as ``executor`` does."""
+        """The address of its gRPC server, "host:port". Raises as ``executor`` does."""
         if self._server is None:
             raise PoolNotReadyError("the data plane has not been started: call start")
         return self._server.address

@@ -1,4 +1,4 @@
-"""One execution stream's session, plan and shared memory, whichever way its messages come."""
+"""One execution stream's session, plan and shared memory, over gRPC or the local socket."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 
 SLICE_S: Final = 0.01
-"""How long a long layer keeps the thread at a time."""
+"""For how long a long layer occupies the thread before other commands may run."""
 _MAX_KNOWN_LAYERS: Final = 1024
-# A longer packet is read each time: of those that are kept, a client may send what it likes.
+# Longer packets are parsed each time, since a client chooses how large the kept ones are.
 _MAX_KNOWN_BYTES: Final = 4096
 
 
@@ -42,9 +42,9 @@ class Layer:
     output: torch.Tensor | None
     """The output's range in the region; None where the response carries the output."""
     out: torch.Tensor | None
-    """That range, if it is on the kernels' device: they write the output there."""
+    """``output`` if it is on the kernels' device, where they write it; otherwise None."""
     is_in_place: bool
-    """Whether kernels read or write a region, which the client uses again once it is answered."""
+    """Whether kernels access a region, which the client reuses once it has the answer."""
     answer: pb.LayerOutput
     packet: bytes = b""
     """The answer, as a packet."""
@@ -59,19 +59,19 @@ def _share_nothing(request: pb.ShareDeviceMemory) -> pb.ExecuteResponse:
     raise InvalidRequestError("there is no region on a GPU here", field="share")
 
 
-# In place of layers that are not kept.
+# Stands for a layer that is not kept.
 _OVER_GRPC: Final = Layer(
     -1, None, torch.empty(0), None, AttentionOptions(), None, None, False, pb.LayerOutput()
 )
 
 
 class ExecuteStream:
-    """Used on the worker thread."""
+    """State of one Execute stream. Used on the worker thread."""
 
     def __init__(self, executor: Executor, tenant: str | None) -> None:
-        """``tenant``: the caller's; None where callers do not say who they are."""
+        """``tenant``: the caller's; None where callers have no identity."""
         self.session_id = 0
-        """The session that it was opened for; 0 before."""
+        """The session that the stream was opened for; 0 before."""
         self._executor = executor
         self._tenant = tenant
         self._plan_number: int | None = None
@@ -86,8 +86,8 @@ class ExecuteStream:
         self._ran: list[Layer] = []  # of the plan that runs
 
     def use_regions(self, regions: Sequence[Region], share: Share = _share_nothing) -> None:
-        """Let messages refer to ``regions``, and to no others. ``share``: answers packets that ask
-        for one on the GPU.
+        """Let messages refer to ``regions``, and to no others. ``share`` answers packets that ask
+        for a region on the GPU.
         """
         self._regions, self._share = {region.id: region for region in regions}, share
         self._known.clear()
@@ -105,17 +105,17 @@ class ExecuteStream:
 
     @property
     def is_usual(self) -> bool:
-        """Whether these are the first of ``usual``, and there are more of those."""
+        """Whether the layers that ran are the first of ``usual``, and some are still to run."""
         num = len(self._ran)
         return num < len(self.usual) and (not num or self._ran[-1] is self.usual[num - 1])
 
     def note_ran(self, num_layers: int) -> None:
-        """So many of ``usual`` have run next."""
+        """Note that the next ``num_layers`` of ``usual`` have run."""
         num = len(self._ran)
         self._ran += self.usual[num : num + num_layers]
 
     def answer(self, request: pb.ExecuteRequest) -> Slices[pb.ExecuteResponse]:
-        """Raises KvplaneError."""
+        """Return the response. Raises KvplaneError."""
         kind = request.WhichOneof("message")
         if kind == "open":
             return self._open(request.open)
@@ -132,7 +132,7 @@ class ExecuteStream:
         )
 
     def answer_packet(self, packet: bytes) -> Slices[bytes]:
-        """The answer to a packet of the local socket. Raises KvplaneError."""
+        """Return the answer to a packet of the local socket. Raises KvplaneError."""
         layer = self._known.get(packet)
         if layer is None:
             request = packets.parse(pb.ExecuteRequest, packet)
@@ -183,13 +183,13 @@ class ExecuteStream:
         )
 
     def _note_plan(self) -> None:
-        """A plan begins."""
+        """Begin counting a plan's layers, and update ``usual`` if all of the last plan's ran."""
         ran, self._ran = self._ran, []
         if [layer.index for layer in ran] == [*self._executor.layers] and ran != [*self.usual]:
             self.usual = tuple(ran)
 
     def _read(self, request: pb.LayerInput, *, is_local: bool = False) -> Layer:
-        """``is_local``: the tensors and the output have to be in the region."""
+        """Parse a message. ``is_local``: its tensors and output have to be in regions."""
         self._running()
         query = None
         if request.HasField("query"):
@@ -223,7 +223,7 @@ class ExecuteStream:
         return Layer(request.layer, query, key, value, options, output, out, is_in_place, layer)
 
     def _run(self, layer: Layer) -> Slices[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
-        """The output, None where it is in the region, and the receipt."""
+        """Return the output, None where it is in a region, and the receipt."""
         session_id, plan_number, pass_index = self._running()
         executor = self._executor
         query, key, value = layer.query, layer.key, layer.value
@@ -251,13 +251,13 @@ class ExecuteStream:
             with device_errors():
                 layer.output.copy_(output)
             output = None
-        # Of a plan that is sent again and again, no more.
+        # Bounded, since a client may send a plan's layers again and again.
         if len(self._ran) <= len(executor.layers):
             self._ran.append(layer if layer.request else _OVER_GRPC)
         return output, executor.receipt(session_id)
 
     def _running(self) -> tuple[int, int, int | None]:
-        """The session's id, and the number and pass of the plan that layers belong to."""
+        """Return ``plan``. Raises InvalidRequestError while there is none."""
         if self._plan_number is None:
             raise InvalidRequestError(
                 "no plan was started on this stream: send a plan before its layers", field="layer"
@@ -265,7 +265,7 @@ class ExecuteStream:
         return self.session_id, self._plan_number, self._pass_index
 
     def _tensor(self, message: tpb.Tensor, field: str, is_local: bool) -> torch.Tensor:
-        """Where it is, if that is in a region; otherwise on the executor's device."""
+        """Return a view of the region that has the tensor, or a copy on the executor's device."""
         if is_local or message.HasField("memory"):
             return self._shared(message.memory, f"{field}.memory").tensor(message, field)
         return tensor_from_message(message, self._executor.device, field=field)
@@ -293,7 +293,7 @@ def _refuse_overlap(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> No
 
 
 def attention_options(message: pb.AttentionOptions, field: str) -> AttentionOptions:
-    """Raises InvalidRequestError naming the part of ``field``."""
+    """Parse a message. Raises InvalidRequestError naming the part of ``field``."""
     protocol.refuse_unknown_fields(message, field=field)
     return AttentionOptions.from_proto(message, field=field)
 
@@ -310,5 +310,5 @@ def _response(
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Elsewhere already, or uploaded."""
+    """Return the tensor on ``device``, uploaded if it is elsewhere; an empty one as it is."""
     return tensor if tensor.device == device or not tensor.numel() else upload([tensor], device)[0]

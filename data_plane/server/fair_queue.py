@@ -1,8 +1,8 @@
 """Chooses whose command runs next on a thread that all callers share: of the callers that wait, the
 one that has used the least time, and of its sessions the one that has used the least.
 
-A caller that comes after a pause begins at the time that the waiting callers have used: a pause
-earns no credit. A command's time is not known before it has run, so it counts afterwards.
+A caller that returns after a pause begins at the least time that a waiting caller has used: a pause
+earns no credit. A command's time is not known before it has run, so it is charged afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Lane(NamedTuple):
-    """Whose commands run in the order in which they came. ``caller``: a tenant, or a connection."""
+    """A session of a caller: its commands run in order. ``caller``: a tenant, or a connection."""
 
     caller: str
     session_id: int = 0
@@ -34,7 +34,7 @@ class FairQueue(Generic[T]):
         return len(self._first) + sum(map(len, self._waiting.values()))
 
     def put(self, lane: Lane | None, command: T) -> None:
-        """Add a command. Those of no lane run before all others."""
+        """Add a command. Commands without a lane run before all others."""
         if lane is None:
             self._first.append(command)
             return
@@ -64,18 +64,18 @@ class FairQueue(Generic[T]):
         return lane, command
 
     def charge(self, lane: Lane | None, seconds: float) -> None:
-        """The last command of the lane has run for so long."""
+        """Charge the lane and its caller for the time that the lane's last command ran."""
         if lane is not None:
             self._of_callers.charge(lane.caller, seconds, {each.caller for each in self._waiting})
             self._of_lanes.charge(lane, seconds, self._waiting.keys())
 
 
 class _Used:
-    """Seconds that each has used, beyond what all had used when it began."""
+    """Seconds used by each caller or lane, beginning at the least that a waiting one has used."""
 
     def __init__(self) -> None:
         self._seconds: dict[Hashable, float] = {}
-        self._least = 0.0  # of those who waited when the last command ended
+        self._least = 0.0  # the least of those that waited when the last command ended
 
     def __getitem__(self, who: Hashable) -> float:
         return self._seconds[who]
@@ -89,7 +89,7 @@ class _Used:
             self._least = max(self._least, min(self._seconds[each] for each in waiting))
         else:
             self._least = max(self._seconds.values())
-        # Who has used no more than that begins there anyway.
+        # Without an entry, a caller or lane begins at the least time anyway.
         for each in [each for each, used in self._seconds.items() if used <= self._least]:
             if each not in waiting:
                 del self._seconds[each]

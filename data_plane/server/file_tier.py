@@ -4,14 +4,14 @@
     LoadFileBlocks ──► plan started ──► files read and checked ──► written as commands ──► receipt
 
 A load fills the blocks that a plan allocated, as pushes do. They are published by the plan's
-receipt, which is made when every slot was written from a file that was right: until then nobody
-finds them, so a file that is wrong is never more than a miss.
+receipt, which is signed once every slot was written from a valid file. Until then no session finds
+them, so a corrupt file is never more than a miss.
 
     plan finds a prefix ──► noted ──► a thread: read a block (a command) ──► write its file
 
-Blocks of prefixes that were used twice are written to files behind the plans' backs: nothing waits
-for it. A block is read as a command between those of sessions, if it still is what it was; its file
-is written outside of them. After an error nothing is written for a while.
+Blocks of prefixes that were used twice are written to files in the background: no plan waits for
+it. A block is read by a command between those of sessions, if its generation is still the same; its
+file is written outside of commands. After an error nothing is written for ``PAUSE_S``.
 """
 
 from __future__ import annotations
@@ -55,35 +55,33 @@ T = TypeVar("T")
 _LOGGER: Final = logging.getLogger(__name__)
 _LANE: Final = Lane("the file tier")
 PAUSE_S: Final = 10.0
-"""After an error, until the next file is written."""
+"""How long no file is written after an error."""
 
 
 class FileCounts:
-    """What the file tier has done, as numbers that never decrease. Metrics read them. Counted on
-    several threads.
-    """
+    """The file tier's counters, which never decrease. Metrics read them. Thread-safe."""
 
     def __init__(self) -> None:
         self.num_blocks: Counter[str] = Counter()
-        """"written" and "loaded"."""
+        """Blocks by direction: "written" or "loaded"."""
         self.num_misses: Counter[str] = Counter()
-        """Blocks that could not be had from their files, by ``FileMissError.reason``."""
+        """Blocks that could not be loaded from their files, by ``FileMissError.reason``."""
         self.num_write_errors: Counter[str] = Counter()
-        """By the operating system's name of the error, such as "ENOSPC"."""
+        """Failed writes by the operating system's name of the error, such as "ENOSPC"."""
         self._lock = threading.Lock()
 
     def moved(self, direction: str, num: int) -> None:
-        """Count blocks."""
+        """Count blocks that were written or loaded."""
         with self._lock:
             self.num_blocks[direction] += num
 
     def missed(self, reason: str) -> None:
-        """Count a block."""
+        """Count a block that could not be loaded."""
         with self._lock:
             self.num_misses[reason] += 1
 
     def failed(self, reason: str) -> None:
-        """Count a write."""
+        """Count a failed write."""
         with self._lock:
             self.num_write_errors[reason] += 1
 
@@ -109,7 +107,7 @@ class FileWriter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write no more; returns when the file that is being written is."""
+        """Stop writing. Returns when the file that is being written is complete."""
         self._is_stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -126,7 +124,7 @@ class FileWriter:
                 ).result():
                     self._write(prefix)
             except (RuntimeError, KvplaneError) as error:
-                # As of torch where memory is short, or of the worker thread where it has ended.
+                # RuntimeError: from torch if memory is short, or from the closed worker thread.
                 if not self._is_stopping:
                     self._paused_until_s = time.monotonic() + PAUSE_S
                     _LOGGER.warning("blocks were not written to files: %s", error)
@@ -165,8 +163,8 @@ class FileWriter:
 
 
 class LoadSlots:
-    """One caller's loads wait for its own first, so that others wait for at most a few of each
-    caller, however many it asks for.
+    """Bounds the loads that run at once. A caller's loads wait for its own first, so that others
+    wait for at most ``num`` - 1 of each caller, however many it requests.
     """
 
     def __init__(self, num: int) -> None:
@@ -177,7 +175,7 @@ class LoadSlots:
 
     @asynccontextmanager
     async def taken(self, caller: str) -> AsyncIterator[None]:
-        """During a load of ``caller``, once it is its turn."""
+        """Wait for a slot, and hold it during a load of ``caller``."""
         own = self._own.setdefault(caller, asyncio.Semaphore(self._num_of_one))
         self._num_here[caller] += 1
         try:
@@ -190,7 +188,7 @@ class LoadSlots:
 
 
 class FileTier:
-    """Serves from ``start`` to ``stop``. ``files`` are those of this process alone."""
+    """Writes and loads blocks from ``start`` to ``stop``. No other process uses its ``files``."""
 
     def __init__(
         self,
@@ -229,17 +227,17 @@ class FileTier:
         self._num_chunk_blocks = max(1, CHUNK_BYTES // self._block_bytes)
 
     def start(self) -> None:
-        """Find the files of an earlier process, and begin to write behind the plans."""
+        """Find the files of an earlier process, and begin to write in the background."""
         self._writer.start()
 
     def stop(self) -> None:
-        """Write and load no more. Returns when the files are left alone."""
+        """Stop writing and loading. Returns when no file is in use."""
         self._writer.stop()
         self._threads.shutdown()
         self.files.close()
 
     async def find(self, session_id: int, token_ids: bytes) -> int:
-        """How many leading blocks of a prompt have files. Raises InvalidRequestError,
+        """Return how many leading blocks of a prompt have files. Raises InvalidRequestError,
         SessionExpiredError.
         """
         columns.read(columns.INT32, token_ids, "token_ids")
@@ -252,7 +250,7 @@ class FileTier:
     async def load(
         self, session_id: int, plan_number: int, request: pb.LoadFileBlocksRequest, lane: Lane
     ) -> pb.LoadFileBlocksResponse:
-        """Write a span of a plan that was started. ``lane``: whose time the writes count as.
+        """Load a span of a plan that was started. ``lane`` is charged for the writes.
         Raises InvalidRequestError, and as ``Executor.write_blocks``.
         """
         span = await self._worker.run(
@@ -290,7 +288,7 @@ class FileTier:
         return pb.LoadFileBlocksResponse(num_blocks=num_loaded, receipt=receipt)
 
     async def forget(self, message: control_pb2.ForgetFiles) -> None:
-        """Delete files, and write none of them that a plan has found so far. Raises OSError."""
+        """Delete files, and cancel pending writes of them. Raises OSError."""
         tenant = None if message.all_tenants else message.tenant
         await self._worker.run(partial(self._executor.published.drop_reused, tenant))
         fingerprint = self._executor.layout.fingerprint
@@ -307,7 +305,7 @@ class FileTier:
         await self._off_loop(forget)
 
     def _forget_prefix(self, scope: Scope, token_ids: bytes) -> None:
-        """Off the loop: a name takes a hash for each block, some 100,000 for a long prefix."""
+        """Forget a prefix. Not on the event loop: a long prefix takes some 100,000 hashes."""
         *_, name = block_names(scope.root, token_ids, self._executor.layout.block_size_tokens)
         self.files.forget(tenant=scope.tenant, name=name)
 
@@ -322,20 +320,20 @@ class FileTier:
 
     def _begin_read(self, keys: Sequence[BlockKey]) -> asyncio.Future[tuple[int, bytearray]]:
         reading = asyncio.ensure_future(self._off_loop(partial(self._read, keys)))
-        # Where the caller stops waiting, nobody may ask how it ended.
+        # Retrieves the exception, which no one else does if the caller stops waiting.
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())
         return reading
 
     async def _off_loop(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns, on a thread for files."""
+        """Run ``call`` on a thread for files, and return its result."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except RuntimeError as error:
             raise PlaneUnavailableError("the data plane is stopping") from error
 
     def _read(self, keys: Sequence[BlockKey]) -> tuple[int, bytearray]:
-        """How many of these files there are up to the first that cannot be used, and the blocks in
-        them, by layers.
+        """Read files up to the first that is missing or invalid. Returns how many were read, and
+        their blocks, layer by layer.
         """
         found = []
         try:

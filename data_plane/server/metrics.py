@@ -59,7 +59,7 @@ _LOCAL_REGIONS: Final = _gauge(
 _LOCAL_BYTES: Final = _gauge("local_region_bytes", "Size of these regions.")
 _LOCAL_DEVICE_REGIONS: Final = _gauge(
     "local_device_regions",
-    "Memory regions on the GPU shared with engines, those that ended and were not let go included.",
+    "Memory regions on the GPU shared with engines, also ended ones that engines keep open.",
 )
 _LOCAL_PACKETS: Final = _counter(
     "local_packets", "Packets of engines on this machine, by the Unix socket."
@@ -73,7 +73,7 @@ _FILE_MOVED: Final = _counter(
 )
 _FILE_MISSES: Final = _counter(
     "file_tier_misses",
-    "Blocks that were to be loaded and could not be had from their files, by reason: GONE, TORN, "
+    "Blocks that were to be loaded and could not be read from their files, by reason: GONE, TORN, "
     "DAMAGED, MISMATCH or UNREADABLE.",
     "reason",
 )
@@ -159,8 +159,8 @@ class DataPlaneMetrics(PlaneMetrics):
         files: FileTier | None = None,
         plug_ins: Sequence[PlugIn] = (),
     ) -> None:
-        """Export the executor's state and counters, how many commands wait for it, what engines on
-        this machine share with it, what it keeps in files, and what its plug-ins tell.
+        """Export the executor's state and counters, the number of commands that wait for it, and
+        the samples of its local endpoint, file tier and plug-ins.
         """
         self._executor, self._num_waiting, self._local = executor, num_waiting, local
         self._files, self._plug_ins = files, plug_ins

@@ -1,11 +1,11 @@
-"""Keeps this process registered with its control plane until it stops.
+"""Keeps this process registered with its control plane until the process stops.
 
     Hello ─► Welcome ─┬─ resumed ──────────────────────────┬─► publications, fences, report requests
                       └─ new ─► install, report, accepted ─┘   heartbeats, finished fences, reports
 
 When the stream ends (the control plane restarts, the network fails), it registers again after a
-delay that grows and is random, so that data planes do not all return at once. It does not when a
-later process has taken the shard over: a run stays older for as long as it lives.
+growing, random delay, so that data planes do not all return at once. It does not register again
+when a later process has taken over the shard, because its epoch stays the lower one.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _LAST_DELAY_S: Final = 2.0
 # Incarnations are nanoseconds of a clock, unless they are chosen.
 _MOST_AHEAD_NS: Final = 24 * 3600 * 10**9
 _TAKEN_OVER: Final = (
-    "This process ends: its sessions are over, and no engine uses what it holds again. Started "
+    "This process ends: its sessions have ended, and no engine will use its blocks again. Started "
     "again, it takes the shard once the other one has gone; --pool-id gives it a pool of its own"
 )
 
 
 class RegistrationClient:
-    """Registers one executor, and does what the control plane asks."""
+    """Registers one executor, and carries out the control plane's requests."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class RegistrationClient:
         self._delay_s = _FIRST_DELAY_S
 
     async def run(self) -> None:
-        """Register, and again whenever the registration ends. Runs until cancelled. Raises
-        StaleEpochError when a later process holds the shard.
+        """Register, again whenever the registration ends, until cancelled. Raises StaleEpochError
+        when a later process holds the shard.
         """
         try:
             while True:
@@ -114,7 +114,7 @@ class RegistrationClient:
             await self._channel.close(None)
 
     async def _reopen(self) -> None:
-        """With the TLS files as they are by now; those that are wrong change nothing."""
+        """Open a new channel, with the present TLS files; keep the old one if they are invalid."""
         try:
             channel = self._open()
         except InvalidRequestError as error:
@@ -124,7 +124,7 @@ class RegistrationClient:
         self._channel = channel
 
     async def _register(self) -> None:
-        """One stream from its Hello to its end. Raises KvplaneError."""
+        """Run one stream from its Hello to its end. Raises KvplaneError."""
         stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
         stream = RegistrationStream(stub.Register())
         try:
@@ -156,7 +156,7 @@ class RegistrationClient:
                 )
             return
         if welcome.incarnation > time.time_ns() + _MOST_AHEAD_NS:
-            # It would never take orders again from a control plane whose clock is right.
+            # Otherwise it would refuse every control plane whose clock is right from now on.
             raise StaleIncarnationError(
                 f"incarnation {welcome.incarnation} is more than a day ahead of this clock",
                 field="welcome.incarnation",
@@ -205,8 +205,8 @@ class RegistrationClient:
     async def _forget(
         self, files: FileTier, stream: RegistrationStream, message: pb.ForgetFiles
     ) -> None:
-        """Delete files. What fails is not answered: the control plane asks again when this process
-        registers again, and not before.
+        """Delete files. A failure is not answered: the control plane repeats the request when this
+        process registers again, and not before.
         """
         try:
             await files.forget(message)
@@ -217,7 +217,7 @@ class RegistrationClient:
 
 
 def _hello_of(executor: Executor, address: str) -> pb.Hello:
-    """``address``: where clients reach the executor."""
+    """Make a Hello. ``address``: where clients reach the executor."""
     return pb.Hello(
         protocol=protocol.supported(),
         pool_id=executor.pool_id,
@@ -261,7 +261,7 @@ class RegistrationStream:
         return message
 
     async def expect(self, kind: str) -> pb.RegisterResponse:
-        """The next message, which has to be a ``kind`` and arrive within _ANSWER_TIMEOUT_S."""
+        """Return the next message, which has to be a ``kind``, and arrive in _ANSWER_TIMEOUT_S."""
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 response = await self.receive()
@@ -308,7 +308,7 @@ async def _beating(stream: RegistrationStream, welcome: pb.Welcome) -> AsyncIter
 
 
 def _groups(executor: Executor) -> list[pb.GroupBlocks]:
-    """The blocks of each layer group; none where there is one group."""
+    """Return the blocks of each layer group; none if there is one group."""
     num_groups, num_blocks = len(executor.layout.groups), executor.pools.num_blocks
     if num_groups == 1:
         return []

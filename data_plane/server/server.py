@@ -1,5 +1,5 @@
 """The data plane as a process: executor, gRPC service, registration and metrics; and the program,
-which runs it until it is told to stop.
+which runs it until a signal stops it.
 
 The executor is built from settings: the layout is read, the memory measured, the pools allocated.
 """
@@ -57,7 +57,7 @@ _PAGE_BYTES: Final = 4096
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run with the settings of ``argv`` and ``environ``; the exit code. Exits for bad settings."""
+    """Run with settings of ``argv`` and ``environ``. Returns the exit code. Exits for bad ones."""
     config = parse(DataPlaneConfig, PROGRAM, argv, environ)
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
@@ -98,13 +98,13 @@ class DataPlaneServer(PlaneServer):
         )
         self.registered = asyncio.Event()
         self.lost = asyncio.Event()
-        """The device has failed for good: only a new process can use it again."""
+        """Set once the device has failed for good: only a new process can use it again."""
         self._loop = asyncio.get_running_loop()
         self._worker = worker = WorkerThread(
             self.executor.use_own_stream, spin_s=config.local_spin_s
         )
         self.files: FileTier | None = None
-        """Blocks in files; None where there are none."""
+        """Keeps blocks in files; None without --file-tier-dir."""
         if config.file_tier_dir is not None:
             self.files = FileTier(
                 self.executor,
@@ -115,7 +115,7 @@ class DataPlaneServer(PlaneServer):
         outside = BlocksFromOutside(self.executor, worker, config, config.peer_tls)
         self.plug_ins = load_plug_ins(config.plug_ins, outside)
         self.local: LocalEndpoint | None = None
-        """Where engines on this machine get shared memory; None where none do."""
+        """Gives engines on this machine shared memory; None without regions."""
         if config.num_local_regions > 0:
             self.local = LocalEndpoint(
                 self.executor,
@@ -157,8 +157,8 @@ class DataPlaneServer(PlaneServer):
         """Serve as set in ``config``, on the running event loop, and begin to register.
         ``kernels``: None for those of the device.
 
-        Raises OSError when an address cannot be bound or the port file cannot be written, and what
-        ``build_executor`` raises.
+        Raises OSError when an address cannot be bound or the port file cannot be written, and as
+        ``build_executor``.
         """
         self = cls(config, kernels)
         executor = self.executor
@@ -233,7 +233,7 @@ class DataPlaneServer(PlaneServer):
         await asyncio.to_thread(self.executor.finish)
 
     def _count_rejection(self, error: KvplaneError) -> None:
-        """On any thread."""
+        """Count a rejection. Any thread may call it."""
         self._loop.call_soon_threadsafe(self.metrics.rpc.rejected.inc, error.reason)
 
     async def _on_registration(self, registered: bool) -> None:
@@ -248,7 +248,7 @@ class DataPlaneServer(PlaneServer):
         raise InternalError(_LOST)
 
     def _watch_device(self) -> None:
-        """Set ``lost`` when the device is lost, which a thread that runs a command finds out."""
+        """Have the thread whose command finds the device lost set ``lost``."""
         loop = asyncio.get_running_loop()
 
         def lose() -> None:
@@ -269,7 +269,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 def build_executor(
     config: DataPlaneConfig, observe: Observer | None = None, kernels: Kernels | None = None
 ) -> Executor:
-    """An executor for ``config``. ``kernels``: None for those of the device in ``config``.
+    """Build an executor for ``config``. ``kernels``: None for those of the device in ``config``.
 
     Raises InvalidRequestError for a model, layout or device that cannot be used, and
     NeverFitsError when the memory has no room for a block, or for the blocks asked for.
@@ -323,9 +323,9 @@ def _require_room(
     block_bytes: Callable[[int], int],
     scratch_bytes: int,
 ) -> None:
-    """Raise NeverFitsError unless tiers of so many blocks of each layer group fit in what is free
-    now, beside ``scratch_bytes`` of the device for its kernels: the system gives more memory than
-    it has, and ends the process when it is used, and a GPU fails in the middle of a plan.
+    """Raise NeverFitsError unless tiers of so many blocks of each layer group fit in the free
+    memory, beside ``scratch_bytes`` of the device for its kernels. Otherwise the system, which
+    overcommits memory, would kill the process later, and a GPU would fail in the middle of a plan.
     ``block_bytes``: of a block of each group.
     """
     host = torch.device("cpu")
@@ -345,14 +345,14 @@ def _require_room(
 
 
 def _touch(tier: torch.Tensor) -> None:
-    """Use each page once, so that the memory is there from now on."""
+    """Write to each page once, so that the system allocates it now."""
     if tier.numel():
         tier.view(torch.uint8).view(-1)[::_PAGE_BYTES].zero_()
 
 
 def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
-    """The part of the pool that the settings name. Raises InvalidRequestError when it does not fit
-    the layout.
+    """Return the shard that the settings name. Raises InvalidRequestError when it does not fit the
+    layout.
     """
     index, num_shards = config.shard_index, config.num_shards
     ranges = (config.first_layer, config.num_layers, config.first_kv_head, config.num_kv_heads)
@@ -369,14 +369,14 @@ def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
         config.num_kv_heads or whole.num_kv_heads - config.first_kv_head,
         config.shard_copy,
     )
-    shard.layers(layout)  # whether it fits
+    shard.layers(layout)  # raises if it does not fit
     return shard
 
 
 def load_layout(
     config: DataPlaneConfig, cache_kinds: Collection[str] = (KEYS_AND_VALUES, LATENT)
 ) -> Layout:
-    """The layout that the settings name; a model's is of ``cache_kinds`` alone. Raises
+    """Read the layout that the settings name; a model's has only ``cache_kinds``. Raises
     InvalidRequestError.
     """
     if config.model is not None:
@@ -393,7 +393,7 @@ def load_layout(
 
 
 def layout_from_json(path: Path) -> Layout:
-    """A layout from the fields of ``kvplane.layout.Layout`` as JSON. Raises InvalidRequestError."""
+    """Read the fields of ``kvplane.layout.Layout`` from JSON. Raises InvalidRequestError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         groups = tuple(

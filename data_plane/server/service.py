@@ -42,7 +42,7 @@ from kvplane.wire.error_codec import to_wire
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
-# Upper bounds on what a response takes beside its tensor: in all, and for each block.
+# Upper bounds on a response's size without its tensor: in all, and for each block.
 _OVERHEAD_BYTES: Final = 1024
 _BLOCK_REF_BYTES: Final = 12
 
@@ -66,9 +66,9 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         knows_callers: bool = False,
     ) -> None:
         """``rejected`` counts the requests of streams that are refused, by the error's reason.
-        ``local``: where clients on this machine may go on; None for nowhere. ``files``: None where
-        blocks are not kept in files.
-        ``knows_callers``: callers have to say who they are, so their grants must be theirs.
+        ``local``: serves clients on this machine by shared memory; None for gRPC alone. ``files``:
+        None where blocks are not kept in files. ``knows_callers``: callers are authenticated, so
+        their grants must be their own.
         """
         self._executor = executor
         self._worker = worker
@@ -262,13 +262,13 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         return self._files
 
     async def _run(self, command: Callable[[], T]) -> T:
-        """What ``command`` returns, run on the worker thread in the caller's turn."""
+        """Run ``command`` on the worker thread in the caller's turn, and return its result."""
         return await self._run_slices(lambda: whole(command))
 
     async def _run_slices(self, command: Callable[[], Slices[T]], session_id: int = 0) -> T:
-        """As ``_run``, by slices. ``session_id``: 0 where it is not known yet. The command's copies
-        of tensors to and from a device are not commands of the executor, so their failures are
-        checked here.
+        """Do as ``_run`` does, by slices. ``session_id``: 0 where it is not known yet. Copies of
+        tensors to and from a device are not commands of the executor, so their failures are checked
+        here.
         """
         try:
             return await self._worker.run_slices(command, Lane(payer(), session_id))
@@ -282,7 +282,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         return None if self._local is None else self._local.offer(stream, host_id, admit, payer())
 
     def _tenant(self) -> str | None:
-        """The caller's tenant; None where callers do not say who they are."""
+        """Return the caller's tenant; None where callers are not authenticated."""
         return caller().tenant if self._knows_callers else None
 
     async def _transfers(

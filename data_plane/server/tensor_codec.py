@@ -1,5 +1,5 @@
-"""Tensors from messages and back. On the CPU each direction copies the data once; a GPU needs
-another copy.
+"""Converts tensors from messages and back. On the CPU each direction copies the data once; a GPU
+needs another copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
-    """A contiguous tensor of the message's shape, on ``device``.
+    """Make a contiguous tensor of the message's shape, on ``device``.
 
     Raises InvalidRequestError naming the part of ``field`` that is malformed, or its
     ``memory`` for shared memory, and InternalError when the device failed.
@@ -40,9 +40,7 @@ def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str)
 
 
 def tensor_to_message(tensor: torch.Tensor) -> pb.Tensor:
-    """The inverse of ``tensor_from_message``. Waits until the tensor is computed. Raises
-    InternalError when the device failed.
-    """
+    """Wait for a tensor, and make its message. Raises InternalError if the device failed."""
     with device_errors():
         dense = tensor.detach().cpu().contiguous()
     data = dense.view(torch.uint8).numpy().data if dense.numel() else b""

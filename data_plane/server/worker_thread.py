@@ -1,5 +1,5 @@
 """One thread that runs an executor's commands, outside of the event loop: those that the event loop
-gives it, and those that come by sockets.
+submits, and those that come by sockets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Work = Callable[[], bool]  # runs the next slice of a command; returns whether 
 
 
 class WaitResult(NamedTuple):
-    """What came of looking for packets. ``busy_s``: what those took that were answered.
+    """The result of a wait for packets. ``busy_s``: how long the answered ones took.
     ``has_packet``: whether there is one for ``serve``.
     """
 
@@ -38,8 +38,8 @@ NOTHING: Final = WaitResult(0.0, False)
 
 
 class _Served(NamedTuple):
-    """A socket. ``serve``: what is to be done when it can be read. ``wait``: looks for packets, as
-    long as nothing else is ready at an epoll file, which it is given. Neither may raise.
+    """A socket. ``serve`` runs when it can be read. ``wait`` looks for packets until something else
+    is ready at the epoll file that is its argument. Neither may raise.
     """
 
     lane: Lane
@@ -53,8 +53,8 @@ class WorkerThread:
     """
 
     def __init__(self, begin: Callable[[], None] | None = None, *, spin_s: float = 0.0) -> None:
-        """``begin`` is called first, on the thread; what it raises is raised here. ``spin_s``: how
-        long after a command of a socket the thread looks for more instead of sleeping.
+        """``begin`` is called first, on the thread; its exceptions are raised here. ``spin_s``: how
+        long after a socket's command the thread polls for more instead of sleeping.
         """
         self.num_waiting = 0
         """Commands of ``run`` that run or wait for the thread; for the event loop."""
@@ -77,13 +77,13 @@ class WorkerThread:
         began.result()
 
     async def run(self, command: Callable[[], T], lane: Lane | None = None) -> T:
-        """What ``command`` returns or raises. It runs even if the caller stops waiting for it.
-        Commands of no lane run before all others.
+        """Run ``command``, even if the caller stops waiting for it, and return or raise its result.
+        Commands without a lane run before all others.
         """
         return await self.run_slices(lambda: whole(command), lane)
 
     async def run_slices(self, command: Callable[[], Slices[T]], lane: Lane | None) -> T:
-        """As ``run``; other commands run between the slices."""
+        """Do as ``run`` does, but let other commands run between the slices."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -116,7 +116,7 @@ class WorkerThread:
         return await answer
 
     def submit(self, command: Callable[[], T], lane: Lane) -> Future[T]:
-        """As ``run``, from any thread. Raises RuntimeError after ``close``."""
+        """Do as ``run`` does, from any thread. Raises RuntimeError after ``close``."""
         answer: Future[T] = Future()
 
         def work() -> bool:
@@ -131,7 +131,7 @@ class WorkerThread:
         return answer
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have ``command``, which must not raise, run before what waits in lanes."""
+        """Run ``command``, which must not raise, before commands that wait in lanes."""
 
         def work() -> bool:
             command()
@@ -141,7 +141,7 @@ class WorkerThread:
 
     @property
     def spin_s(self) -> float:
-        """How long the thread looks for a packet."""
+        """How long the thread polls for a packet before it sleeps."""
         return self._spin.spin_s
 
     def watch(
@@ -151,23 +151,21 @@ class WorkerThread:
         serve: Callable[[], Slices[None]],
         wait: Callable[[int], WaitResult] | None = None,
     ) -> None:
-        """On the thread: run ``serve`` whenever ``fd`` can be read. ``wait``, called after it,
-        looks for more, as long as nothing else is ready at the epoll file that it is given. Neither
-        may raise.
+        """Run ``serve`` whenever ``fd`` can be read. ``wait``, called afterwards, looks for more
+        until something else is ready at the epoll file that is its argument. Neither may raise.
+        Called on the thread.
         """
         self._served[fd] = _Served(lane, serve, wait)
         self._ready.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """On the thread: the opposite of ``watch``. A command that waits still runs."""
+        """Undo ``watch``; a command that is queued still runs. Called on the thread."""
         del self._served[fd]
         self._queued.discard(fd)
         self._ready.unregister(fd)
 
     def close(self) -> None:
-        """Wait for the commands that were given to ``run``, and accept no more. Harmless when
-        called again.
-        """
+        """Accept no more commands; wait for those accepted before. Harmless when called again."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -177,7 +175,7 @@ class WorkerThread:
         os.close(self._doorbell)
 
     def _give(self, lane: Lane | None, work: _Work) -> None:
-        """Raises RuntimeError after ``close``."""
+        """Queue a slice. Raises RuntimeError after ``close``."""
         if self._is_closing:
             raise RuntimeError("the worker thread was closed")
         self._given.append((lane, work))
@@ -205,9 +203,9 @@ class WorkerThread:
             del work
 
     def _collect(self) -> None:
-        """Queue all that has come. Wait for something where nothing is queued."""
+        """Queue all commands that have come. Wait for some if nothing is queued."""
         ready = self._look()
-        # After `close` nothing rings any more, and its ring may have been heard before.
+        # Nothing rings the doorbell after `close`, whose own ring may have been read before.
         if not self._others(ready) and not len(self._commands) and not self._is_closing:
             ready = self._wait()
         for fd, _ in ready:
@@ -221,7 +219,7 @@ class WorkerThread:
             self._commands.put(*self._given.popleft())
 
     def _wait(self) -> list[tuple[int, int]]:
-        """What is ready first. The socket that was served last waits for its packets itself."""
+        """Wait, and return the files that are ready. The socket served last waits in ``wait``."""
         fd = self._served_last
         while fd in self._served:
             lane, _, wait = self._served[fd]

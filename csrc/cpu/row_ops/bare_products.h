@@ -1,5 +1,5 @@
-// A bare loop of fused products and sums, for measurements: what the arithmetic units reach at
-// best. For files of an instruction set, after row_ops_stored.h.
+// A bare loop of fused products and sums, for measurements: the upper bound of the arithmetic
+// units. For files of an instruction set, after row_ops_stored.h.
 #pragma once
 
 #include "row_ops_stored.h"

@@ -78,11 +78,11 @@ struct RowOps {
   void (*load_tile_bf16)(const LoadArgs& args);
   // Adds one tile to the states and `out`s of rows. Queries, keys and values are fp32.
   void (*attend)(const AttendArgs& args);
-  // The same for queries, keys and values in bf16, with both sizes a multiple of 2 * kLanes, or
+  // As `attend`, for queries, keys and values in bf16, with both sizes a multiple of 2 * kLanes, or
   // for keys and values of 8 bits, with both a multiple of 4 * kLanes. Weights are rounded to bf16
   // as well, and products are summed in pairs. Null where there is no instruction for it.
   void (*attend_bf16)(const AttendArgs& args);
-  // The same for keys and values of 16 or 8 bits, as `dtype` says, and queries in fp32, with both
+  // As `attend`, for keys and values of 16 or 8 bits, as `dtype` says, and fp32 queries, with both
   // sizes a multiple of `stored_unit`; products and sums are fused. Queries and outputs have their
   // columns in another order: `reorder` puts a row into it, or back. Null where there is no
   // instruction for it.

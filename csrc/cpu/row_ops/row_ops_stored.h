@@ -1,7 +1,7 @@
 // Attention over keys and values of 16 and 8 bits as they are stored, in fp32 with fused products
 // and sums. For files of an instruction set, after row_ops_vector.h.
 //
-//   unit     2 * kWidth columns: what one load of stored numbers becomes, two registers of fp32. In
+//   unit     2 * kWidth columns: two registers of fp32, from one load of stored numbers. In
 //            memory they alternate (bf16, 8 bits: even columns and odd ones) or follow one another
 //            (fp16); queries and outputs have their columns in the same order
 //   scores   kWidth sums at a time, of kRows rows and kWidth / kRows tokens; each starts at 0 and
@@ -16,7 +16,7 @@
 #include "stored_types.h"
 #include "weights_of_rows.h"
 
-// Of what is large and has many variants.
+// For functions that are large and have many variants.
 #define KVPLANE_NOINLINE __attribute__((noinline))
 
 namespace kvplane {
@@ -240,7 +240,7 @@ template <typename Source, int kRows, typename Rows>
 KVPLANE_NOINLINE void add_all_stored_values(const Row* rows, const float (*weights)[kTileTokens],
                                             const float* corrections, const char* const* values,
                                             int64_t value_size, const Rows& ahead) {
-  // As many sums as leave registers for the rest.
+  // As many sums as possible that leave registers for everything else.
   constexpr int kHalves = kWidth == 16 ? (kRows == 4 ? 4 : 8)
                           : kRows == 6 ? 2
                           : kRows == 4 ? 3

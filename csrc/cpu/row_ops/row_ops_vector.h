@@ -50,7 +50,7 @@ KVPLANE_INLINE void store_lanes(const Lanes& lanes, float* to) {
   KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) store_vector(lanes.part[v], to + v * kWidth);
 }
 
-// Adds halves while there is more than one vector; `sum_of` and `totals` go on until one lane is
+// Adds halves while there is more than one vector; `sum_of` and `totals` continue until one lane is
 // left. The order of the additions does not depend on the width.
 KVPLANE_INLINE Vector fold(Lanes lanes) {
   KVPLANE_UNROLL for (int half = kVectors / 2; half > 0; half /= 2) {
@@ -245,9 +245,9 @@ class Prefetch {
   int64_t row_ = 0;
 };
 
-// What the pass over a tile's keys prefetches, and what that over its values does: the same rows of
-// the next tile. But a processor may drop prefetches when too many are on their way. So with few
-// rows, where memory is the limit, each pass asks again for what the pass after it reads.
+// Rows that the passes over a tile's keys and over its values prefetch: the same of the next tile.
+// But a processor may drop prefetches when too many are pending. So with few rows, where memory is
+// the limit, each pass prefetches the rows again that the pass after it reads.
 KVPLANE_INLINE bool asks_again(const AttendArgs& args) { return args.num_rows <= 8; }
 KVPLANE_INLINE const char* const* again_with_keys(const AttendArgs& args) {
   return asks_again(args) ? args.tile->value : nullptr;

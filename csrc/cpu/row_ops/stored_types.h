@@ -74,7 +74,7 @@ class NanCodes {
   ByteVector largest_ = {};
 };
 
-// Of types of which nobody needs to know.
+// For types whose NaNs need no special treatment.
 struct NoNanCodes {
   KVPLANE_INLINE void add(ByteVector) {}
   KVPLANE_INLINE bool found() const { return false; }
@@ -109,7 +109,7 @@ struct Plain {
   }
 };
 
-// Another name of the same address, so that a compiler does not keep what was read from it.
+// Returns the same address under another name, so that a compiler reads from it again.
 KVPLANE_INLINE const char* reread(const char* address) {
   asm("" : "+r"(address));
   return address;
@@ -199,7 +199,7 @@ struct StoredE4m3 {
   }
 };
 
-// What `convert_tile` left: the two registers of each unit.
+// The result of `convert_tile`: the two registers of each unit.
 struct StoredFloats {
   static constexpr int kBytes = 4;
   static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {

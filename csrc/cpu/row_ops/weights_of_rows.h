@@ -1,5 +1,5 @@
-// From sums over columns to weights, for several rows at once, so that what is done once a row
-// fills whole registers. For files of an instruction set, after row_ops_vector.h.
+// Turns sums over columns into weights for several rows at once, so that operations that are done
+// once per row fill whole registers. For files of an instruction set, after row_ops_vector.h.
 #pragma once
 
 #include <immintrin.h>

@@ -167,8 +167,8 @@ void check_sizes(const PagedAttentionParams& p, const AttentionOptions& options)
   require_in_range(options.max_short_query_len, 0, kMaxPosition, named("max_short_query_len"));
 }
 
-// The workspace: room for a plan, which a call without one makes there; then what the kernels leave
-// for each other.
+// The workspace: room for a plan, which a call without one makes there, then the buffers by which
+// the kernels of a call communicate.
 Scratch scratch_in(void* workspace, const PagedAttentionParams& p, int64_t max_partials) {
   char* at = static_cast<char*>(workspace) + attention_plan_bytes(p.num_sequences);
   char* const partials = at + kWorkspaceUnit;
@@ -177,8 +177,8 @@ Scratch scratch_in(void* workspace, const PagedAttentionParams& p, int64_t max_p
           reinterpret_cast<float*>(partials + states_bytes)};
 }
 
-// The rows of a short sequence that share a tile: those of the widest one. Where it is not known,
-// because some sequence may be long, most short ones are decodes.
+// Returns the rows of a short sequence that share a tile: those of the widest short sequence. If
+// that is not known, because some sequence may be long, assumes decodes, which most short ones are.
 int64_t rows_of_short_sequence(const PagedAttentionParams& p, const AttentionOptions& options) {
   const int64_t group = group_of(p);
   for (const int64_t most : {options.max_short_query_len, options.max_query_len}) {
@@ -187,8 +187,7 @@ int64_t rows_of_short_sequence(const PagedAttentionParams& p, const AttentionOpt
   return group;
 }
 
-// The rows of a tile of several decodes; 0 where no two of them can share one,
-// or need to.
+// Returns the rows of a tile of several decodes; 0 where no two of them can or need to share one.
 int32_t shared_rows_of(const PagedAttentionParams& p, const AttentionOptions& options) {
   const int64_t rows = rows_of_families(p.pages.head_size);
   const bool fit = 2 * group_of(p) <= rows && p.num_sequences > 1 && p.share_reads;
@@ -199,7 +198,7 @@ int32_t shared_rows_of(const PagedAttentionParams& p, const AttentionOptions& op
   return bytes <= max_shared_bytes() ? static_cast<int32_t>(rows) : 0;
 }
 
-// What the kernels of a call need, but for the scratch.
+// Returns the parameter of a call's kernels, without the scratch.
 Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int64_t max_partials,
              void* plan_memory, const Context& context) {
   const bool on_tensor_cores = fits_tensor_cores(p) && fits_shared_memory(p.pages);
@@ -221,7 +220,7 @@ Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int
 
 constexpr size_t kRoomOfSettings = 0, kShortTilesOfSettings = 10;
 
-// All that the plan kernel looks at beside the lengths and the tables.
+// Everything that the plan kernel depends on beside the lengths and the tables.
 std::array<int64_t, 12> settings_of(const Work& work) {
   return {work.max_partials,
           work.p.num_sequences,
@@ -297,7 +296,7 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
   void* const memory = has_plan ? options.plan->memory : options.workspace;
   Work work = work_of(p, options, max_partials, memory, context);
   if (has_plan) {
-    // As wide as they were planned: a call with a plan need not count its query tokens again.
+    // The width is the plan's: a call with a plan need not count its query tokens again.
     const int64_t rows = options.plan->settings[kShortTilesOfSettings] & 0xFFFFFFFF;
     work.short_tile_rows = static_cast<int32_t>(rows);
   }
@@ -306,7 +305,7 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
     throw std::invalid_argument("must be of this batch, and of no more workspace than there is");
   }
 
-  // An upper bound: as if every token of every sequence were in a tile of its own.
+  // An upper bound: as if every token of every sequence had its own tile.
   const int64_t tiles_of_token = div_ceil<int64_t>(work.cutting.group, work.short_tile_rows) + 1;
   const int64_t max_items =
       p.pages.num_kv_heads * tiles_of_token * work.long_parts * (p.num_tokens + work.max_partials);

@@ -1,4 +1,4 @@
-// How the attention kernels are started; attention.cu decides which.
+// Launches of the attention kernels; attention.cu decides which run.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ void launch_families(const Work& work, uintptr_t stream);
 // in a file for each type of pages.
 template <typename Kv>
 void launch_short(const Work& work, const Launch& how);
-// Of items of several decodes. The second says what memory it needs; 0: it is not for this size.
+// Items of several decodes. The second returns the kernel's shared memory; 0 if there is no kernel.
 template <typename Kv>
 void launch_shared(const Work& work, const Launch& how);
 template <typename Kv>

@@ -6,8 +6,8 @@
 //   at multiples of split_tokens of its positions, and each split into tiles of rows.
 // - long sequence: cut into larger tiles of rows, and into larger splits where its context is much
 //   longer than its query.
-// - family: decodes whose contexts begin with the same blocks. What they share is attended to in
-//   items of several of them, if that is whole splits.
+// - family: decodes whose contexts begin with the same blocks. Whole splits that they share are
+//   attended to in items of several of them.
 // - item: one KV head of one tile of rows of one split.
 //
 // How a sequence is cut depends only on its own lengths: cutting.h.
@@ -38,7 +38,7 @@ struct alignas(16) Sequence {
   int32_t context_len;
   Cut cut;
   int32_t weight;         // of each of its items
-  int32_t shared_splits;  // that are attended to with others of its family
+  int32_t shared_splits;  // the ones attended to together with others of its family
 
   __device__ int32_t first_position() const { return context_len - query_len; }
 };
@@ -51,12 +51,12 @@ struct Kin {
   int32_t splits;  // leading splits in the same blocks as those of the first; of itself, 0
 };
 
-// What the plan kernel writes and the others read.
+// The plan kernel's output, which the other kernels read.
 struct Plan {
   Sequence* sequences;  // [num_sequences]
   int32_t* short_ends;  // [num_sequences]: items of the short sequences up to this one
-  // Of the sequences that have long items, those with the longest first: their indices, and their
-  // items up to each; behind them, all items.
+  // The sequences that have long items, the ones with the longest first: their indices, and the
+  // number of items up to each; after them, the number of all items.
   int32_t* long_order;  // [num_sequences]
   int32_t* long_ends;   // [num_sequences]
   int64_t* weights;     // [num_sequences]: of the items of the short sequences up to this one
@@ -64,12 +64,12 @@ struct Plan {
   // Only where work.shared_rows > 0. Members are sequences, one family's after the other's.
   Kin* kin;                // [num_sequences]
   int32_t* family_starts;  // [num_sequences]: of a family's first sequence: its first member
-  int32_t* family_splits;  // [num_sequences]: of it, too: the most splits that another one shares
+  int32_t* family_splits;  // [num_sequences]: likewise, the most splits that another one shares
   int32_t* members;        // [num_sequences]
   int32_t* shared_ends;    // [num_sequences]: items of the tiles that begin with members up to this
 };
 
-// What the kernels of one call write and read, in its workspace.
+// Buffers that the kernels of one call write and read, in its workspace.
 struct Scratch {
   int32_t* num_taken;  // items of long sequences that blocks have taken beside their first
   // One entry for each split, token and query head of a sequence of more than one split.
@@ -84,7 +84,7 @@ struct Work {
   Scratch scratch;
   Cutting cutting;
   int32_t* faults;
-  int64_t max_partials;   // for which the plan's arrays have room, in query tokens
+  int64_t max_partials;   // room in the workspace, in query tokens
   int32_t max_query_len;  // 0: not known
   int32_t short_tile_rows;
   int32_t long_tile_rows;  // 0: long sequences are in the list of short items
@@ -98,7 +98,7 @@ struct Item {
   int32_t tile;
   int32_t split;
   int32_t part;  // of the values' dims
-  // Of a family's item, whose sequence is the family's first:
+  // For a family's item, whose sequence is the family's first:
   int32_t first_member;
   int32_t num_members;
 };
@@ -249,7 +249,7 @@ __device__ inline void check_scales(const Work& work, const float* scales, int64
   }
 }
 
-// What the first kernel of a call does for the others.
+// The first kernel of a call calls this for all of them: it checks scales and clears a counter.
 __device__ inline void begin_call(const Work& work) {
   if (blockIdx.x != 0) return;
   const PagesParams& pages = work.p.pages;

@@ -86,8 +86,7 @@ __host__ __device__ inline Cut cut_of(const Cutting& c, int32_t query_len, int32
 
 constexpr int kTokensOfWeight = 64;
 
-// How long an item of a sequence takes, beside others: its tokens in 64s, and one for what it costs
-// beside its tokens.
+// The relative time of an item of a sequence: its tokens in 64s, and one for its fixed cost.
 __host__ __device__ inline int32_t weight_of(const Cut& cut, int32_t context_len) {
   const int32_t tokens = cut.splits > 1 ? cut.tokens : context_len;
   return tokens / kTokensOfWeight + 1;

@@ -1,5 +1,5 @@
-// Finds the decodes whose contexts begin with the same blocks: a family. The keys and values of
-// what they share are read for all of them at once (short/attention_shared.cuh).
+// Finds families: decodes whose contexts begin with the same blocks. The keys and values of these
+// blocks are read for all of them at once (short/attention_shared.cuh).
 //
 // Two decodes are of one family if their tables have the same entry where the first split ends: ids
 // of blocks of the same prefix. How many splits they really share is then found by comparing every
@@ -25,14 +25,14 @@ __device__ int64_t entry_of(const Work& work, int32_t sequence, int32_t index) {
                                   : static_cast<const int32_t*>(work.p.block_tables)[at];
 }
 
-// One query token, and a split behind the first: partial results are what is shared.
+// Returns whether a sequence has one query token and several splits: it shares partial results.
 __device__ bool can_share(const Work& work, int32_t s) {
   return check_lengths(work, s) == 0 && work.p.query_starts[s + 1] - work.p.query_starts[s] == 1 &&
          work.p.context_lens[s] > work.cutting.split_tokens;
 }
 
-// Of each of four numbers, over all threads of the block: the sum of the first two, the minimum of
-// the others.
+// Four numbers, reduced over all threads of the block: the first two summed, of the others the
+// minimum.
 struct Found {
   int32_t num_before, num_all;
   int32_t first, mismatch;
@@ -59,7 +59,7 @@ __device__ Found of_block(Found own, Found* shared) {
   return own;
 }
 
-// By a block: the place of a sequence among those of its family.
+// By a block: finds the place of a sequence in its family.
 __device__ Found find_family(const Work& work, int32_t s, Found* shared) {
   const int32_t index =
       static_cast<int32_t>((work.cutting.split_tokens - 1) / work.p.pages.block_size);
@@ -75,7 +75,7 @@ __device__ Found find_family(const Work& work, int32_t s, Found* shared) {
   return of_block(own, shared);
 }
 
-// By a block: the leading splits of which all tokens are in the same blocks of both sequences.
+// By a block: counts the leading splits whose tokens are all in the same blocks of both sequences.
 __device__ int32_t shared_splits(const Work& work, int32_t s, int32_t other, Found* shared) {
   const int32_t split_tokens = work.cutting.split_tokens;
   const int32_t block_size = static_cast<int32_t>(work.p.pages.block_size);

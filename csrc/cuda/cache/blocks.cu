@@ -22,7 +22,7 @@ constexpr int kThreads = 256;
 constexpr int kChunksOfThread = 4;
 constexpr int64_t kBytesOfBlock = int64_t{kThreads} * kChunksOfThread * 16;
 constexpr int64_t kMaxParts = 1024;  // into which the bytes of one copy are divided
-// As many ids as fit in 4 KiB of parameters, or in the 32764 bytes that drivers allow from
+// The most ids that fit in 4 KiB of parameters, or in the 32764 bytes that drivers allow from
 // CUDA 12.1 on.
 constexpr int kIdsOfLaunch = 224;
 constexpr int kIdsOfLargeLaunch = 2016;
@@ -34,12 +34,12 @@ constexpr int64_t kMinBytesOfEngine = 128 << 10;
 // In a batch of copies the host spends less on each, but smaller ones leave the link idle again:
 // others measured that from 28 KiB down a kernel is faster (vLLM #57342).
 constexpr int64_t kMinBytesOfBatch = 32 << 10;
-// Thread blocks that keep the link busy: 2 us of 64 GB/s are 8 times what one of them has in
+// Thread blocks that keep the link busy: 2 us of 64 GB/s are 8 times the bytes that one has in
 // flight. No more than that, since attention runs beside a swap.
 constexpr int64_t kBlocksOfLink = 32;
 
-// What a thread copies at once: 16 bytes where addresses and sizes allow it, as in most pools;
-// otherwise 8, otherwise 1.
+// A thread copies at once 16 bytes where addresses and sizes allow it, as in most pools; otherwise
+// 8, otherwise 1.
 struct alignas(16) Chunk16 {
   uint32_t words[4];
 };
@@ -218,7 +218,7 @@ bool overlap(const CopyBlocksParams& p) {
          p.destination < end(p.source, p.source_num_blocks, p.source_block_bytes);
 }
 
-// The same copies with addresses that a kernel can use; none if a kernel cannot reach the memory.
+// Returns the copies with addresses that a kernel can use; none if it cannot reach the memory.
 std::optional<CopyBlocksParams> on_device(CopyBlocksParams p) {
   const auto mapped = [&](const char* data, int64_t num_blocks, int64_t block_bytes) {
     return static_cast<char*>(

@@ -1,5 +1,5 @@
 // Many copies by the copy engines in one call of the driver (cuMemcpyBatchAsync, CUDA 12.8), which
-// costs the host about half of what as many single copies do.
+// costs the host about half as much as the same copies one by one.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ inline void copy_batch(BatchCopies& copies, Stream stream) {
 
 #else
 
-// As the driver has them: older headers do not. `flags` is 0, the locations are hints for other
+// The driver's structure, which older headers lack. `flags` is 0; the locations are hints for other
 // kinds of memory.
 struct BatchCopyAttributes {
   int source_access_order;

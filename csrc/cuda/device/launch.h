@@ -62,7 +62,7 @@ void launch_when(Begins begins, Grid grid, int num_threads, size_t shared_bytes,
   if (bytes_of_parameters(kKernel) > kParameterBytesForAll && !allows_large_parameters()) {
     fail("more parameters than the driver takes");
   }
-  // Copies of the arguments: a kernel that lets the next begin is not seen to have ended here.
+  // Copies of the arguments: a kernel that lets the next one begin may not have ended here.
   emulator::launch(
       {static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), 1},
       {static_cast<unsigned>(num_threads), 1, 1}, shared_bytes,

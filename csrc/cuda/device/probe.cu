@@ -65,7 +65,7 @@ struct ToHalves {
   }
 };
 
-// The same without the instruction that newer devices have for it.
+// The same conversions without the instruction that newer devices have for them.
 template <typename T>
 struct ComputeHalves {
   using In = uint32_t;

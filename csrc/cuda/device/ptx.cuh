@@ -114,7 +114,7 @@ __device__ inline void copy_async_16(void* shared, const void* global, bool want
 }
 __device__ inline void commit_copies() { emulator::commit_copies(); }
 
-// Returns when the kernels before this one in the stream have ended, and what they wrote is there:
+// Returns when the kernels before this one in the stream have ended, and their writes are visible:
 // at once in a kernel that was not launched to begin early.
 __device__ inline void wait_for_kernel_before() { emulator::wait_for_kernel_before(); }
 // The next kernel of the stream may begin, if it was launched to begin early, when every block of
@@ -132,7 +132,7 @@ struct MatrixRow {
 template <bool kTransposed>
 __device__ void load_matrices(uint32_t (&matrices)[4], const void* row, EmulatorSite site) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0) emulator::fail("ldmatrix: not aligned", site);
-  // Each lane reads its row when it calls: it must see what the other lanes wrote.
+  // Each lane reads its row when it calls: it must see the writes of the other lanes.
   const MatrixRow own = *static_cast<const MatrixRow*>(row);
   const emulator::Combine combine = [](const emulator::Slot* given, unsigned, emulator::Slot* got) {
     MatrixRow rows[32];

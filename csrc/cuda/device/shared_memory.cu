@@ -78,7 +78,7 @@ std::shared_ptr<SharedMemory> SharedMemory::allocate(int device, int64_t num_byt
   void* data = nullptr;
   check(cudaMalloc(&data, whole), "cudaMalloc");
   std::shared_ptr<SharedMemory> memory(new SharedMemory(data, num_bytes, device, true));
-  // What was there is somebody's keys and values.
+  // The memory may still hold another tenant's keys and values.
   check(cudaMemset(data, 0, whole), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   cudaIpcMemHandle_t handle = {};

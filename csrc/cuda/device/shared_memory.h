@@ -1,10 +1,10 @@
-// Memory of one GPU that two processes have, by CUDA IPC.
+// Memory of one GPU that two processes use, by CUDA IPC.
 //
 //   exporter   cudaMalloc ── handle, 64 bytes ──►  importer   cudaIpcOpenMemHandle
 //   cudaFree, once the importer has closed it   ◄──           cudaIpcCloseMemHandle
 //
-// Freed earlier, what the importer does there is undefined. So whoever allocates has to know when
-// the other is done; nothing here tells.
+// If it is freed earlier, the importer's accesses are undefined. So the exporter has to know when
+// the importer is done; CUDA IPC does not tell it.
 #pragma once
 
 #include <cstddef>
@@ -18,17 +18,17 @@ constexpr size_t kIpcHandleBytes = 64;
 
 class SharedMemory {
  public:
-  // At least `num_bytes` bytes of zeros on the device of this index, for another process. Throws
-  // std::runtime_error where there is no memory, or the device cannot share it.
+  // Allocates at least `num_bytes` bytes of zeros on the device of this index, for another process.
+  // Throws std::runtime_error where there is no memory, or the device cannot share it.
   static std::shared_ptr<SharedMemory> allocate(int device, int64_t num_bytes);
-  // What another process allocated, of which the first `num_bytes` are used here. A copy of `file`
+  // Opens another process's memory, of which the first `num_bytes` are used here. A copy of `file`
   // is open for as long as the memory is, and closed after it; -1 for none. Throws
   // std::invalid_argument for a handle of another length and for memory that is smaller, and
   // std::runtime_error where it cannot be opened: it is on another device, or in a container that
   // does not share the machine's IPC.
   static std::shared_ptr<SharedMemory> open(int device, const std::string& handle,
                                             int64_t num_bytes, int file);
-  // Waits until the device has done all that this process has given it, then frees or closes.
+  // Waits until the device has done all work of this process, then frees or closes the memory.
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
@@ -36,7 +36,7 @@ class SharedMemory {
   void* data() const { return data_; }
   int64_t num_bytes() const { return num_bytes_; }
   int device() const { return device_; }
-  // For the other process. Empty where the memory was opened.
+  // The handle for the other process. Empty where the memory was opened.
   const std::string& handle() const { return handle_; }
 
  private:
@@ -51,7 +51,7 @@ class SharedMemory {
   int file_ = -1;
 };
 
-// "GPU-" and the UUID in hexadecimal: the same device has other indices in other processes.
+// Returns "GPU-" and the UUID in hexadecimal: indices of a device differ between processes.
 std::string device_uuid(int device);
 
 }  // namespace kvplane::cuda

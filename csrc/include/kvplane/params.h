@@ -70,7 +70,7 @@ struct PagedAttentionParams : AttentionOptions {
   PagesParams pages;
   Dtype query_dtype;       // of query and out
   bool wide_block_tables;  // int64 when true
-  bool is_padded;          // query_starts may end before num_tokens: what follows is of no sequence
+  bool is_padded;          // query_starts may end before num_tokens: later tokens have no sequence
   bool share_reads;  // read splits of equal blocks once for all their rows; no bit depends on it
   int64_t num_tokens;
   int64_t num_heads;  // a multiple of pages.num_kv_heads

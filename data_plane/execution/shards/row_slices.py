@@ -1,5 +1,5 @@
-"""A long attention call in slices: some rows of its queries at a time, so that others can run
-between them. A prompt that is cut so gives the bits of the whole.
+"""Cuts a long attention call into slices of its query rows, so that other commands can run between
+them. The output is bit for bit that of the whole call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _FEW_ROWS: Final = 256
 # Slices of fewer rows would read keys and values too often.
 _LEAST_ROWS: Final = 64
 _FIRST_GUESS_S: Final = 1e-7
-# Calls of fewer rows times positions say more of what a call costs than of what they do.
+# In calls of fewer rows times positions, the fixed cost of a call dominates.
 _LEAST_PAIRS: Final = 1 << 16
 _MEMORY_CALLS: Final = 4
 
 
 def rows_of(arguments: AttentionArguments, rows: range) -> AttentionArguments:
-    """The arguments for some of the queries' rows alone. ``lengths`` must be there."""
+    """Return the arguments for some of the query rows alone. ``lengths`` must not be None."""
     lengths = arguments.lengths
     assert lengths is not None
     starts = lengths.query_starts
@@ -50,13 +50,13 @@ def rows_of(arguments: AttentionArguments, rows: range) -> AttentionArguments:
 
 
 class SliceSizes:
-    """How many rows take how long, learnt from the calls so far."""
+    """Estimates how long rows take, from the calls so far."""
 
     def __init__(self) -> None:
-        self._pair_s = _FIRST_GUESS_S  # a query row and a position that it attends to
+        self._pair_s = _FIRST_GUESS_S  # for one query row and one position that it attends to
 
     def slices(self, lengths: HostLengths, slice_s: float) -> Iterator[range]:
-        """The rows of a call, in one slice or several that take about ``slice_s`` each."""
+        """Yield the rows of a call, in one slice or several that take about ``slice_s`` each."""
         starts, num_rows = lengths.query_starts, int(lengths.query_starts[-1])
         begin = 0
         while begin < num_rows:

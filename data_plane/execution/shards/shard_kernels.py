@@ -1,8 +1,8 @@
-"""Calls the kernels on one shard's pools for verified plans, and counts what they did.
+"""Calls the kernels on one shard's pools for verified plans, and counts their work.
 
 For metrics it also counts how long the device spends in kernels. On the CPU every call is timed.
-On a GPU one call in 16 of each kernel is, by two events on its stream, which are read once the
-stream has passed them: nobody waits for the device.
+On a GPU one call in 16 of each kernel is timed, by two events on its stream, which are read once
+the stream has passed them: no thread waits for the device.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ShardKernels:
         self._slice_sizes = SliceSizes()
 
     def group_of_layer(self, layer: int) -> int:
-        """The layer group that it is in."""
+        """Return the layer group that the layer is in."""
         return self._groups[layer]
 
     def write_arguments(
@@ -102,7 +102,7 @@ class ShardKernels:
         value: torch.Tensor | None,
         prefix: str = "",
     ) -> WriteArguments:
-        """The checked arguments of ``write``. Raises InvalidRequestError naming the tensor, after
+        """Check arguments for ``write``. Raises InvalidRequestError naming the tensor, after
         ``prefix``, unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's
         dtype, value with value_head_size, and None where the layer keeps latents.
         """
@@ -115,7 +115,7 @@ class ShardKernels:
         return arguments
 
     def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
-        """The options with which a layer attends where a caller gives these."""
+        """Return the options with which a layer attends if a caller passes ``options``."""
         return options.in_group(self._windows[layer])
 
     def attention_arguments(
@@ -127,7 +127,7 @@ class ShardKernels:
         prefix: str = "",
         of_heads: NumbersOfHeads | None = None,
     ) -> AttentionArguments:
-        """The checked arguments of ``attend``. ``of_heads``: as ``AttentionArguments`` has them.
+        """Check arguments for ``attend``. ``of_heads``: as in ``AttentionArguments``.
         Raises InvalidRequestError naming the argument, after ``prefix``, unless the query is
         [num_tokens, num_heads, head_size] of the layout's dtype and the options fit it, and
         InternalError when the device failed.
@@ -166,30 +166,30 @@ class ShardKernels:
         value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> BoundLayer | None:
-        """The layer as ``bind`` bound it, for arguments that need no more checks; else None."""
+        """Return the layer that ``bind`` bound, if the arguments need no more checks; else None."""
         if self._bound is None or query.shape[0] != batch.num_tokens:
             return None
         bound = self._bound.find(layer, query, key, value, options)
         return bound if bound is not None and self.sees(bound, batch) else None
 
     def sees(self, bound: BoundLayer, batch: AttentionBatch) -> bool:
-        """Whether all that the layer's window looks at is still in the batch's tables."""
+        """Return whether the layer's window reaches no trimmed entry of the batch's tables."""
         most = batch.max_window_tokens
         return most is None or 0 < bound.window_tokens <= most
 
     @property
     def binds_layers(self) -> bool:
-        """Whether the kernels have layers that are bound."""
+        """Whether the kernels can bind layers."""
         return self._bound is not None
 
     def native_batch(self, batch: AttentionBatch) -> Any:
-        """What layers that were bound take; not for kernels that bind none."""
+        """Return the batch as bound layers take it. Only for kernels that bind layers."""
         assert self._bound is not None
         return self._bound.batch(batch)
 
     @property
     def num_threads(self) -> int:
-        """Of a call of a layer that was bound."""
+        """Threads of a bound layer's call. Only for kernels that bind layers."""
         assert self._bound is not None
         return self._bound.num_threads
 
@@ -215,7 +215,7 @@ class ShardKernels:
         value: torch.Tensor | None,
         num_context_tokens: int,
     ) -> torch.Tensor:
-        """``write`` and ``attend`` of a layer that ``bound_layer`` found."""
+        """Write and attend with a layer that ``bound_layer`` returned."""
         assert self._bound is not None
         output, *seconds = self._bound.run(bound, batch, query, key, value)
         self.count(bound, batch.num_tokens, num_context_tokens, seconds)
@@ -228,7 +228,7 @@ class ShardKernels:
         num_context_tokens: int,
         seconds: Sequence[float],
     ) -> None:
-        """Note a call of a bound layer. ``seconds``: that writing and attending took."""
+        """Count a call of a bound layer. ``seconds``: how long writing and attending took."""
         counters = self._counters
         write_s, attention_s = seconds
         counters.kernel_s["write"] += write_s
@@ -268,17 +268,17 @@ class ShardKernels:
         self._counters.transfer_bytes[direction] += num_bytes
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
-        """The batch with its tensors on the kernels' device."""
+        """Return the batch with its tensors on the kernels' device."""
         with self._streams.computing():
             return batch.to(self._device)
 
     def step_memory(self) -> StepMemory | None:
-        """As ``Kernels.step_memory``."""
+        """Return ``Kernels.step_memory()``."""
         return self._kernels.step_memory()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What is queued inside runs on the caller's stream, after all work queued before."""
+        """Queue the work inside on the caller's stream, after all work queued before."""
         with self._streams.computing():
             yield
 
@@ -289,8 +289,8 @@ class ShardKernels:
         attention: AttentionArguments,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``write`` and ``attend`` with memory at addresses that stay, so that both can be
-        captured. What is queued before on other streams is not waited for.
+        """Write and attend with memory at fixed addresses, so that both can be captured. Does not
+        wait for work queued before on other streams.
         """
         self._kernels.reshape_and_cache(write)
         return memory.attend(attention, out)
@@ -308,8 +308,8 @@ class ShardKernels:
         self._counters.num_written_tokens += len(arguments.slots)
 
     def slices(self, lengths: HostLengths | None, slice_s: float | None) -> list[range]:
-        """The rows of an attention call that take ``slice_s`` at a time; none where it is not to be
-        cut.
+        """Cut an attention call into rows that take ``slice_s`` each; none for a call of one slice,
+        and on a GPU.
         """
         if slice_s is None or lengths is None or self._device.type != "cpu":
             return []
@@ -322,8 +322,8 @@ class ShardKernels:
         num_context_tokens: int,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size], in ``out``
-        if given. ``num_context_tokens``: positions that it reads, for metrics.
+        """Attend for all spans in one layer. Returns [num_tokens, num_heads, value_head_size], in
+        ``out`` if given. ``num_context_tokens``: positions that it reads, for metrics.
         """
         there = {} if out is None else {"out": out}
         num_bytes = num_context_tokens * bytes_of_token(arguments.keys, arguments.values)
@@ -341,7 +341,7 @@ class ShardKernels:
         num_slots: NDArray[np.int64],
     ) -> torch.Tensor:
         """Copy layers of blocks out, to the tier's device. ``layers``: of the group's.
-        ``num_slots``: [num_blocks], those copied of each block; the others are 0. Returns
+        ``num_slots``: [num_blocks], leading slots copied of each block; the others are 0. Returns
         [num_layers, num_blocks, ...], the pool's shape of a page at the end.
         """
         pages = self._gather(tier_key, blocks, layers)
@@ -384,11 +384,11 @@ class ShardKernels:
         first_block: int,
         blocks: torch.Tensor,
     ) -> range:
-        """Which of the span's tokens ``blocks`` hold, counted from its first token. ``layers``: of
+        """Return which of the span's tokens ``blocks`` hold, counted from its first. ``layers``: of
         the batch's group. ``blocks``: the table entries from ``first_block`` on, as ``read``
         returns them.
 
-        Raises InvalidRequestError for a tensor of another shape, and when they hold none.
+        Raises InvalidRequestError for a tensor of another shape, and when it holds none of them.
         """
         pool = self._pools.tier(tier_key_of(batch.group, pb.TIER_DEVICE))
         block_size = self._block_size_tokens
@@ -417,7 +417,7 @@ class ShardKernels:
     ) -> None:
         """Write the slots of some tokens of a span from checked ``blocks``, and no other slot.
 
-        Blocks hold what is stored, so their bits are copied: fp8 is not rounded again.
+        Blocks hold elements as stored, so their bits are copied: fp8 is not rounded again.
         """
         block_size = self._block_size_tokens
         position = int(batch.first_positions[span]) + tokens.start
@@ -465,7 +465,7 @@ class ShardKernels:
                     stored.view(bits)[block_ids, :, offsets] = rows
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
-        """Stricter than the kernels, which would accept other dtypes and round."""
+        """Refuse other dtypes than the layout's, which the kernels would accept and round."""
         wanted, has = (str(dtype).removeprefix("torch.") for dtype in (self._dtype, tensor.dtype))
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
 
@@ -475,7 +475,7 @@ def check_window(window_tokens: int, most: int | None) -> None:
     if most is not None:
         require(
             0 < window_tokens <= most,
-            f"must be 1 to {most}, because what lies further back was trimmed from a block table, "
+            f"must be 1 to {most}, because earlier entries were trimmed from a block table, "
             f"is {window_tokens or 'without a window'}",
             "options.sliding_window_tokens",
         )
@@ -491,7 +491,7 @@ def _errors_under(prefix: str) -> Iterator[None]:
 
 
 def layer_scales(layout: Layout, shard: Shard, device: torch.device) -> list[_LayerScales]:
-    """One pair for each layer of ``shard``, ascending: float32 [KV heads held of its group]
+    """Return a pair for each layer of ``shard``, ascending: float32 [KV heads held of its group]
     on ``device``, or None where the layout has no scales, which means that all are 1.
     """
     of_layer: dict[int, _LayerScales] = {}
@@ -510,7 +510,7 @@ def _group_scales(
     def of_held(scales: Sequence[float]) -> list[torch.Tensor | None]:
         if not scales:
             return [None] * len(held)
-        # A layer with one scale has it for all its heads.
+        # A layer's single scale applies to all of its heads.
         of_all = torch.tensor(scales, dtype=torch.float32).view(len(group.layers), -1)
         of_heads = of_all.expand(-1, group.num_kv_heads)[held, heads.start : heads.stop]
         return list(of_heads.contiguous().to(device))
@@ -525,8 +525,8 @@ class _KernelTimes(Protocol):
 
     @contextmanager
     def timing(self, kernel: str, num_bytes: int) -> Iterator[None]:
-        """What is queued inside on the current stream is a call of ``kernel``, which has to read
-        and write ``num_bytes``.
+        """Time the work that is queued inside on the current stream as a call of ``kernel``, which
+        has to read and write ``num_bytes``.
         """
         ...
 
@@ -536,7 +536,7 @@ class _KernelTimes(Protocol):
 
 
 class _HostTimes:
-    """For the CPU, where a call has ended when it returns."""
+    """Times kernels on the CPU, where a call has ended when it returns."""
 
     def __init__(self, counters: ExecutorCounters) -> None:
         self._counters = counters
@@ -549,11 +549,11 @@ class _HostTimes:
         self._counters.kernel_bytes[kernel] += num_bytes
 
     def collect(self) -> None:
-        """Nothing is left to count."""
+        """Do nothing: ``timing`` counts."""
 
 
 class _DeviceTimes:
-    """For a GPU."""
+    """Times kernels on a GPU, by events."""
 
     def __init__(self, counters: ExecutorCounters) -> None:
         self._counters = counters
@@ -590,5 +590,5 @@ def _event() -> Any:
 
 
 def kernel_times(device: torch.device, counters: ExecutorCounters) -> _KernelTimes:
-    """Those of kernels on ``device``."""
+    """Return the timer for kernels on ``device``."""
     return _DeviceTimes(counters) if device.type == "cuda" else _HostTimes(counters)

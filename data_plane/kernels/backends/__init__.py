@@ -1,1 +1,1 @@
-"""The interface on the CPU and on a GPU, each as calls of a native module."""
+"""The kernels' interface on the CPU and on a GPU, each as calls of a native module."""

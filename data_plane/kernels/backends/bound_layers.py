@@ -1,10 +1,9 @@
-"""A layer's write and attention as one native call, for a caller that comes once for each layer of
-each plan.
+"""Writes and attends in one native call, for a caller that calls once for each layer of each plan.
 
-What stays the same from plan to plan is checked and bound once for each layer: its pages and
-scales, the options, and the types, heads and strides of the caller's tensors, however many tokens
-they have. What the layers of a plan share is bound once for each plan. Native objects have
-addresses only, so what is at them is kept beside them.
+Arguments that stay the same from plan to plan are checked and bound once for each layer: its pages
+and scales, the options, and the types, heads and strides of the caller's tensors, for any number of
+tokens. Arguments that a plan's layers share are bound once for each plan. Native objects hold only
+addresses, so the Python objects beside them keep the memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Signature = tuple[Any, ...]
 
 
 class Batch(Protocol):
-    """What is needed of an ``AttentionBatch``."""
+    """The properties of ``AttentionBatch`` that are used here."""
 
     @property
     def group(self) -> int: ...
@@ -45,9 +44,9 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer, and tensors of one signature. ``output_heads``: heads of the output, and their size.
-    ``token_bytes``: as ``bytes_of_token``. ``held``: what ``native`` uses the addresses of. The
-    tensors of a call are the caller's to keep or free.
+    """A layer bound for tensors of one signature. ``output_heads``: heads of the output, and their
+    size. ``token_bytes``: from ``bytes_of_token``. ``held``: tensors whose addresses ``native``
+    uses. The caller keeps a call's tensors alive until it returns.
     """
 
     native: Any
@@ -67,13 +66,13 @@ class BoundLayers:
         bind: Callable[[WriteArguments, AttentionArguments], Any],
         num_threads: Callable[[], int],
     ) -> None:
-        """``bind`` makes the module's BoundLayer. ``num_threads``: for a call."""
+        """``bind`` makes the module's BoundLayer. ``num_threads`` returns the threads of a call."""
         self._module = module
         self._bind = bind
         self._num_threads = num_threads
-        # As bound last: for a single token, whose stride may be any number, or for several.
+        # The latest binding for one token, whose token stride does not matter, and for several.
         self._layers: dict[tuple[int, bool], BoundLayer] = {}
-        self._last: dict[int, BoundLayer] = {}  # as each was called last
+        self._last: dict[int, BoundLayer] = {}  # the latest call's
         self._batches: dict[int, tuple[Batch, Any]] = {}  # the latest of each layer group
 
     def find(
@@ -84,8 +83,8 @@ class BoundLayers:
         value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> BoundLayer | None:
-        """The layer as it is bound; None where it was not, and where these arguments differ from
-        those that were checked then.
+        """Return the bound layer; None if it is not bound, or if these arguments differ from the
+        ones that were checked then.
         """
         signature, last = _signature(query, key, value, options), self._last.get(layer)
         if last is not None and last.signature == signature:
@@ -146,7 +145,7 @@ class BoundLayers:
         return output, write_s, time.perf_counter() - began_s - write_s
 
     def batch(self, batch: Batch) -> Any:
-        """What the layers of ``batch`` share, as a native object; the latest is kept."""
+        """Return the native object that the layers of ``batch`` share; the latest is kept."""
         known, native = self._batches.get(batch.group, (None, None))
         if known is not batch:
             native = self._bind_batch(batch)
@@ -155,7 +154,7 @@ class BoundLayers:
 
     @property
     def num_threads(self) -> int:
-        """For a call."""
+        """Threads of a call."""
         return self._num_threads()
 
     def _bind_batch(self, batch: Batch) -> Any:
@@ -174,8 +173,8 @@ class BoundLayers:
 def _signature(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, options: AttentionOptions
 ) -> Signature:
-    """All that the checks of arguments look at, but for the batch: tensors of equal signatures are
-    both accepted, or both refused.
+    """Return everything that the checks of arguments depend on, except the batch: tensors of equal
+    signatures are both accepted, or both refused.
     """
     return (
         options,
@@ -188,7 +187,7 @@ def _signature(
 
 
 def _of_any_number(signature: Signature) -> Signature:
-    """Without how many tokens the tensors have, but for whether all have as many."""
+    """Replace each tensor's number of tokens by whether it equals the query's."""
     options, *tensors = signature
     num_tokens = tensors[0][0][:1]
     of_one = [t and (t[0][:1] == num_tokens, t[0][1:], *t[1:]) for t in tensors]

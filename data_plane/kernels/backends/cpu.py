@@ -30,8 +30,8 @@ class CpuKernels(NativeKernels):
     ``num_threads``: 0 for as many as torch uses. No bit of a result depends on it. Raises
     InvalidRequestError for a number out of range, and when KVPLANE_KERNELS_ISA names an instruction
     set that the machine does not have. Of tokens with equal slots the last one counts.
-    ``share_reads``: read what sequences share once for all of them. No bit depends on it either; it
-    is there to be measured.
+    ``share_reads``: read the blocks that sequences share once for all of them. No bit depends on it
+    either; it can be turned off to measure its effect.
     """
 
     backend = "cpu"
@@ -67,10 +67,10 @@ class CpuKernels(NativeKernels):
         return BoundLayers(self._module, self._bound_layer, self._threads)
 
     def step_memory(self) -> None:
-        """None: a CPU has no graphs."""
+        """Return None: a CPU has no graphs."""
 
     def check_faults(self) -> None:
-        """Nothing to report: each call checks the values of its arguments and raises."""
+        """Do nothing: each call checks the values of its arguments and raises."""
 
     def _call(self, name: str, **arguments: Any) -> Any:
         if name not in _ON_ONE_THREAD:
@@ -82,10 +82,10 @@ class CpuKernels(NativeKernels):
 
 
 def cpu_isa() -> str:
-    """The instruction set in use: avx512bf16, avx512, avx2 or baseline.
+    """Return the instruction set in use: avx512bf16, avx512, avx2 or baseline.
 
     It is the best one of the machine, or the one that KVPLANE_KERNELS_ISA names. Raises
-    InvalidRequestError when the machine does not have that one.
+    InvalidRequestError when the machine does not have the one named.
     """
     try:
         return kvplane_kernels.cpu_isa()

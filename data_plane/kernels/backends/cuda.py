@@ -1,8 +1,8 @@
-"""The kernels on a GPU (csrc/cuda), or emulated: calls are queued on a stream and not waited for.
+"""The kernels on a GPU (csrc/cuda), or emulated: calls are queued on a stream and do not wait.
 
 The native module is an argument: ``kvplane_kernels._cuda``, or the emulator's. Ids of blocks to
-copy are on the host and are checked by the call; what is in device memory is checked by the
-kernels, and ``check_faults`` reports what they found.
+copy are on the host and are checked by the call; ids in device memory are checked by the
+kernels, and ``check_faults`` reports the bad ones.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _FAULTS: Final = {
     "BAD_WORKSPACE": ("workspace", "must have room for the partial results of the batch"),
 }
 MAX_WORKSPACE_BYTES: Final = 1 << 30
-"""Of the workspaces of all calls at once. Attention runs in several calls where the partial results
-of one would need more. Fixed steps keep up to half of it."""
+"""Bounds the workspaces of all calls together. Attention runs in several calls if one would need
+more for its partial results. Fixed steps keep up to half of it."""
 MAX_SHARED_PLANS: Final = 16
-"""Kept of a batch. Callers choose the window of each call, so they could fill memory with plans."""
+"""Plans kept for a batch. Callers choose each call's window, and so could fill memory with them."""
 _SHORT_ROWS: Final = 32
-"""The rows of a KV head that a short sequence has at most, as in csrc/cuda/attention/cutting.h."""
+"""A short sequence has at most this many rows of a KV head, as in csrc/cuda/attention/cutting.h."""
 _TENSOR_BYTES: Final = 256 << 20  # for queries, outputs and block tables beside the workspace
 _FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention", "plan_attention")
 
@@ -67,22 +67,22 @@ class AttentionPlan:
     native: Any
     memory: torch.Tensor
     workspace_bytes: int
-    """Of each call that uses the plan."""
+    """Size of the workspace of each call that uses the plan."""
 
 
 class CudaKernels(NativeKernels):
     """The operations of ``data_plane.kernels.backend.Kernels`` on one GPU. Of tokens with equal
     slots, any one may be stored.
 
-    module: the compiled one. device: of all tensors but pairs and block_ids.
+    module: the compiled one. device: of all tensors except pairs and block_ids.
     streams: those of the device; the emulator needs none.
     split_tokens: the context of a short query is split at multiples of it; a multiple of 64. The
         rounding of a result depends on it, and on nothing else in a batch.
-    max_workspace_bytes: of one call and of what fixed steps keep, together. A batch that needs more
-        than is left is attended to in parts, with the same result. Where its lengths are not known
-        on the host, and no workspace is given, it is refused if it could need more.
-    share_reads: read what decodes share once for several of them. No bit depends on it; it is there
-        to be measured.
+    max_workspace_bytes: of one call and of fixed steps' workspaces together. A batch that needs
+        more than is left is attended to in parts, with the same result. If the host does not know
+        its lengths, and no workspace is given, it is refused if it could need more.
+    share_reads: read the blocks that decodes share once for several of them. No bit depends on it;
+        it can be turned off to measure its effect.
     """
 
     backend = "cuda"
@@ -120,7 +120,7 @@ class CudaKernels(NativeKernels):
         return self._module.allocate_shared(device=self._index, num_bytes=num_bytes)
 
     def bound_layers(self) -> None:
-        """None: launches are queued, so that little is to be gained."""
+        """Return None: launches are queued, so binding would save little."""
 
     def step_memory(self) -> StepMemory:
         return StepMemory(self)
@@ -134,11 +134,11 @@ class CudaKernels(NativeKernels):
         workspace: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """``out``: of ``arguments.output_shape`` and the query's dtype, contiguous. ``workspace``:
-        uint8 [num_bytes], of ``attention_workspace_bytes``. Either is allocated if not given; a
-        captured graph needs both, and ``arguments`` made before the capture. ``plan``: made for
-        these lengths and tables; then the workspace is of ``plan.workspace_bytes``. Raises
-        InvalidRequestError, before it allocates, where neither lengths nor a workspace is given and
+        """Attend. ``out``: of ``arguments.output_shape`` and the query's dtype, contiguous.
+        ``workspace``: uint8 [num_bytes], of ``attention_workspace_bytes``. Either is allocated if
+        not given; a captured graph needs both, and ``arguments`` made before the capture. ``plan``:
+        made for these lengths and tables; the workspace is then of ``plan.workspace_bytes``. Raises
+        InvalidRequestError, before it allocates, if neither lengths nor a workspace is given and
         the tables have room for contexts that could need more than ``max_workspace_bytes``.
         """
         if plan is not None and workspace is None:
@@ -179,11 +179,11 @@ class CudaKernels(NativeKernels):
         memory: torch.Tensor | None = None,
         num_partials: int | None = None,
     ) -> AttentionPlan:
-        """Queue what a call does before it attends, for all calls with the same lengths and tables,
-        and the same shapes, types, strides and window. Of the pages the contents do not matter.
-        ``memory``: uint8 [num_bytes], of ``plan_bytes``; allocated if not given.
-        ``num_partials``: for which workspaces have room; None: as many as the lengths need, or
-        where they are not on the host, as the longest contexts would.
+        """Queue the planning for all calls with the same lengths and tables, and the same shapes,
+        types, strides and window; the contents of the pages do not matter. ``memory``: uint8
+        [num_bytes], of ``plan_bytes``; allocated if not given. ``num_partials``: partial results
+        that workspaces have room for; None: as many as the lengths need, or, if the host does not
+        know them, as the longest contexts would need.
         """
         if num_partials is None and arguments.lengths is not None:
             num_partials = int(self.count_partials(arguments).sum())
@@ -192,8 +192,8 @@ class CudaKernels(NativeKernels):
     def attention_workspace_bytes(
         self, arguments: AttentionArguments, num_partials: int | None = None
     ) -> int:
-        """Enough bytes for every batch of these shapes and this window that needs up to
-        ``num_partials`` partial results; None: whatever its lengths.
+        """Return enough bytes for every batch of these shapes and this window that needs up to
+        ``num_partials`` partial results; None: for any lengths.
         """
         if num_partials is None:
             num_partials = self.max_partials(arguments)
@@ -203,7 +203,7 @@ class CudaKernels(NativeKernels):
         return num_bytes
 
     def max_partials(self, arguments: AttentionArguments) -> int:
-        """The partial results that a batch of these shapes and this window needs at most."""
+        """Return the most partial results that a batch of these shapes and window can need."""
         count: int = super()._call(
             "max_partials",
             **self._sizes(arguments),
@@ -215,14 +215,14 @@ class CudaKernels(NativeKernels):
         return count
 
     def count_partials(self, arguments: AttentionArguments) -> NDArray[np.int64]:
-        """[num_sequences]: the partial results that each sequence needs: for each split and query
-        token one, or none where there is one split. ``arguments`` must have ``lengths``.
+        """Return [num_sequences]: the partial results that each sequence needs: one for each split
+        and query token, or none for a single split. ``arguments`` must have ``lengths``.
         """
         assert arguments.lengths is not None
         return self._count(self._sizes(arguments), self._options(arguments), arguments.lengths)
 
     def partials_counter(self, arguments: AttentionArguments) -> Callable[[HostLengths], int]:
-        """Counts the partial results of batches of other lengths. It keeps no tensor."""
+        """Return a function that counts the partial results of lengths. It keeps no tensor."""
         sizes, options = self._sizes(arguments), self._options(arguments)
         return lambda lengths: int(self._count(sizes, options, lengths).sum())
 
@@ -249,18 +249,18 @@ class CudaKernels(NativeKernels):
         return self.max_workspace_bytes + _TENSOR_BYTES
 
     def room(self, arguments: AttentionArguments) -> int:
-        """The partial results that the workspace of a call has room for, beside those of steps."""
+        """Return how many partial results a call's workspace can have, beside those of steps."""
         kept = self._kept_by_steps.num_bytes
         return self._room_in(arguments, self.max_workspace_bytes - kept)
 
     def step_room(self, arguments: AttentionArguments) -> int:
-        """The partial results that a workspace of ``step_workspace`` has room for."""
+        """Return how many partial results a workspace of ``step_workspace`` can have."""
         kept = self._kept_by_steps
         new = self.max_workspace_bytes // 2 - kept.num_bytes
         return self._room_in(arguments, max(new, kept.largest))
 
     def step_workspace(self, num_bytes: int) -> torch.Tensor:
-        """A workspace that fixed steps keep. They run one after another, so they share it."""
+        """Return a workspace that fixed steps keep and share, since they run one after another."""
         return self._kept_by_steps.of(num_bytes)
 
     def _room_in(self, arguments: AttentionArguments, num_bytes: int) -> int:
@@ -275,8 +275,8 @@ class CudaKernels(NativeKernels):
         return self.empty(self.attention_workspace_bytes(arguments, num_partials))
 
     def _most_partials(self, arguments: AttentionArguments) -> int:
-        """``max_partials``, for which there must be room: lengths that only the device knows cannot
-        be divided among several calls.
+        """Return ``max_partials``. Raises InvalidRequestError if there is no room for them: lengths
+        that only the device knows cannot be divided among several calls.
         """
         most = self.max_partials(arguments)
         num_bytes = self.attention_workspace_bytes(arguments, most)
@@ -289,12 +289,12 @@ class CudaKernels(NativeKernels):
         return most
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Memory on the device: uint8 [num_bytes]."""
+        """Allocate memory on the device: uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     @staticmethod
     def plan_key(arguments: AttentionArguments) -> tuple[object, ...]:
-        """What a plan depends on beside the lengths and tables."""
+        """Return everything that a plan depends on beside the lengths and tables."""
         query, keys, values = arguments.query, arguments.keys, arguments.values
         of_pages = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
         between = values.data_ptr() - keys.data_ptr()
@@ -305,7 +305,7 @@ class CudaKernels(NativeKernels):
     def _shared_plan(
         self, arguments: AttentionArguments, plans: SharedPlans
     ) -> AttentionPlan | None:
-        """The plan of calls like this one; None where one workspace would not suffice."""
+        """Return the plan of calls like this one; None if one workspace would not suffice."""
         key = self.plan_key(arguments)
         if key not in plans.made:
             if len(plans.made) >= MAX_SHARED_PLANS:
@@ -318,7 +318,7 @@ class CudaKernels(NativeKernels):
         return plan
 
     def plan_bytes(self, arguments: AttentionArguments) -> int:
-        """Of the memory of a plan."""
+        """Return the size of a plan's memory."""
         num_sequences = arguments.context_lens.shape[0]
         num_bytes: int = super()._call("attention_plan_bytes", num_sequences=num_sequences)
         return num_bytes
@@ -364,7 +364,7 @@ class CudaKernels(NativeKernels):
                 out,
                 lse,
                 max_query_len=arguments.max_query_len,
-                # The tiles of a plan are as wide as it says.
+                # A plan determines how wide its tiles are.
                 max_short_query_len=0 if plan else _max_short_query_len(arguments),
                 split_tokens=self._split_tokens,
                 workspace=workspace.data_ptr(),
@@ -413,9 +413,9 @@ class CudaKernels(NativeKernels):
 
 
 def _max_short_query_len(arguments: AttentionArguments) -> int:
-    """The most query tokens of a short sequence, where the lengths are on the host; else 0. Beside
-    a prefill, too, tiles are then as wide as the rows of speculative sequences, which read their
-    keys and values once.
+    """Return the most query tokens of a short sequence; 0 if the host does not know the lengths.
+    Tiles are then wide enough for the rows of speculative sequences, also in a batch with a
+    prefill, so that these read their keys and values once.
     """
     if arguments.lengths is None:
         return 0
@@ -426,7 +426,7 @@ def _max_short_query_len(arguments: AttentionArguments) -> int:
 
 
 def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
-    """Ranges of sequences whose partial results fit in ``room``; at least one sequence each."""
+    """Yield ranges of one sequence or more, whose partial results fit in ``room`` if several."""
     first = total = 0
     for i, count in enumerate(counts.tolist()):
         if total + count > room and i > first:
@@ -439,7 +439,7 @@ def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
 def _part(
     arguments: AttentionArguments, lengths: HostLengths, first: int, end: int
 ) -> tuple[AttentionArguments, slice]:
-    """The arguments of sequences first to end - 1, and where their query tokens are."""
+    """Return the arguments of sequences first to end - 1, and the range of their query tokens."""
     tokens = slice(int(lengths.query_starts[first]), int(lengths.query_starts[end]))
     part = replace(
         arguments,

@@ -1,4 +1,4 @@
-"""The operations as calls of a native module: what the CPU and CUDA kernels have in common.
+"""The operations as calls of a native module: the common part of the CPU and CUDA kernels.
 
 Native functions take addresses, sizes and strides. Tensors are checked by
 ``data_plane.kernels.arguments`` before their addresses are passed, and live until the call returns.
@@ -113,7 +113,7 @@ class NativeKernels:
         return out
 
     def _batch(self, a: AttentionArguments) -> dict[str, Any]:
-        """A batch's tables and lengths."""
+        """Return the native arguments for a batch's tables and lengths."""
         return {
             "block_tables": a.block_tables.data_ptr(),
             "wide_block_tables": a.block_tables.dtype == torch.int64,
@@ -124,7 +124,7 @@ class NativeKernels:
         }
 
     def _bound_layer(self, write: WriteArguments, attention: AttentionArguments) -> Any:
-        """The module's BoundLayer for calls like the ones with these arguments."""
+        """Make the module's BoundLayer for calls like the ones with these arguments."""
         return self._module.BoundLayer(
             query=self._view(attention.query),
             key=self._view(write.key),

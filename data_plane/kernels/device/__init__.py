@@ -1,1 +1,1 @@
-"""The device that kernels run on: which one, the order of its work, whether it still works."""
+"""The device that kernels run on: choosing it, ordering its work, detecting its failure."""

@@ -1,8 +1,8 @@
-"""The order of a device's work: compute on the caller's stream, swaps on a stream of their own.
+"""Orders a device's work: compute on the caller's stream, swaps on a separate stream.
 
     compute   layers ──┬────────────────────────────┬─► layers, copies, reads
-                       │ a swap waits for what was  │ compute waits for swaps when it next
-                       ▼ computed before it         │ begins, not when they are queued
+                       │ a swap waits for all       │ compute waits for swaps when it next
+                       ▼ compute queued before it   │ begins, not when they are queued
     swaps              swaps ───────────────────────┘
 
 The effect is as if all work ran in the order in which it was queued, while the caller's own work on
@@ -33,11 +33,11 @@ class Streams(Protocol):
     """The streams that kernels are queued on. Used by one thread at a time."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Work queued inside runs on the caller's stream, after all work queued before."""
+        """Queue the work inside on the caller's stream, after all work queued before."""
         ...
 
     def swapping(self) -> AbstractContextManager[None]:
-        """Work queued inside runs on the swaps' stream, after all work queued before."""
+        """Queue the work inside on the swaps' stream, after all work queued before."""
         ...
 
     def finish(self) -> None:
@@ -45,7 +45,7 @@ class Streams(Protocol):
         ...
 
     def finish_swaps(self) -> None:
-        """Wait until all swaps are done, so that the host can read what they wrote. Raises
+        """Wait until all swaps are done, so that the host can read the swapped blocks. Raises
         InternalError when the device failed.
         """
         ...
@@ -57,12 +57,12 @@ class Streams(Protocol):
         ...
 
     def use_own_stream(self) -> None:
-        """Give the calling thread a stream of its own, whose work runs beside that of others."""
+        """Give the calling thread a new stream, whose work runs beside that of other streams."""
         ...
 
 
 class HostStreams:
-    """For the CPU, where a call has finished when it returns."""
+    """Streams of the CPU, where a call has finished when it returns."""
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -89,23 +89,23 @@ class Runtime(Protocol):
     """A device's stream operations. A stream is a value that can be compared."""
 
     def current_stream(self) -> Any:
-        """The stream that the calling thread queues work on."""
+        """Return the stream that the calling thread queues work on."""
         ...
 
     def new_stream(self, *, urgent: bool = False) -> Any:
-        """``urgent``: its work goes before that of the other streams, where both could run."""
+        """Make a stream. ``urgent``: its work has priority over that of other streams."""
         ...
 
     def set_stream(self, stream: Any) -> None:
-        """Make it the calling thread's."""
+        """Make ``stream`` the calling thread's."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
-        """Make it the calling thread's for a while."""
+        """Make ``stream`` the calling thread's inside the context."""
         ...
 
     def order(self, before: Any, after: Any) -> None:
-        """Work queued on ``after`` from now on waits for what is queued on ``before`` so far."""
+        """Make work queued on ``after`` from now on wait for the work queued on ``before``."""
         ...
 
     def wait(self, stream: Any) -> None:
@@ -118,7 +118,7 @@ class Runtime(Protocol):
 
 
 class DeviceStreams:
-    """For one GPU. Several threads may compute in turn, each on a stream of its own."""
+    """Streams of one GPU. Several threads may compute in turn, each on its own stream."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

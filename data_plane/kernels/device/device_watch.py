@@ -9,8 +9,8 @@ from kvplane.errors import InternalError
 
 
 class DeviceWatch:
-    """For one device. Some failures end one call. After others, such as an illegal access, every
-    call of the process fails, and only a new process can use the device again.
+    """Watches one device. Some failures end one call. After others, such as an illegal access,
+    every call of the process fails, and only a new process can use the device again.
     """
 
     def __init__(self, streams: Streams) -> None:

@@ -1,4 +1,4 @@
-"""Which device a data plane runs on: one asked for by name, or the first usable GPU."""
+"""Chooses the device that a data plane runs on: one given by name, or the first usable GPU."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine has for running on a GPU."""
+    """The hardware and builds that this machine has for running on a GPU."""
 
     has_cuda_kernels: bool
     torch_has_cuda: bool
     gpus: tuple[Capability, ...]
-    """Those that both the kernels and torch can use."""
+    """GPUs that both the kernels and torch can use."""
 
 
 def this_machine() -> Machine:
-    """Describes this machine. Needs no driver."""
+    """Describe this machine. Needs no driver."""
     has_kernels = kvplane_kernels.has_cuda_build()
     torch_has_cuda = torch.version.cuda is not None
     num_gpus = 0
@@ -42,7 +42,7 @@ def this_machine() -> Machine:
 
 
 def choose_device(name: str, look: Callable[[], Machine]) -> torch.device:
-    """The device that ``name`` stands for: "auto", "cpu", "cuda" (the first GPU) or "cuda:N".
+    """Return the device for ``name``: "auto", "cpu", "cuda" (the first GPU) or "cuda:N".
 
     ``look``: ``this_machine``. It is called only where a GPU may be meant, so that a slow or broken
     driver does not affect a pool on the CPU. Raises InvalidRequestError saying what is missing.
@@ -78,5 +78,5 @@ def _refused(why: str) -> InvalidRequestError:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device as its tensors name it: "cuda" is "cuda:0"."""
+    """Return the device as its tensors name it: "cuda" is "cuda:0"."""
     return torch.device("cuda", 0) if str(device) == "cuda" else device

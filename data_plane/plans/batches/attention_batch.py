@@ -1,5 +1,5 @@
-"""A plan's spans in the form that the kernels of a layer group take: checked against its block
-tables, made once.
+"""Checks a plan's spans against the block tables of a layer group, and prepares them once in the
+form that its kernels take.
 
 Token i of a span is at position p = first_position + i of its sequence and is written to slot
 ``table[p // block_size] * block_size + p % block_size``. A table that was trimmed has 0 for the
@@ -61,9 +61,9 @@ class AttentionBatch(StepRows):
     written_blocks: NDArray[np.int64]
     """Device blocks written, each listed once for each span that writes it."""
     num_written: NDArray[np.int64]
-    """Leading slots of each that are written, now or before."""
+    """Leading slots of each such block that are written, by this plan or before."""
     written_by: NDArray[np.int64]
-    """The span that writes each."""
+    """The span that writes each such block."""
 
     @property
     def num_spans(self) -> int:
@@ -71,8 +71,8 @@ class AttentionBatch(StepRows):
         return len(self.sequence_ids)
 
     def num_context_tokens(self, window_tokens: int) -> int:
-        """Positions whose keys and values attention reads, summed over the spans; with a window, 0
-        for none, those that some query of the span sees.
+        """Return the positions whose keys and values attention reads, summed over the spans; with a
+        window, 0 for none, those that some query of the span attends to.
         """
         seen = self.first_positions
         if window_tokens:
@@ -80,7 +80,7 @@ class AttentionBatch(StepRows):
         return int(seen.sum()) + self.num_tokens
 
     def span_of(self, sequence_id: int) -> int:
-        """A sequence's span. Raises InvalidRequestError when the plan has none for it."""
+        """Return a sequence's span. Raises InvalidRequestError when the plan has none for it."""
         spans = np.flatnonzero(self.sequence_ids == sequence_id)
         if not len(spans):
             raise InvalidRequestError(
@@ -89,8 +89,8 @@ class AttentionBatch(StepRows):
         return int(spans[0])
 
     def of_pass(self, index: int) -> AttentionBatch:
-        """Token ``index`` of each span that has so many: a batch of one token a sequence. Made from
-        one that is on the host, and on the host too.
+        """Return a batch of token ``index`` of each span that is long enough: one token a sequence.
+        This batch has to be on the host; so is the result.
         """
         starts, ids, first = self.starts, self.sequence_ids, self.first_positions
         tables = self.block_tables
@@ -121,7 +121,7 @@ class AttentionBatch(StepRows):
         )
 
     def to(self, device: torch.device) -> AttentionBatch:
-        """The batch with its tensors on ``device``. Does not wait for the device."""
+        """Return the batch with its tensors on ``device``. Does not wait for the device."""
         if device.type == "cpu":
             return self
         here = [self.slots, self.block_tables, self.query_starts, self.context_lens]
@@ -173,7 +173,7 @@ def check_entries(tables: BlockTables, found: list[Table], sequence_ids: NDArray
 def _tables_of(
     tables: Mapping[int, Table], sequence_ids: NDArray[np.int64], group: int
 ) -> list[Table]:
-    """The table of each span. Refuses one in the host tier, and a sequence with two spans."""
+    """Return each span's table. Refuses one in the host tier, and a sequence with two spans."""
     ids = sequence_ids.tolist()
     found = list(map(tables.get, ids))
     if None in found:
@@ -204,7 +204,7 @@ def _check_positions(
     trimmed: NDArray[np.int64],
     num_slots: NDArray[np.int64],
 ) -> None:
-    """``trimmed``: positions that were dropped from the front of each table."""
+    """Check spans' positions. ``trimmed``: positions dropped from the front of each table."""
     refuse(
         (first < trimmed) | (first >= num_slots),
         InvalidRequestError,
@@ -228,8 +228,8 @@ def _check_positions(
 def _too_large(
     first: NDArray[np.int64], counts: NDArray[np.int64], block_size: int, num_slots: int
 ) -> InvalidRequestError:
-    """The error for spans that cannot all be written: each token has a slot of its own, but tables
-    may share blocks and so claim far more than the pool's ``num_slots``.
+    """Return the error for spans that cannot all be written: each token needs its own slot, but
+    tables may share blocks and so claim far more than the pool's ``num_slots``.
     """
     if (num_tokens := int(counts.sum())) > num_slots:
         return InvalidRequestError(
@@ -247,7 +247,7 @@ def _too_large(
 def _batch(
     group: int, sequence_ids: NDArray[np.int64], first: NDArray[np.int64], rows: SpanRows
 ) -> AttentionBatch:
-    """``rows``: of the spans, as native code returns them."""
+    """Make the batch of ``rows``, which native code returned for the spans."""
     starts, lens, block_tables, slots, written, num_written, written_by, most, window = rows
     return AttentionBatch(
         group=group,
@@ -269,7 +269,7 @@ def _batch(
 
 
 def _may_share(block_tables: NDArray[np.int32]) -> bool:
-    """Whether two tables begin with the same block."""
+    """Return whether two tables begin with the same block."""
     if len(block_tables) < 2:
         return False
     first = np.sort(block_tables[:, 0])

@@ -1,5 +1,5 @@
-"""The rows of one step after another in the same buffers, so that a CUDA graph which reads them can
-be replayed for each.
+"""Buffers that hold the rows of one step after another, so that a CUDA graph which reads them can
+be replayed for each step.
 
     packed   slots [T] | query_starts [S + 1] | context_lens [S]     int64, one copy from the host
     tables   [S, max_blocks]                                         int32
@@ -23,16 +23,16 @@ _MOST = 2**30  # of tokens: positions are 32 bits wide in the kernels
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """What a step has at most. Raises InvalidRequestError naming the bound that is out of range."""
+    """The largest step. Raises InvalidRequestError naming the bound that is out of range."""
 
     num_tokens: int
-    """Of all sequences."""
+    """Tokens that all sequences compute."""
     context_tokens: int
-    """Of one sequence, those of the step included."""
+    """Tokens of one sequence, those of the step included."""
     num_sequences: int = 0
-    """0: as many as tokens."""
+    """Sequences; 0 for as many as tokens."""
     query_tokens: int = 1
-    """That one sequence computes."""
+    """Tokens that one sequence computes."""
 
     def __post_init__(self) -> None:
         if self.num_sequences == 0:
@@ -60,7 +60,7 @@ class FixedRows:
         self._starts, self._lens = (np.zeros(n, np.int64) for n in self._sizes[1:])
         host = torch.zeros(sum(self._sizes), dtype=torch.int64)
         host[:num_tokens] = -1
-        # Torch lets nobody fill a tensor of its inference mode outside of that mode.
+        # Outside of torch's inference mode, tensors that were made in it cannot be filled.
         with torch.inference_mode(False):
             self._empty = host.to(device, copy=True)
             self._packed = self._empty.clone()
@@ -69,8 +69,8 @@ class FixedRows:
         self._padded: dict[int, StepRows] = {}
 
     def padded(self, num_tokens: int) -> StepRows:
-        """The rows as a step of ``num_tokens`` reads them. Raises InvalidRequestError for more than
-        there is room for.
+        """Return the rows as a step of ``num_tokens`` reads them. Raises InvalidRequestError for
+        more tokens than the bounds allow.
         """
         rows = self._padded.get(num_tokens)
         if rows is None:
@@ -128,7 +128,7 @@ class FixedRows:
         self._tables[:num_spans, : tables.shape[1]].copy_(tables, non_blocking=True)
 
     def lengths(self, num_tokens: int) -> HostLengths:
-        """Of what was loaded last, as a step of ``num_tokens`` reads it."""
+        """Return the lengths of the last loaded batch, as a step of ``num_tokens`` reads it."""
         num_sequences = self._num_sequences(num_tokens)
         return HostLengths(self._starts[: num_sequences + 1], self._lens[:num_sequences])
 
@@ -137,5 +137,5 @@ class FixedRows:
         self._packed.copy_(self._empty, non_blocking=True)
 
     def _num_sequences(self, num_tokens: int) -> int:
-        """Of a step: each sequence has a token or more."""
+        """Return the most sequences that a step can have: each has a token or more."""
         return min(num_tokens, self._bounds.num_sequences)

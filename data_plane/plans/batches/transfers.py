@@ -1,7 +1,7 @@
 """A plan's block copies and swaps: checked, then cut into batches for the kernels.
 
-The transfers of a plan run in order, and later ones may read what earlier ones wrote. Consecutive
-transfers of the same direction make one kernel call, which keeps their order.
+The transfers of a plan run in order, and later ones may read blocks that earlier ones wrote.
+Consecutive transfers of the same direction make one kernel call, which keeps their order.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class TransferEnds:
 
     @property
     def tiers(self) -> NDArray[np.int64]:
-        """Of each tier."""
+        """The tier of each block."""
         return (self.tier_keys - 1) % len(TIERS) + 1
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """A number for each block, unique over all places."""
+        """A number for each block, unique over all tiers and layer groups."""
         return self.blocks * _MAX_TIER_KEYS + self.tier_keys
 
 
@@ -73,7 +73,7 @@ class Transfers:
 
     @classmethod
     def read(cls, num_blocks: dict[TierKey, int], message: pb.Transfers) -> Transfers:
-        """Raises InvalidRequestError. ``num_blocks``: of each tier."""
+        """Read and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
         if not message.ByteSize():
             return cls(_NONE, _NONE)
         sources = _read_ends(
@@ -116,10 +116,10 @@ class Transfers:
     def check_generations(self, tables: BlockTables, allocated: AllocatedBlocks) -> None:
         """Check against the tables after the plan's changes. Raises StaleGenerationError for a
         destination that the plan does not allocate, for a source of another generation, and for a
-        source that does not hold what it should when its turn comes.
+        source whose content is not the expected one when its turn comes.
 
         A source need not be in a table. One that the plan allocates may be read as it was before
-        the plan, until a transfer overwrites it; what is evicted is saved like this.
+        the plan, until a transfer overwrites it; evicted blocks are saved like this.
         """
         if not len(self):
             return
@@ -148,7 +148,7 @@ class Transfers:
             self._check_turns(is_former)
 
     def reads_former(self, allocated: AllocatedBlocks) -> Mask:
-        """Which transfers read a block that the plan allocates, as it was before the plan."""
+        """Return which transfers read blocks that the plan allocates as they were before it."""
         is_former = np.zeros(len(self), np.bool_)
         if not len(self):
             return is_former
@@ -160,8 +160,8 @@ class Transfers:
         return is_former
 
     def _check_turns(self, is_former: Mask) -> None:
-        """A block that is read as it was before the plan is read anew only after a transfer wrote
-        it, and as it was only before.
+        """Check, for blocks that are read as they were before the plan, that former contents are
+        read only before a transfer overwrites the block, and new contents only afterwards.
         """
         sources = self.sources.keys
         written, first = np.unique(self.destinations.keys, return_index=True)
@@ -180,7 +180,7 @@ class Transfers:
         )
 
     def batches(self) -> list[Batch]:
-        """The batches, to be run in order."""
+        """Return the batches, to be run in order."""
         if not len(self):
             return []
         sources, destinations = self.sources, self.destinations
@@ -202,7 +202,7 @@ class Transfers:
 def _look_up(
     ends: TransferEnds, tables: BlockTables, allocated: AllocatedBlocks
 ) -> tuple[NDArray[np.int64], Mask]:
-    """The present generation of each block, and whether the plan allocates it with the generation
+    """Return each block's present generation, and whether the plan allocates it with the generation
     in ``ends``.
     """
     present = np.zeros(len(ends.blocks), np.int64)

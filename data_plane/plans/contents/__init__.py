@@ -1,1 +1,1 @@
-"""What each block holds: whose data, how much of it is written, how often it was found."""
+"""Records of blocks' contents: whose data, how much of it is written, how often it was found."""

@@ -1,4 +1,4 @@
-"""Which tenant's data a block may hold, to clear it before another tenant can read it."""
+"""Remembers whose data a block may hold, to clear it before another tenant can read it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LastTenants:
     def to_clear(
         self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers
     ) -> tuple[BlocksByTier, BlocksByTier]:
-        """Of the blocks that a plan of ``tenant`` allocates, those that may hold another tenant's
-        data and that no transfer of the plan overwrites first: to be cleared before the plan's
-        transfers, and after them. A tier without any is left out.
+        """Return the blocks to clear before the transfers of a plan of ``tenant``, and after them:
+        those that the plan allocates, that may hold another tenant's data, and that no transfer
+        overwrites first. A tier without any is left out.
 
         A block that transfers read as it was before the plan is cleared after them.
         """
@@ -95,6 +95,6 @@ class LastTenants:
             self._last[tier_key][destinations.blocks[i]] = copied[i]
 
     def _digest(self, tenant: str) -> int:
-        """The tenant's digest, never 0, which stands for no tenant."""
+        """Return the tenant's digest, never 0, which stands for no tenant."""
         digest = hashlib.blake2b(tenant.encode(), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1

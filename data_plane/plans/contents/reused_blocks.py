@@ -1,8 +1,8 @@
-"""Which prefixes new sequences find: what is used a second time is worth a file.
+"""Notes the prefixes that new sequences find: one that is used a second time is worth a file.
 
-A prefix waits here until all of it is published: what comes from the host tier is published again,
-in another block, with the receipt of the plan that copies it, and a session finds what it is still
-computing.
+A prefix waits here until all of it is published. Blocks from the host tier are published again, in
+other blocks, with the receipt of the plan that copies them, and a session can find blocks that it
+is still computing.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class ReusedBlocks:
     def __init__(self, tables: BlockTables, on_reuse: Callable[[], None]) -> None:
         """``on_reuse`` is called when ``take`` may have more than before."""
         self.num_dropped = 0
-        """Prefixes that nobody took in time."""
+        """Prefixes that were dropped because too many waited for ``take``."""
         self._tables = tables
         self._on_reuse = on_reuse
         self._noted: deque[_Noted] = deque()
 
     def note(self, plan: pb.Plan, transfers: Transfers) -> None:
-        """Look at the sequences that a plan admits. Its changes must have been applied: they are
-        whole and right.
+        """Note the prefixes of sequences that a plan admits. Its changes must have been applied, so
+        that they are known to be valid.
         """
         changes = plan.changes
         if plan.resync or not changes.kinds:
@@ -71,7 +71,7 @@ class ReusedBlocks:
         is_new = (kinds == SET) & (np.frombuffer(changes.first_blocks, "<i4") == 0)
         if not is_new.any():
             return
-        # Entries of one change follow those of another; only SET and REPLACE have some.
+        # Entries of one change follow those of another; only SET and REPLACE have entries.
         counts = np.where(kinds <= REPLACE, np.frombuffer(changes.num_blocks, "<i4"), 0)
         ends = np.cumsum(counts)
         blocks = np.frombuffer(changes.indices, "<i4")
@@ -86,12 +86,12 @@ class ReusedBlocks:
                 self._add(_Noted(blocks[begin:end], generations[begin:end]))
 
     def published(self) -> None:
-        """Some blocks have been published."""
+        """Report to ``on_reuse`` that blocks were published, if prefixes wait."""
         if self._noted:
             self._on_reuse()
 
     def take(self) -> list[ReusedPrefix]:
-        """Each prefix once; not those that wait for a receipt."""
+        """Return each prefix once, except those that still wait for a receipt."""
         taken = []
         noted, self._noted = self._noted, deque()
         for each in noted:
@@ -106,7 +106,7 @@ class ReusedBlocks:
         return taken
 
     def drop(self, tenant: str | None) -> None:
-        """Drop what ``take`` would give of a tenant, or with None all of it."""
+        """Drop the prefixes of a tenant, or with None of all, that ``take`` would return."""
         for each in self.take():
             if tenant not in (None, each.tenant):
                 self._add(_Noted(each.blocks, each.generations))
@@ -125,7 +125,7 @@ class ReusedBlocks:
 
 
 def _from_host(transfers: Transfers) -> NDArray[np.int64]:
-    """The device blocks that transfers fill from the host tier."""
+    """Return the device blocks that transfers fill from the host tier."""
     is_up: Mask = transfers.sources.tiers == pb.TIER_HOST
     return transfers.destinations.blocks[is_up]
 

@@ -1,11 +1,10 @@
-"""How much of each block its present generation has had written: what a session may read of it.
+"""Counts the slots written in each block's present generation: the ones that a session may read.
 
     plan starts ──► its blocks are allocated, nothing written ──► transfers copy ──► spans complete
 
-A table refers to a block that its session allocated, or to one that a prefix was found in or that a
-fork shares, which others of the tenant have written. So what was written in the present generation
-is what the session wrote or found cached; the rest is left from whoever had the block before.
-Slots are written from a block's first on.
+A table refers to blocks that its session allocated, or that it found as a prefix or shares with a
+fork, which the same tenant wrote. So slots written in the present generation are the session's own
+or cached; the others may hold an earlier owner's data. Slots are written from a block's first on.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ class SlotsToWrite:
     tier_key: TierKey
     blocks: NDArray[np.int64]
     num_slots: NDArray[np.int64]
-    """Leading slots of each that are written when the plan has run."""
+    """Leading slots of each block that are written when the plan has run."""
     generations: NDArray[np.int64]
 
 
 class WrittenSlots:
-    """Of all blocks of one data plane; the counts are ``BlockTables.num_written``."""
+    """Written slots of all blocks of one data plane; the counts are ``BlockTables.num_written``."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
 
     def of_sources(self, transfers: Transfers) -> NDArray[np.int64]:
-        """[num_transfers]: slots written in each source, to be taken before the plan's changes."""
+        """Return [num_transfers]: slots written in each source. Called before a plan's changes."""
         counts = np.zeros(len(transfers), np.int64)
         sources = transfers.sources
         for tier_key, num_written in self._tables.num_written.items():
@@ -52,11 +51,11 @@ class WrittenSlots:
         return counts
 
     def copy(self, transfers: Transfers, of_sources: NDArray[np.int64]) -> None:
-        """The transfers have run. ``of_sources``: as the method of that name returned it."""
+        """Count the slots that transfers have copied. ``of_sources``: that method's result."""
         if not len(transfers):
             return
         sources, destinations = transfers.sources.keys, transfers.destinations.keys
-        if np.isin(sources, destinations).any():  # one reads what another wrote
+        if np.isin(sources, destinations).any():  # one reads a block that another writes
             counts = dict(zip(sources.tolist(), of_sources.tolist(), strict=True))
             moved = []
             for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
@@ -70,7 +69,7 @@ class WrittenSlots:
                 num_written[ends.blocks[of_tier]] = of_sources[of_tier]
 
     def to_write(self, batches: Sequence[AttentionBatch]) -> tuple[SlotsToWrite, ...]:
-        """What the spans of a plan that starts will have written."""
+        """Return the slots that the spans of a plan that starts will write."""
         if not batches[0].num_spans:
             return ()
         return tuple(
@@ -84,7 +83,7 @@ class WrittenSlots:
         )
 
     def add(self, written: Sequence[SlotsToWrite]) -> None:
-        """A plan has run. Blocks that were allocated again since are left as they are."""
+        """Count the slots that a plan has written, except in blocks allocated again since."""
         tables = self._tables
         for each in written:
             tier_key = each.tier_key
@@ -94,9 +93,9 @@ class WrittenSlots:
             )
 
     def of_table(self, part: Table, first_block: int, num_tokens: int) -> NDArray[np.int64]:
-        """[num_blocks]: leading slots that may be read of each entry of ``part``, which begins with
-        a table's entry ``first_block``. ``num_tokens``: of the sequence that are written, though
-        the plan that writes them still runs; 0 for none.
+        """Return [num_blocks]: how many leading slots of each entry of ``part`` may be read. It
+        begins with a table's entry ``first_block``. ``num_tokens``: the sequence's tokens that are
+        written if the plan that writes them still runs; 0 for none.
         """
         counts = self._tables.num_written[part.tier_key][part.blocks].astype(np.int64)
         block_size = self._tables.block_size_tokens

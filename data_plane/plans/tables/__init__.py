@@ -1,1 +1,1 @@
-"""Plans' changes to the block tables, and what the tables say of the blocks."""
+"""Plans' changes to the block tables, and the tables' metadata of the blocks."""

@@ -1,7 +1,7 @@
 """The blocks that a plan allocates: for its tables' entries, and for no table.
 
-An allocation ends the block's generation: what was published of it is forgotten, and table entries
-of that generation are stale from then on.
+An allocation ends the block's generation: its publication is dropped, and table entries of that
+generation become stale.
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ class Allocated:
     """The generation of each block before the allocation."""
 
     def begins(self, blocks: NDArray[np.int64], generations: NDArray[np.int64]) -> Mask:
-        """Which of these are allocated with the generation given."""
+        """Return which of ``blocks`` are allocated with the generation given."""
         return self._has(self.generations, blocks, generations)
 
     def ends(self, blocks: NDArray[np.int64], generations: NDArray[np.int64]) -> Mask:
-        """Which of these had the generation given before an allocation."""
+        """Return which of ``blocks`` had the generation given before an allocation."""
         return self._has(self.former_generations, blocks, generations)
 
     def before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The generation that each of these had before the plan; -1 for one that is not
-        allocated.
-        """
+        """Return each block's generation before the plan; -1 for one that is not allocated."""
         at = np.minimum(np.searchsorted(self.blocks, blocks), len(self.blocks) - 1)
         return np.where(self.blocks[at] == blocks, self.former_generations[at], -1)
 
@@ -67,12 +65,12 @@ class Allocated:
 
 
 AllocatedBlocks = dict[TierKey, Allocated]
-"""By tier key; a tier without any is left out."""
+"""Allocated blocks by tier key; a tier without any is left out."""
 
 
 class NewBlocks:
     """The blocks that a plan allocates: the entries that its changes allocate, then those for no
-    table. They are allocated in this order where a block comes again.
+    table. A block that occurs twice is allocated in this order.
     """
 
     def __init__(self, changes: ChangeColumns, others: BlockColumns) -> None:
@@ -85,7 +83,7 @@ class NewBlocks:
         )
 
     def allocate(self, tables: BlockTables) -> AllocatedBlocks:
-        """Raises StaleGenerationError unless each generation is above the one before."""
+        """Allocate. Raises StaleGenerationError unless each generation is above the one before."""
         allocated: AllocatedBlocks = {}
         for tier_key in tables.generations:
             of_tier = np.flatnonzero(self._tier_keys == tier_key)
@@ -115,7 +113,7 @@ class NewBlocks:
         return Allocated(blocks, generations, former)
 
     def field_of(self, tier_key: TierKey, block: int) -> str:
-        """The field that allocates a block, the last one if there are several."""
+        """Return the field that allocates a block, the last one if there are several."""
         found = np.flatnonzero((self._tier_keys == tier_key) & (self._blocks == block))
         return self._field(int(found[-1]))
 

@@ -11,7 +11,7 @@ A tier key names one tier of one layer group (``data_plane/tier_keys.py``).
 Plans change all this inside ``transaction``, which undoes the changes when an exception is raised.
 ``ref_counts`` counts the entries of a block's present generation. An entry is stale when its block
 has been allocated again: the control plane has taken the sequence away, and its session's next plan
-drops the table. Whoever uses a table checks that it has none (``first_stale``).
+drops the table. Code that uses a table first checks that it has none (``first_stale``).
 
 A table is never changed in place, so tables may share arrays, and keeping a former one for undo is
 free.
@@ -62,16 +62,16 @@ class Table:
     """[num_blocks]."""
     num_trimmed: int = 0
     """Leading entries that were dropped behind the attention window. Their block and generation are
-    0: kernels that are given more of a table than they need find the id of a block there.
+    0, a valid id: kernels may be passed more of a table than they need.
     """
 
     def part(self, begin: int, end: int) -> Table:
-        """The entries [begin, end) without the trimmed ones."""
+        """Return the entries [begin, end) without the trimmed ones."""
         held = slice(max(begin, self.num_trimmed), end)
         return Table(self.tier_key, self.blocks[held], self.generations[held])
 
     def copy(self) -> Table:
-        """The same entries in memory of their own."""
+        """Return a table of the same entries that shares no memory with this one."""
         return Table(self.tier_key, self.blocks.copy(), self.generations.copy(), self.num_trimmed)
 
     @property
@@ -82,12 +82,12 @@ class Table:
 
 @dataclass(slots=True)
 class _Before:
-    """The former values of what a transaction has changed."""
+    """Former values of everything that a transaction has changed."""
 
     num_stale: dict[TierKey, int]
     tables: dict[tuple[int, int, int], Table | None] = field(default_factory=dict)
     elements: list[tuple[Array, Array, Array]] = field(default_factory=list)
-    """Array, indices and the values that were there, in the order of the changes."""
+    """Array, indices and former values, in the order of the changes."""
 
 
 class Publications:
@@ -101,7 +101,7 @@ class Publications:
         self.version = 0
         """Counts the messages that published a block, which make earlier checks outdated."""
         self.on_keep: Callable[[], None] = lambda: None
-        """Is called when some were kept."""
+        """Called when some publications were kept."""
         self._group = group
         self._block_size_tokens = block_size_tokens
         self._parents = np.zeros(num_blocks, np.int32)
@@ -159,8 +159,8 @@ class Publications:
         return len(blocks)
 
     def contents(self, blocks: NDArray[np.int32]) -> tuple[Scope, NDArray[np.int32]]:
-        """The scope of published blocks, which must be of one, and their tokens [num_blocks,
-        block_size_tokens].
+        """Return the scope of published blocks, which must all have the same, and their tokens
+        [num_blocks, block_size_tokens].
         """
         number = self._scope_of_block[blocks[0]]
         scope = next(scope for scope, n in self._scopes.items() if n == number)
@@ -169,8 +169,8 @@ class Publications:
     def report(
         self, generations: NDArray[np.int64], blocks_per_message: int
     ) -> Iterator[pb.Publications]:
-        """All publications by scope, in their order of arrival. ``generations``: the present one of
-        each block.
+        """Yield all publications by scope, in their order of arrival. ``generations``: the present
+        one of each block.
         """
         blocks = np.flatnonzero(self.published)
         blocks = blocks[np.argsort(self._order[blocks])]
@@ -197,8 +197,8 @@ class Publications:
     def _check(
         self, message: pb.Publications, generations: NDArray[np.int64], field: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Mask]:
-        """Indices, parents' indices and generations, and which blocks still have the publication's
-        generation.
+        """Check a message. Returns indices, parents' indices and generations, and which blocks
+        still have the publication's generation.
         """
         for name in ("tenant", "namespace", "hash_algorithm"):
             if len(getattr(message, name)) > _MAX_SCOPE_CHARACTERS:
@@ -242,7 +242,7 @@ class Publications:
     def _check_blocks(
         self, indices: bytes, generations: bytes, field: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Blocks of the tier, and a generation of each."""
+        """Check and return blocks of the tier, and a generation of each."""
         blocks = ints(columns.INT32, indices, f"{field}.indices")
         own = ints(columns.INT64, generations, f"{field}.generations", len(blocks))
         refuse(
@@ -268,7 +268,7 @@ class Publications:
         return number
 
     def _prune(self) -> None:
-        """Drop the scopes in which nothing is published any more."""
+        """Drop the scopes in which no block is published."""
         used = set(self._scope_of_block[self.published].tolist())
         self._scopes = {scope: n for scope, n in self._scopes.items() if n in used}
         self._prune_at = max(64, 2 * len(self._scopes))
@@ -302,14 +302,14 @@ class BlockTables:
             for tier_key, n in num_blocks.items()
             if tier_of(tier_key) == pb.TIER_DEVICE
         )
-        """Of each layer group."""
+        """Publications of each layer group."""
         self._num_stale = dict.fromkeys(num_blocks, 0)
         self._tables: dict[tuple[int, int], dict[int, Table]] = {}  # by session and group
         self._before: _Before | None = None
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of all sessions that have tables."""
+        """Sequences with tables, of all sessions."""
         return sum(len(self._tables.get((i, 0), {})) for i in self.session_ids())
 
     @property
@@ -335,15 +335,15 @@ class BlockTables:
             self._before = None
 
     def session_ids(self) -> list[int]:
-        """The sessions that have tables."""
+        """Return the sessions that have tables."""
         return list(dict.fromkeys(session_id for session_id, _ in self._tables))
 
     def of_session(self, session_id: int, group: int = 0) -> Mapping[int, Table]:
-        """The session's tables in a layer group by sequence."""
+        """Return the session's tables in a layer group by sequence."""
         return self._tables.get((session_id, group), {})
 
     def get(self, session_id: int, sequence_id: int, field: str, group: int = 0) -> Table:
-        """A table. Raises SequenceNotFoundError naming ``field``."""
+        """Return a table. Raises SequenceNotFoundError naming ``field``."""
         table = self.of_session(session_id, group).get(sequence_id)
         if table is None:
             raise SequenceNotFoundError(no_table(sequence_id), field=field)
@@ -363,7 +363,7 @@ class BlockTables:
             del self._tables[key]
 
     def first_stale(self, tables: Sequence[Table]) -> int | None:
-        """The first of these tables, all of one tier, that has a stale entry; None if none has."""
+        """Return the index of the first of ``tables``, all of one tier, with a stale entry."""
         if not tables or not self._num_stale[tier_key := tables[0].tier_key]:
             return None
         stale = self.stale_counts[tier_key]
@@ -377,8 +377,8 @@ class BlockTables:
         return None
 
     def add_references(self, tier_key: TierKey, tables: Mapping[Table, int]) -> None:
-        """Count the entries of tables of one tier, each as often as it says: below 0 for those
-        that are counted no more.
+        """Add the entries of tables of one tier to the counts, each with its table's weight: below
+        0 to subtract them.
         """
         of_weight: dict[int, list[Table]] = {}
         for table, weight in tables.items():
@@ -492,9 +492,9 @@ class BlockTables:
 
 
 def block_report(tables: BlockTables, blocks_per_part: int) -> Parts:
-    """What a control plane learns the state of the blocks from before it plans: generations of all
-    that were ever allocated, then all publications; up to ``blocks_per_part`` in a part. At least
-    one part; the last one has ``last`` set.
+    """Report the state of the blocks, which a control plane needs before it plans: generations of
+    all blocks that were ever allocated, then all publications; up to ``blocks_per_part`` in a part.
+    Returns at least one part; the last one has ``last`` set.
     """
     parts = []
     for tier_key, generations in tables.generations.items():
@@ -521,7 +521,7 @@ def block_report(tables: BlockTables, blocks_per_part: int) -> Parts:
 
 
 def no_table(sequence_id: int) -> str:
-    """The error message for a sequence without a table."""
+    """Return the error message for a sequence without a table."""
     return (
         f"sequence {sequence_id} has no block table here: it was freed, or the plan that admits "
         "it has not been started"
@@ -529,7 +529,7 @@ def no_table(sequence_id: int) -> str:
 
 
 def taken_away(sequence_id: int) -> str:
-    """The error message for a sequence whose table has a stale entry."""
+    """Return the error message for a sequence whose table has a stale entry."""
     return (
         f"blocks of sequence {sequence_id} have been allocated again: the control plane has taken "
         "the sequence away, or another plan of the session has yet to be started"

@@ -1,6 +1,5 @@
-"""The columns of a plan's table changes and of the blocks that it allocates, checked one by one.
-
-Nothing here depends on what the tables hold.
+"""Reads the columns of a plan's table changes and of the blocks that it allocates, and checks them
+one by one. The checks do not depend on the tables' contents.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from kvplane.wire import columns
 
 AT_CHANGES = "plan.changes"
 AT_ALLOCATIONS = "plan.allocations"
-MAX_ENTRIES = 2**22  # of a table, with the trimmed ones
-# Of all tables that a plan replaces, or of all that it trims: they are in no message.
+MAX_ENTRIES = 2**22  # of a table, trimmed entries included
+# Of all tables that a plan replaces, or of all that it trims: no message carries these entries.
 MAX_TRIMMED_ENTRIES = 2**26
 SET, REPLACE, FORK, DROP, TRUNCATE, TRIM, KEEP = (
     pb.TABLE_CHANGE_KIND_SET,
@@ -63,7 +62,7 @@ class ChangeColumns:
     sequence_ids: NDArray[np.int64]
     groups: NDArray[np.int64]
     tier_keys: NDArray[np.int64]
-    """Of the entries set; 0 for a change that sets none."""
+    """The tier of the entries set; 0 for a change that sets none."""
     first_blocks: NDArray[np.int64]
     num_blocks: NDArray[np.int64]
     parents: NDArray[np.int64]
@@ -75,7 +74,7 @@ class ChangeColumns:
 
     @classmethod
     def read(cls, num_blocks: Mapping[TierKey, int], message: pb.TableChanges) -> ChangeColumns:
-        """Raises InvalidRequestError. ``num_blocks``: of each tier."""
+        """Read and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
 
         def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
             return ints(kind, getattr(message, name), f"{AT_CHANGES}.{name}", length)
@@ -125,7 +124,7 @@ class ChangeColumns:
                 else f"must be at least 0, is {counts[i]}"
             ),
         )
-        # Before arrays of that length are made: a few bytes may claim billions.
+        # Checked before arrays of that length are allocated: a few bytes may claim billions.
         column(columns.INT32, "indices", int(counts[sets].sum()))
         num_trimmed = int(np.minimum(firsts[kinds == REPLACE], MAX_ENTRIES).sum())
         if num_trimmed > MAX_TRIMMED_ENTRIES:
@@ -142,8 +141,8 @@ class ChangeColumns:
 
 
 def read_allocations(num_blocks: Mapping[TierKey, int], message: pb.Allocations) -> BlockColumns:
-    """The blocks that a plan allocates for no table. Raises InvalidRequestError. ``num_blocks``: of
-    each tier.
+    """Read the blocks that a plan allocates for no table. ``num_blocks``: of each tier. Raises
+    InvalidRequestError.
     """
     if not message.ByteSize():
         return _NONE
@@ -165,7 +164,7 @@ def _read_blocks(
     limits_of: NDArray[np.int64],
     at: str,
 ) -> BlockColumns:
-    """``in_tiers``: of each block. ``limits_of``: as ``limits_of_tiers`` returns them."""
+    """Read blocks. ``in_tiers``: each block's tier key. ``limits_of``: from ``limits_of_tiers``."""
     limits = limits_of[in_tiers]
     blocks = ints(columns.INT32, message.indices, f"{at}.indices", len(in_tiers))
     refuse(

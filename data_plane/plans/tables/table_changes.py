@@ -4,7 +4,7 @@ Entries of all changes are checked and counted as whole columns; the loop over c
 assembles tables. A plan may allocate a block that its own session still refers to, or allocate one
 twice, as long as none of the session's tables refers to a former generation after all changes.
 
-To be called inside ``BlockTables.transaction``, which undoes what fails half way.
+Runs inside ``BlockTables.transaction``, which undoes the changes of a plan that fails half way.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> Alloca
 def _check_generations(
     tables: BlockTables, changes: ChangeColumns, allocated: AllocatedBlocks
 ) -> None:
-    """Entries that are not allocated must have the present generation, or a former one of a block
-    that this plan allocates.
+    """Refuse entries that are not allocated, unless they have the present generation or a former
+    one of a block that this plan allocates.
     """
     entries, others = changes.entries, np.flatnonzero(~changes.allocated)
     if not len(others):
@@ -83,7 +83,7 @@ def _check_generations(
 
 
 class _Counts:
-    """How often each table, or part of one, is in use more often than before; by tier key."""
+    """Counts how many more uses each table, or part of one, has than before; by tier key."""
 
     def __init__(self) -> None:
         self._of_place: dict[TierKey, Counter[Table]] = defaultdict(Counter)
@@ -108,7 +108,7 @@ class _Changer:
         self._before: dict[tuple[int, int], Table] = {}  # by group and sequence, of a resync
         self._num_forks = 0
         self._num_copied = 0
-        # Forks of a table share one, so that many cost what one does.
+        # Equal forks of a table share one prefix, so that many cost as little as one.
         self._prefixes: dict[tuple[Table, int], Table] = {}
 
     def run(self, *, resync: bool) -> None:
@@ -155,7 +155,7 @@ class _Changer:
         self._counts.apply(self._tables)
 
     def _set(self, old: Table | None, part: Table, first: int, i: int) -> Table:
-        """The table with the entries of ``part`` from ``first`` on. ``i``: the change."""
+        """Return the table with the entries of ``part`` from ``first`` on. ``i``: the change."""
         if old is None:
             old = Table(part.tier_key, part.blocks[:0], part.generations[:0])
         length = len(old.blocks)
@@ -184,7 +184,7 @@ class _Changer:
         )
 
     def _replace(self, old: Table | None, part: Table, first: int, i: int) -> Table:
-        """A table of the entries of ``part``, after ``first`` trimmed ones."""
+        """Return a table of the entries of ``part``, after ``first`` trimmed ones."""
         self._check_length(part.tier_key, first + len(part.blocks), first, i)
         self._counts.add(old, -1)
         self._counts.add(part)
@@ -207,7 +207,7 @@ class _Changer:
             )
 
     def _copy(self, num_entries: int, i: int) -> None:
-        """Refuse what a few bytes ask for and takes gigabytes. ``i``: the change."""
+        """Refuse trims for which a few bytes of a plan would take gigabytes. ``i``: the change."""
         self._num_copied += num_entries
         if self._num_copied > MAX_TRIMMED_ENTRIES:
             raise InvalidRequestError(
@@ -217,7 +217,7 @@ class _Changer:
             )
 
     def _fork(self, sequence_id: int, group: int, num_blocks: int, i: int) -> Table:
-        """The first entries of a parent's table."""
+        """Return the first entries of a parent's table."""
         parent_id = int(self._changes.parents[self._num_forks])
         at = f"{AT_CHANGES}.parent_sequence_ids[{self._num_forks}]"
         self._num_forks += 1
@@ -227,7 +227,7 @@ class _Changer:
         return self._prefix(parent, num_blocks, i)
 
     def _keep(self, resync: bool, group: int, sequence_id: int, num_blocks: int, i: int) -> Table:
-        """The first entries of the table before the plan."""
+        """Return the first entries of the table before the plan."""
         if not resync:
             raise InvalidRequestError(
                 "KEEP is for a plan with resync", field=f"{AT_CHANGES}.kinds[{i}]"
@@ -237,7 +237,7 @@ class _Changer:
             at = f"{AT_CHANGES}.sequence_ids[{i}]"
             raise SequenceNotFoundError(no_table(sequence_id), field=at)
         made = self._prefix(before, num_blocks, i)
-        # This way little is counted where little is lost.
+        # This way only the dropped entries are counted one by one.
         self._counts.add(before)
         self._counts.add(before.part(num_blocks, len(before.blocks)), -1)
         return made
@@ -257,7 +257,7 @@ class _Changer:
         return made
 
     def _shorten(self, old: Table, kind: int, num_blocks: int, i: int) -> Table | None:
-        """What DROP, TRUNCATE and TRIM leave of a table."""
+        """Return the rest of a table after DROP, TRUNCATE or TRIM; None if nothing is left."""
         length = len(old.blocks)
         if kind == DROP:
             self._counts.add(old, -1)

@@ -39,9 +39,9 @@ class LocalConnection:
         on_error: Callable[[KvplaneError], None],
         on_end: Callable[[LocalConnection], None],
     ) -> None:
-        """``spin_s``: how long ``wait`` looks for a packet. ``admit`` raises for a caller that may
-        call no more. ``on_error`` gets every error that is answered; ``on_end`` is called once,
-        before the socket is closed.
+        """``spin_s``: how long ``wait`` polls before it sleeps. ``admit`` raises once the caller is
+        not admitted any longer. ``on_error`` gets every error that is answered; ``on_end`` is
+        called once, before the socket is closed.
         """
         self.stream = stream
         self.session_id = stream.session_id
@@ -59,15 +59,15 @@ class LocalConnection:
         self._use_regions()
         self._known = KnownLayers(peer.fileno(), stream, executor, spin_s=spin_s)
         self._num_answered = 0  # here
-        self._packet: bytes | None = None  # that ``wait`` has found
+        self._packet: bytes | None = None  # found by ``wait``
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """Return the socket's file descriptor."""
         return self._peer.fileno()
 
     def serve(self) -> Slices[None]:
-        """Answer one packet, if one has come. A peer that went away, or does not take its answers,
-        ends the connection and harms nobody else.
+        """Answer one packet, if one has come. End the connection if the peer has gone or does not
+        read its answers.
         """
         if self._has_ended:
             return
@@ -82,7 +82,7 @@ class LocalConnection:
             self.end()
 
     def wait(self, epoll: int) -> WaitResult:
-        """Look for packets for a while, and answer those whose answers are known to be right; until
+        """Wait for packets, and answer those of known layers, until there is another packet or
         something else is ready at ``epoll``.
         """
         if self._has_ended:
@@ -100,7 +100,7 @@ class LocalConnection:
         return self._num_answered + self._known.num_served
 
     def _serve_known(self, epoll: int, *, waits: bool) -> bytes | None:
-        """Also a packet that is to be answered."""
+        """Answer packets of known layers. Return one that the caller has to answer, if there is."""
         known = self._known
         try:
             if not known.look(epoll, waits=waits):
@@ -112,7 +112,7 @@ class LocalConnection:
             return known.serve(epoll, waits=waits)
         except OSError:
             raise
-        except Exception as error:  # a bug: the thread that all share goes on
+        except Exception as error:  # a bug: the thread, which all share, has to survive it
             _log(error)
             raise ConnectionError("internal error") from error
 
@@ -127,7 +127,7 @@ class LocalConnection:
             self._peer.close()
 
     def end_if_due(self) -> None:
-        """End when the session has, and when the caller is no longer admitted."""
+        """End if the session has ended or the caller is no longer admitted."""
         try:
             self._admit()
         except Exception as error:
@@ -138,7 +138,7 @@ class LocalConnection:
             self.end()
 
     def end_use(self, region: DeviceRegion) -> None:
-        """Forget a region that the client has let go, if it is this one's."""
+        """Forget a region that its client has closed, if it is this connection's."""
         if region is self._device_region:
             self._device_region = None
             self._known.close()
@@ -180,8 +180,8 @@ class LocalConnection:
         except Exception as error:
             return self._refusal(error)
 
-    # Apart from where the error is caught: a variable of a frame that the error's traceback has
-    # would hold the frames, and so tensors, until they are collected as garbage.
+    # Not part of `_answer`: a variable of a frame in the error's traceback would keep the frames,
+    # and their tensors, alive until garbage collection.
     def _refusal(self, error: Exception) -> bytes:
         if isinstance(error, KvplaneError):
             self._on_error(error)
@@ -195,5 +195,5 @@ class LocalConnection:
 
 
 def _log(error: Exception) -> None:
-    """One that is a bug."""
+    """Log an error that is a bug."""
     _LOGGER.error("unexpected error method=local error=%s", frames_of(error))

@@ -2,12 +2,12 @@
 
     share: the engine's GPU ──►  allocated and cleared here, 64 bytes of handle, a pipe's end
     the engine closes the memory, then the pipe's end; or it dies, and the system closes both
-    ──► the region, which its connection uses no more, is freed
+    ──► its connection stops using the region, which is freed
 
-This process makes the memory and opens none. So an engine that dies takes no memory away from
-kernels that run here, nothing that a client sends is opened, and sizes are those of this process.
-CUDA leaves undefined what a client does with memory that was freed before it was closed, so a
-region whose client holds on to it is kept, and counted.
+This process allocates the memory and opens no handles. So an engine that dies takes no memory away
+from kernels that run here, and this process chooses the sizes. In CUDA a client's accesses are
+undefined once memory is freed before the client closed it, so a region is kept, and counted, until
+its client closes it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from data_plane.server.local.region import Region
 from kvplane.errors import InternalError, InvalidRequestError, QuotaExceededError
 from kvplane.v1 import data_pb2 as pb
 
-# That clients had not let go when their server stopped. With a reference of its own: the system
-# frees them when this process has ended, where Python would before that, with its modules.
+# Regions that clients had not closed when their server stopped. The extra reference keeps Python
+# from freeing them with its modules: the system frees them when this process has ended.
 _KEPT: Final[list[DeviceRegion]] = []
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))
 
 
 class DeviceRegion(Region):
-    """Memory of one GPU, of which a connection may have one. ``file``: a pipe's end that the client
-    is to have for as long as it has the memory open.
+    """Memory of one GPU; a connection may have one. ``file``: a pipe's end, which the client keeps
+    open for as long as the memory.
     """
 
     id, is_on_device = 2, True
 
     def __init__(self, memory: Any, cuda_device_uuid: str) -> None:
-        """``memory``: the native module's. Raises OSError where there can be no pipe."""
+        """``memory``: the native module's. Raises OSError if no pipe can be made."""
         super().__init__(torch.utils.dlpack.from_dlpack(memory.dlpack()))
         self._own, self.file = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._poll = select.poll()
-        self._poll.register(self._own, 0)  # for nothing but that no end is open any more
+        self._poll.register(self._own, 0)  # reports only that the other end is closed everywhere
         self.message = pb.MemoryRegion(
             region_id=self.id,
             size_bytes=self.size_bytes,
@@ -59,7 +59,7 @@ class DeviceRegion(Region):
             os.close(self._own)
 
     def close_file(self) -> None:
-        """Once the client has its own, or has gone."""
+        """Close ``file``, once the client has a copy or has gone."""
         file, self.file = getattr(self, "file", -1), -1
         if file >= 0:
             os.close(file)
@@ -71,7 +71,7 @@ class DeviceRegion(Region):
 
 
 class DeviceRegions:
-    """All of one data plane. Used on the worker thread."""
+    """All regions of one data plane's GPU. Used on the worker thread."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class DeviceRegions:
         region_bytes: int,
         end_use: Callable[[DeviceRegion], None],
     ) -> None:
-        """``num_regions``: of ``region_bytes`` each, that may be allocated at the same time.
-        ``end_use``: has the connection of a region, if there still is one, use it no more.
+        """``num_regions``: how many, of ``region_bytes`` each, may be allocated at the same time.
+        ``end_use`` makes a region's connection, if there still is one, stop using it.
         """
         self._kernels = kernels
         self._end_use = end_use
@@ -90,15 +90,15 @@ class DeviceRegions:
         self._region_bytes = region_bytes
         self._regions: list[DeviceRegion] = []
         self.cuda_device_uuid = kernels.device_uuid if num_regions else ""
-        """Of the GPU; empty where there is none."""
+        """UUID of the GPU; empty where regions cannot be allocated."""
 
     @property
     def num_regions(self) -> int:
-        """Allocated, those included that clients have not let go after their connection's end."""
+        """Allocated regions, also those that clients keep open after their connection's end."""
         return len(self._regions)
 
     def new(self, request: pb.ShareDeviceMemory) -> DeviceRegion:
-        """A region of zeros. Raises InvalidRequestError for tensors on another GPU,
+        """Allocate a region of zeros. Raises InvalidRequestError for tensors on another GPU,
         QuotaExceededError, and InternalError where the GPU has no memory or cannot share it.
         """
         if not self.cuda_device_uuid or request.cuda_device_uuid != self.cuda_device_uuid:
@@ -109,8 +109,8 @@ class DeviceRegions:
         self.sweep()
         if len(self._regions) >= self._num_regions:
             raise QuotaExceededError(
-                f"all {self._num_regions} regions on this data plane's GPU are in use, or were not "
-                "let go",
+                f"all {self._num_regions} regions on this data plane's GPU are in use, or clients "
+                "keep them open",
                 field="share",
             )
         try:
@@ -123,7 +123,7 @@ class DeviceRegions:
         return region
 
     def sweep(self) -> None:
-        """Free what clients have let go."""
+        """Free the regions that clients have closed."""
         let_go = [region for region in self._regions if region.is_let_go]
         if let_go:
             with suppress(InternalError):  # a lost device: there is nothing to wait for
@@ -133,7 +133,7 @@ class DeviceRegions:
                 self._regions.remove(region)
 
     def close(self) -> None:
-        """Free what clients have let go, and leave the rest to the end of this process."""
+        """Free the regions that clients have closed; keep the rest until this process ends."""
         self.sweep()
         _KEPT.extend(self._regions)
         self._regions.clear()

@@ -1,4 +1,4 @@
-"""Lets clients on this machine go on without gRPC, with regions of memory that both have mapped.
+"""Lets clients on this machine continue without gRPC, with memory regions that both sides map.
 
     Execute stream (gRPC)  ── offer: path, secret ──►  client
     Unix socket            ◄── join: secret ─────────  same user only
@@ -58,7 +58,7 @@ class _Offer:
 
 
 class LocalEndpoint:
-    """Clients are accepted on the event loop, and served on the worker thread."""
+    """Accepts clients on the event loop, and serves them on the worker thread."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class LocalEndpoint:
         on_error: Callable[[KvplaneError], None],
     ) -> None:
         """``folder``: where the socket's folder is made; None for the system's temporary files.
-        ``num_regions``: of ``region_bytes`` each, at the same time; ``num_device_regions``: of as
-        many bytes on the executor's GPU. ``on_error``: called on the worker thread with what
-        clients are answered.
+        ``num_regions``: how many, of ``region_bytes`` each, may exist at the same time;
+        ``num_device_regions``: how many of that size on the executor's GPU. ``on_error`` is called
+        on the worker thread with each error that a client is answered.
 
-        Raises InvalidRequestError when there can be no socket in ``folder``.
+        Raises InvalidRequestError if the socket cannot be made in ``folder``.
         """
         self._num_packets = 0  # of connections that have ended
         self._executor = executor
@@ -111,12 +111,12 @@ class LocalEndpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of the regions in use."""
+        """Size of the regions in use."""
         return len(self._connections) * self._region_bytes
 
     @property
     def num_device_regions(self) -> int:
-        """On the GPU: those in use, and those that ended and that clients have not let go."""
+        """Regions on the GPU, also those that clients keep open after their connection's end."""
         return self._device_regions.num_regions
 
     def start(self) -> None:
@@ -126,9 +126,7 @@ class LocalEndpoint:
         self._sweeper = loop.create_task(self._sweep_often())
 
     def stop(self) -> None:
-        """Accept no more, end all connections, and remove the socket. Harmless when called
-        again.
-        """
+        """Stop accepting, end all connections and remove the socket. Harmless when called again."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -142,8 +140,8 @@ class LocalEndpoint:
     def offer(
         self, stream: ExecuteStream, host_id: str, admit: Callable[[], None], payer: str
     ) -> pb.LocalOffer | None:
-        """What lets the caller of ``stream`` join; None for one on another machine. ``admit``
-        raises once the caller may call no more. ``payer``: whose time its commands use.
+        """Offer the caller of ``stream`` to join; None for a caller on another machine. ``admit``
+        raises once the caller is not admitted any longer. ``payer`` is charged for its commands.
         """
         if not host_id or host_id != self._host_id:
             return None
@@ -157,14 +155,14 @@ class LocalEndpoint:
         )
 
     def withdraw(self, stream: ExecuteStream) -> None:
-        """End what was offered for ``stream``, taken or not."""
+        """Withdraw the offer for ``stream``, or end its connection if the offer was taken."""
         for secret, offer in list(self._offers.items()):
             if offer.stream is stream:
                 del self._offers[secret]
         self._worker.post(partial(self._end, stream))
 
     def _accept(self) -> None:
-        """Let one process of this user say which offer it takes, for a while."""
+        """Accept a process of this user, and wait ``_JOIN_S`` for the offer that it takes."""
         try:
             peer, _ = self._listener.accept()
         except OSError:
@@ -180,7 +178,7 @@ class LocalEndpoint:
         )
 
     def _greet(self, peer: socket.socket) -> None:
-        """The client's first packet is there, or its end."""
+        """Read the client's first packet, or close the socket if the client has gone."""
         self._no_longer_joining(peer)
         try:
             packet = packets.receive(peer)
@@ -199,7 +197,7 @@ class LocalEndpoint:
     # On the worker thread.
 
     def _join(self, peer: socket.socket, packet: bytes) -> None:
-        """Give the client a region, or say why not."""
+        """Answer a client's first packet with a region, and serve it from now on; or an error."""
         try:
             offer = self._take(packet)
             region = self._new_region(offer.stream)
@@ -233,19 +231,19 @@ class LocalEndpoint:
             region.close_fd()
 
     def _take(self, packet: bytes) -> _Offer:
-        """The offer that a packet names, which is then taken. Raises KvplaneError."""
+        """Remove and return the offer that a packet names. Raises KvplaneError."""
         join = packets.parse(pb.ExecuteRequest, packet).join
         offer = self._offers.pop(join.secret, None)
         if offer is None or offer.expires_s < time.monotonic():
             raise UnauthenticatedError(
-                "is no offer's, or of one that was taken or is too old: open another execution",
+                "belongs to no offer, or to one that was taken or expired: open another execution",
                 field="join.secret",
             )
         offer.admit()
         return offer
 
     def _new_region(self, stream: ExecuteStream) -> HostRegion:
-        """Raises QuotaExceededError, and InternalError when the system has no memory."""
+        """Allocate a region. Raises QuotaExceededError, and InternalError for lack of memory."""
         of_session = [c for c in self._connections.values() if c.session_id == stream.session_id]
         if len(of_session) >= MAX_REGIONS_PER_SESSION:
             raise QuotaExceededError(
@@ -276,7 +274,7 @@ class LocalEndpoint:
 
     def _sweep(self) -> None:
         """End the connections of ended sessions and of callers that are no longer admitted, and
-        free what clients have let go.
+        free the regions on the GPU that clients have closed.
         """
         for connection in list(self._connections.values()):
             connection.end_if_due()
@@ -298,7 +296,7 @@ class LocalEndpoint:
 
 
 def _listen(folder: Path | None) -> tuple[Path, socket.socket]:
-    """A folder for this user alone, and the socket that listens in it."""
+    """Make a folder for this user alone, and a socket that listens in it."""
     try:
         own = Path(tempfile.mkdtemp(prefix="kvplane-", dir=folder))
         listener = packets.new_socket()

@@ -1,10 +1,10 @@
 """Serves the layers of a client whose plans ask for the same packets one after another, as an
-engine's decode steps do: native code compares each packet with the one that comes next, runs what
-was bound for it, and answers.
+engine's decode steps do: native code compares each packet with the expected one, runs the layer
+that was bound for it, and answers.
 
 Everything else is returned to the caller: other packets, a plan's last layer, whose answer has the
-receipt, and refusals. Before layers are looked for, everything that others may have changed is
-checked.
+receipt, and refusals. Everything that other commands may have changed is checked before layers are
+served, at least once a millisecond.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from data_plane.server.local.region import overlap
 from kvplane.errors import KvplaneError
 
 _MOST_S: Final = 0.001
-"""For how long layers are looked for and run under the executor's lock, between two checks."""
+"""For how long packets are awaited and layers run under the executor's lock between two checks."""
 
 
 class KnownLayers:
-    """Of one stream. Used on the worker thread."""
+    """The known layers of one stream. Used on the worker thread."""
 
     def __init__(
         self, fd: int, stream: ExecuteStream, executor: Executor, *, spin_s: float
     ) -> None:
-        """``fd``: of the client's socket. ``spin_s``: how long to look for a packet."""
+        """``fd``: of the client's socket. ``spin_s``: how long to poll for a packet."""
         self.num_served = 0
         """Packets that were answered here."""
         self.busy_s = 0.0
-        """What their layers took."""
+        """Time that their layers took."""
         self._stream = stream
         self._expectations = executor.expectations
         self._native = ServedLayers(fd=fd, spin_s=spin_s, most_s=_MOST_S)
@@ -47,20 +47,20 @@ class KnownLayers:
         self._expected: ExpectedLayers | None = None  # of that plan, since that start
 
     def look(self, epoll: int, *, waits: bool) -> bool:
-        """Whether there is a packet for ``serve`` or ``take``. ``waits``: look for a while, until
-        something else is ready at ``epoll``. Raises OSError when the client went away.
+        """Return whether there is a packet for ``serve`` or ``take``. ``waits``: wait for one until
+        something else is ready at ``epoll``. Raises OSError when the client has gone.
         """
         self._prepare()
         return self._native.look(epoll, waits)
 
     def take(self) -> bytes | None:
-        """The packet that was found, to be answered by the caller."""
+        """Return the packet that ``look`` found, for the caller to answer."""
         return self._native.take()
 
     def serve(self, epoll: int, *, waits: bool) -> bytes | None:
-        """Answer the packet that was found, and, if this ``waits``, those that come within a
-        millisecond, until there is one to be answered by the caller, which is returned. Raises
-        OSError when the client went away or takes no answers.
+        """Answer the packet that ``look`` found and, if this ``waits``, those that come within a
+        millisecond. Stop at one that the caller has to answer, and return it. Raises OSError when
+        the client has gone or reads no answers.
         """
         native, stream, expected = self._native, self._stream, self._expected
         if expected is not None and stream.is_usual:
@@ -86,7 +86,7 @@ class KnownLayers:
         return times
 
     def _prepare(self) -> None:
-        """Expect the layers of a plan that was started since."""
+        """Expect the layers of the stream's plan, if a plan started since the last call."""
         stream = self._stream
         if stream.plan != self._plan:
             self._plan = stream.plan
@@ -130,7 +130,7 @@ def _calls(layers: Sequence[Layer]) -> Sequence[LayerCall]:
 
 
 def _call(layer: Layer) -> LayerCall | None:
-    """A layer whose tensors are all in the region, its output apart from the others."""
+    """Return the layer's call, or None unless all tensors are in regions, the output apart."""
     query, key, value, output = layer.query, layer.key, layer.value, layer.output
     if not layer.request or query is None or value is None or output is None:
         return None

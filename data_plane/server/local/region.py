@@ -1,7 +1,7 @@
 """Memory regions that this process made for one client, and the tensors in them.
 
-The client may change any byte at any time. So nothing that is read from a region decides anything:
-shapes and places come by messages, and are checked against the size that was allocated here.
+The client may change any byte at any time. So a region's bytes are never used as anything but
+tensors' elements: messages carry shapes and offsets, which are checked against the region's size.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from kvplane.tensor import MAX_DIMENSIONS
 from kvplane.transport.local.packets import ALIGNMENT_BYTES
 from kvplane.v1 import types_pb2 as pb
 
-# The client could else truncate the file, and this process would die of SIGBUS.
+# Otherwise the client could truncate the file, and this process would die of SIGBUS.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAX_EXTENT: Final = 2**31 - 1
 
 
 class Region:
-    """Bytes that are zero at first: ``whole``, uint8 [size_bytes], where they are."""
+    """Memory that is zero at first: ``whole``, uint8 [size_bytes]."""
 
     id: int
-    """Of those of one connection."""
+    """Unique in its connection."""
     is_on_device: bool
-    """Whether kernels reach it."""
+    """Whether it is memory of the GPU, which kernels access directly."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.size_bytes = len(whole)
         self._whole = whole
 
     def tensor(self, message: pb.Tensor, field: str) -> torch.Tensor:
-        """The tensor whose elements are in this region, and no copy. Raises InvalidRequestError
-        naming the part of ``field``.
+        """Return a view of the tensor that ``message`` describes. Raises InvalidRequestError naming
+        the part of ``field``.
         """
         dtype = TORCH_DTYPES[dtype_from_wire(message.dtype, field=f"{field}.dtype")]
         shape = tuple(message.shape)
@@ -55,7 +55,7 @@ class Region:
     def view(
         self, place: pb.MemoryRange, dtype: torch.dtype, shape: Sequence[int], field: str
     ) -> torch.Tensor:
-        """The tensor at ``place``. Raises InvalidRequestError naming the part of ``field``."""
+        """Return a view of ``place``. Raises InvalidRequestError naming the part of ``field``."""
         num_elements = math.prod(shape)
         first, num_bytes = place.offset_bytes, num_elements * dtype.itemsize
         if first % ALIGNMENT_BYTES or not 0 <= first <= self.size_bytes - num_bytes:
@@ -68,18 +68,18 @@ class Region:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors have bytes in common."""
+    """Return whether two contiguous tensors have bytes in common."""
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
 
 
 class HostRegion(Region):
-    """Main memory that goes when neither process uses it any more. Every connection has one."""
+    """Main memory, which is freed once neither process uses it. Every connection has one."""
 
     id, is_on_device = 1, False
 
     def __init__(self, size_bytes: int) -> None:
-        """Raises OSError where the memory or a file descriptor cannot be had."""
+        """Raises OSError where there is no memory or no file descriptor left."""
         self.fd = os.memfd_create("kvplane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size_bytes)
@@ -91,5 +91,5 @@ class HostRegion(Region):
         super().__init__(torch.frombuffer(memory, dtype=torch.uint8))
 
     def close_fd(self) -> None:
-        """Once the client has its own."""
+        """Close ``fd``, once the client has its own."""
         os.close(self.fd)

@@ -8,7 +8,7 @@
 
 namespace kvplane::cuda {
 
-// Of the eight rows that a product's narrow side has; 0 where families have no tiles.
+// Columns of eight rows, a product's narrow side; 0 where families have no tiles.
 template <int kHeadSize>
 constexpr int kFamilyColumns = rows_of_families(kHeadSize) / 8;
 

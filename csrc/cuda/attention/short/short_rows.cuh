@@ -1,4 +1,4 @@
-// The rows of a short tile: what a thread holds of them, and their queries as factors of a product.
+// The rows of a short tile: each thread's part of them, and their queries as factors of a product.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ struct RowsOfThread {
   float sum[kColumns][2];  // of this thread's tokens
 };
 
-// As before the first token of a split.
+// Resets the rows to their state before the first token of a split.
 template <int kColumns>
 __device__ void begin_rows(RowsOfThread<kColumns>& rows) {
 #pragma unroll
