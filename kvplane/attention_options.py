@@ -56,13 +56,13 @@ class AttentionOptions:
                 _require_finite(number, name, f"number {i} ")
 
     def in_group(self, sliding_window_tokens: int) -> AttentionOptions:
-        """The options with a layer group's window, which applies unless they have their own."""
+        """Return the options with a layer group's window, unless they have their own."""
         if self.sliding_window_tokens or not sliding_window_tokens:
             return self
         return replace(self, sliding_window_tokens=sliding_window_tokens)
 
     def of_heads(self, heads: Sequence[range]) -> AttentionOptions:
-        """The options for these query heads, one range after another."""
+        """Return the options for these query heads, one range after another."""
         if not (self.alibi_slopes or self.sinks):
             return self
         slopes = tuple(x for each in heads for x in self.alibi_slopes[each.start : each.stop])
@@ -70,7 +70,7 @@ class AttentionOptions:
         return replace(self, alibi_slopes=slopes, sinks=sinks)
 
     def to_proto(self) -> pb.AttentionOptions:
-        """As a message."""
+        """Return the message."""
         return pb.AttentionOptions(
             scale=self.scale,
             sliding_window_tokens=self.sliding_window_tokens,
@@ -81,7 +81,7 @@ class AttentionOptions:
 
     @classmethod
     def from_proto(cls, message: pb.AttentionOptions, *, field: str) -> AttentionOptions:
-        """From a message. Raises InvalidRequestError naming the option as a part of ``field``."""
+        """Parse a message. Raises InvalidRequestError naming the option as a part of ``field``."""
         try:
             for name in _OF_HEADS:
                 _require_few(getattr(message, name), name)
@@ -97,7 +97,7 @@ class AttentionOptions:
 
 
 def _require_few(of_heads: Sized, field: str) -> None:
-    """Before they are looked at one by one."""
+    """Limit the length before the values are checked one by one."""
     if len(of_heads) > MAX_QUERY_HEADS:
         raise InvalidRequestError(
             f"must be at most {MAX_QUERY_HEADS}, one for each query head, are {len(of_heads)}",
@@ -106,6 +106,6 @@ def _require_few(of_heads: Sized, field: str) -> None:
 
 
 def _require_finite(value: float, field: str, which: str) -> None:
-    """Kernels compute with float32. NaN is refused too."""
+    """Reject NaN and what overflows float32, in which kernels compute."""
     if not abs(value) <= _MAX_FLOAT32:
         raise InvalidRequestError(f"{which}must be finite in float32, is {value}", field=field)

@@ -32,7 +32,7 @@
     │   ├── SequenceRevokedError    FAILED_PRECONDITION   it was cut for others: admit it again
     │   ├── RevisionTooOldError     FAILED_PRECONDITION   start again from a snapshot
     │   ├── BlockNotWritableError   FAILED_PRECONDITION   a write to a published or shared block
-    │   ├── BlockNotWrittenError    FAILED_PRECONDITION   a read of what the session did not write
+    │   ├── BlockNotWrittenError    FAILED_PRECONDITION   a read of a block without contents
     │   └── BlockInUseError         FAILED_PRECONDITION   a block to be forgotten is in use
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
@@ -47,7 +47,7 @@
     └── InternalError               INTERNAL              a bug or a failed device: see server log
 
 The planes raise these, one interceptor maps them to gRPC statuses by ``CODES``, and the client maps
-them back by ``REASONS``: what the core raises is what the caller catches. This module does not
+them back by ``REASONS``: the caller catches the error that the core raised. This module does not
 import gRPC.
 """
 
@@ -57,7 +57,7 @@ from typing import Final
 
 
 class KvplaneError(Exception):
-    """Base of all. ``message`` is for people; ``field`` names the request field at fault, dotted,
+    """Base class. ``message`` is for people; ``field`` names the request field at fault, dotted,
     or is empty.
 
     ``retry_delay_s``: seconds to wait before trying again, None when trying again cannot help.
@@ -85,7 +85,7 @@ class InvalidRequestError(KvplaneError):
 
 
 class NotFoundError(KvplaneError):
-    """What the request refers to is not there."""
+    """The request refers to something that does not exist."""
 
 
 class PoolNotFoundError(NotFoundError):
@@ -125,7 +125,7 @@ class TooManyPlansInFlightError(CapacityError):
 
 
 class StaleError(KvplaneError):
-    """What the request refers to has ended: open a new session and admit again."""
+    """The request refers to something that has ended: open a new session and admit again."""
 
 
 class SessionExpiredError(StaleError):
@@ -137,7 +137,7 @@ class StaleEpochError(StaleError):
 
 
 class MissingReceiptError(StaleError):
-    """The session ended, because a shard has not receipted in time a plan that others have."""
+    """The session ended: a shard sent no receipt in time for a plan that other shards ran."""
 
 
 class StaleIncarnationError(StaleError):
@@ -209,7 +209,7 @@ class BlockNotWrittenError(ConflictError):
 
 
 class BlockInUseError(ConflictError):
-    """A prefix was to be forgotten, and a block table refers to a block of it."""
+    """A block table refers to a block of the prefix that was to be forgotten."""
 
 
 class UnauthenticatedError(KvplaneError):
@@ -256,8 +256,8 @@ class InternalError(KvplaneError):
     """A bug, or a device that failed; the server's log has more."""
 
 
-# gRPC status name of each error that a plane raises. A client raises a base class not listed here
-# for a reason that it does not know.
+# gRPC status name of each error that a plane raises. For a reason that it does not know, a client
+# raises a base class that is not listed here.
 CODES: Final[dict[type[KvplaneError], str]] = {
     InvalidRequestError: "INVALID_ARGUMENT",
     PoolNotFoundError: "NOT_FOUND",

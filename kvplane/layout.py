@@ -1,4 +1,4 @@
-"""What the bytes of a pool mean, as a frozen value with a fingerprint.
+"""Layout of a pool's bytes, as a frozen value with a fingerprint.
 
 One block holds K and V of ``block_size_tokens`` tokens for every layer of one group. In each layer
 its page is laid out ``[2, num_kv_heads, block_size_tokens, head_size]``, K before V (the order that
@@ -29,7 +29,7 @@ MAX_LATENT_SIZE: Final = 576
 FLOAT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types of queries, keys and values, with the bytes of an element."""
 FP8_BYTES: Final = {"float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Types of keys and values as stored, and of nothing else. They alone have scales."""
+"""Types in which only stored keys and values may be; the only ones with scales."""
 ELEMENT_BYTES: Final = FLOAT_BYTES | FP8_BYTES
 _TO_WIRE: Final = {
     "float32": pb.ELEMENT_TYPE_FLOAT32,
@@ -228,14 +228,14 @@ class Layout:
         return hashlib.sha256(text.encode()).digest()
 
     def with_scales_of(self, pool: Layout) -> Layout:
-        """The layout with a pool's scales, which decide how values are stored, where nothing else
-        differs in the groups; else as it is, for the control plane to refuse.
+        """Return the layout with a pool's scales, which decide how values are stored, if its groups
+        differ in nothing else. Otherwise return it unchanged, for the control plane to refuse.
         """
         scaled = replace(self, groups=pool.groups) if self.kv_dtype == pool.kv_dtype else self
         return scaled if _unscaled(scaled) == _unscaled(self) else self
 
     def differences(self, other: Layout) -> str:
-        """Each field that differs, with this layout's value and then the other's."""
+        """List each field that differs, with this layout's value and then the other's."""
         mine, others = dict(_flat(asdict(self))), dict(_flat(asdict(other)))
         return ", ".join(
             f"{name} {_shown(mine.get(name))} and not {_shown(others.get(name))}"
@@ -261,13 +261,13 @@ class Layout:
         return blocks // self.block_size_tokens
 
     def block_bytes(self, group: int = 0) -> int:
-        """Bytes of one block of ``group``: what all its layers keep, all heads."""
+        """Return the bytes of one block of ``group``, over all its layers and heads."""
         g = self.groups[group]
         page_elements = math.prod(g.page_shape(g.num_kv_heads, self.block_size_tokens))
         return len(g.layers) * page_elements * ELEMENT_BYTES[self.kv_dtype]
 
     def to_proto(self) -> pb.Layout:
-        """As a message, fingerprint filled in."""
+        """Return the message, fingerprint filled in."""
         return pb.Layout(
             model_id=self.model_id,
             block_size_tokens=self.block_size_tokens,
@@ -292,7 +292,7 @@ class Layout:
 
     @classmethod
     def from_proto(cls, message: pb.Layout) -> Layout:
-        """From a message. Raises InvalidRequestError, also for a fingerprint that is wrong and for
+        """Parse a message. Raises InvalidRequestError, also for a fingerprint that is wrong and for
         fields that this version does not know.
         """
         refuse_unknown_fields(message, field="layout")
@@ -330,7 +330,7 @@ def _unscaled(layout: Layout) -> Layout:
 
 
 def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of nested ones: "groups[0].head_size"."""
+    """Yield the leaves of nested fields by path, such as "groups[0].head_size"."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _flat(part, f"{at}.{name}" if at else name)
@@ -352,7 +352,7 @@ def _require(ok: bool, field: str, wanted: str) -> None:
 
 
 def _float32(number: Any) -> float:
-    """The nearest float32; for what is out of range or no number NaN, which no scale may be."""
+    """Return the nearest float32; NaN, which no scale may be, if out of range or no number."""
     try:
         (rounded,) = struct.unpack("<f", struct.pack("<f", number))
     except (OverflowError, struct.error):

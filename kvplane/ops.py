@@ -21,11 +21,11 @@ Column = Iterable[int] | bytes
 Tokens = Column
 """Token ids: an int32 column."""
 DEFAULT_PRIORITY: Final = 50
-"""Of a retained prefix, halfway between the first and the last to be evicted."""
+"""Priority of a retained prefix, halfway between the first and the last to be evicted."""
 
 
 class Scope(Enum):
-    """Whose prefixes to forget: all of the session's namespace, or of the caller's tenant."""
+    """Prefixes to forget: all of the session's namespace, or all of the caller's tenant."""
 
     NAMESPACE = "namespace"
     TENANT = "tenant"
@@ -72,8 +72,8 @@ def append(
     """Add known tokens to one sequence and compute positions [first_position, first_position +
     num_slots).
 
-    ``first_position``: the number of positions scheduled so far. ``num_lookahead_slots``: slots
-    after those computed that there are to be blocks for.
+    ``first_position``: the number of positions scheduled so far. ``num_lookahead_slots``: slots to
+    allocate blocks for after the computed ones.
     """
     packed = pack_tokens(token_ids)
     return appends(
@@ -94,8 +94,8 @@ def appends(
     token_ids: Tokens,
     num_lookahead_slots: Column = (),
 ) -> pb.Operation:
-    """As ``append`` for many sequences: each column has an element for each of them, ``token_ids``
-    has their tokens, sequence after sequence. ``num_lookahead_slots`` may be empty.
+    """``append`` for many sequences: each column has an element for each of them, ``token_ids`` has
+    their tokens, sequence after sequence. ``num_lookahead_slots`` may be empty.
     """
     return pb.Operation(
         append=pb.Append(
@@ -115,7 +115,7 @@ def truncate(sequence_id: int, num_tokens: int) -> pb.Operation:
 
 
 def truncates(sequence_ids: Column, num_tokens: Column) -> pb.Operation:
-    """As ``truncate`` for many sequences; the columns have an element for each of them."""
+    """``truncate`` for many sequences; the columns have an element for each of them."""
     return pb.Operation(
         truncate=pb.Truncate(
             sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
@@ -130,7 +130,7 @@ def fork(parent_sequence_id: int, sequence_id: int) -> pb.Operation:
 
 
 def forks(parent_sequence_ids: Column, sequence_ids: Column) -> pb.Operation:
-    """As ``fork`` for many sequences; the columns have an element for each new one."""
+    """``fork`` for many sequences; the columns have an element for each new one."""
     return pb.Operation(
         fork=pb.Fork(
             parent_sequence_ids=pack(INT64, parent_sequence_ids, "parent_sequence_ids"),
@@ -181,7 +181,7 @@ def forget(what: Tokens | Scope, *, force: bool = False) -> pb.Operation:
     """Take prefixes out of the index: those that begin with the tokens of these whole blocks, or
     all of a scope.
 
-    ``force``: also those that sequences refer to, which go on reading their blocks.
+    ``force``: also those that sequences refer to; these keep reading their blocks.
     """
     if what is Scope.NAMESPACE:
         return pb.Operation(forget=pb.Forget(namespace_contents=True, force=force))
@@ -212,12 +212,12 @@ def deferred_tokens(
 
 
 def pack_tokens(token_ids: Tokens) -> bytes:
-    """The column of ``token_ids``."""
+    """Pack ``token_ids`` into a column."""
     return pack(INT32, token_ids, "token_ids")
 
 
 def pack(kind: str, values: Column | array[int], field: str) -> bytes:
-    """The column of ``values``, of elements of ``kind`` (``kvplane.wire.columns``)."""
+    """Pack ``values`` into a column of elements of ``kind`` (``kvplane.wire.columns``)."""
     if isinstance(values, bytes):
         return values
     try:

@@ -1,4 +1,4 @@
-"""What came of a step: items that were not done as errors, and columns as values."""
+"""Results of a step: failed items as errors, and columns as values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplane.wire.error_messages import from_wire, seconds_of
 
 
 class StepResult:
-    """What a step did; the message of the same name."""
+    """Result of a step; the message of the same name."""
 
     __slots__ = ("_message",)
 
@@ -36,21 +36,21 @@ class StepResult:
 
     @property
     def usage(self) -> pb.PoolUsage:
-        """How the pool's blocks are used after the step."""
+        """Usage of the pool's blocks after the step."""
         return self._message.usage
 
     @property
     def revision(self) -> int:
-        """How often the pool's prefix index has changed so far."""
+        """Number of changes to the pool's prefix index so far."""
         return self._message.revision
 
     @property
     def news(self) -> SessionNews:
-        """What happened to the session without its asking."""
+        """Events that the session did not request."""
         return news_of(self._message)
 
     def raise_for_status(self) -> StepResult:
-        """The result itself. Raises ``error_of`` the first item that was not done."""
+        """Return the result itself. Raises ``error_of`` the first item that was not done."""
         for outcome in self.results:
             for failure in outcome.failures:
                 raise error_of(failure)
@@ -101,7 +101,7 @@ class ExplainedBlock:
 
     ``tier``: a ``types_pb2.Tier``. ``ref_count``: block tables that refer to it. ``num_hits``:
     admissions that found it. ``age_s``: since it was published. ``idle_s``: since a sequence last
-    referred to it. ``priority``: that it is retained with, 0 when it is not.
+    referred to it. ``priority``: of its retention, 0 when it is not retained.
     """
 
     tier: int
@@ -149,7 +149,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class SessionNews:
-    """What happened to a session without its asking; the message News.
+    """Events that a session did not request; the message News.
 
     ``cut``: the ``control_pb2.CutReason`` of each sequence that lost its blocks, which must be
     admitted again. ``num_blocks_asked``: blocks that the session is asked to release, 0 for none,
@@ -164,7 +164,7 @@ class SessionNews:
 
 
 def news_of(message: pb.StepResult | pb.Notice) -> SessionNews:
-    """The news in an answer or a notice. Raises InvalidRequestError for columns that are none."""
+    """Parse the news in an answer or a notice. Raises InvalidRequestError for malformed columns."""
     news = message.news
     granted = (
         Granted(
@@ -187,8 +187,8 @@ def news_of(message: pb.StepResult | pb.Notice) -> SessionNews:
 
 
 def error_of(failure: pb.ItemFailure) -> KvplaneError:
-    """Why an item of an operation was not done: LATER is PoolFullError with its retry delay, NEVER
-    is NeverFitsError, FAILED the error that the control plane gave.
+    """Return the error of an item that was not done: for LATER PoolFullError with its retry delay,
+    for NEVER NeverFitsError, for FAILED the error that the control plane gave.
     """
     if failure.status == pb.OPERATION_STATUS_FAILED:
         return from_wire(failure.error)

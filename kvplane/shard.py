@@ -17,7 +17,7 @@ from kvplane.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one process holds; see the message of the same name. ``whole`` is the usual one.
+    """One process's part; see the message of the same name. ``whole`` is the usual one.
 
     KV heads are counted in the layer group that has most of them; of a group with fewer a shard
     holds the same share.
@@ -40,8 +40,8 @@ class Shard:
 
     @classmethod
     def of_heads(cls, layout: Layout, index: int, num_shards: int) -> Shard:
-        """One of ``num_shards`` that divide the KV heads evenly (tensor parallel). Where they are
-        more than the heads, neighbouring shards hold copies of one head.
+        """Return one of ``num_shards`` that divide the KV heads evenly (tensor parallel). Where
+        there are more shards than heads, neighbouring shards hold copies of one head.
 
         Raises InvalidRequestError when neither number divides the other.
         """
@@ -66,7 +66,7 @@ class Shard:
 
     @property
     def part(self) -> tuple[int, int, int, int]:
-        """What is held: equal for copies of each other, and for no others."""
+        """Identifies the part held: equal for copies of each other, and for no others."""
         return self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads
 
     def layers(self, layout: Layout) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class Shard:
         _require(0 <= self.copy < self.num_shards, "copy")
         held: list[int] = []
         for i, group in enumerate(layout.groups):
-            # A block without layers would be no memory, and its table nobody's.
+            # A group without layers here would have empty blocks and tables that nobody reads.
             _require(len(self.group_layers(layout, i)) >= 1, "first_layer")
             ends = (self.first_kv_head, self.first_kv_head + self.num_kv_heads)
             remainders = [end * group.num_kv_heads % most_kv_heads(layout) for end in ends]
@@ -112,7 +112,7 @@ class Shard:
 
     @classmethod
     def from_proto(cls, message: pb.Shard) -> Shard:
-        """From a message; ``layers`` checks that it fits a layout."""
+        """Parse a message; ``layers`` checks that it fits a layout."""
         return cls(
             index=message.index,
             num_shards=message.num_shards,
@@ -124,7 +124,7 @@ class Shard:
         )
 
     def to_proto(self) -> pb.Shard:
-        """As a message."""
+        """Return the message."""
         return pb.Shard(
             index=self.index,
             num_shards=self.num_shards,
@@ -146,8 +146,8 @@ class QueryHeads:
     """Which query heads of a layer a shard computes: those of its KV heads, or a part of each
     where the shard has copies.
 
-    A KV head's query heads follow each other, as everywhere in grouped attention. Shard's and
-    model's order are the same.
+    A KV head's query heads follow each other, as everywhere in grouped attention. Shards keep the
+    model's order.
     """
 
     kv_heads: range
@@ -157,13 +157,13 @@ class QueryHeads:
 
     @classmethod
     def of(cls, shard: Shard, shards: Sequence[Shard], layout: Layout, group: int) -> QueryHeads:
-        """Of ``shard``, one of all the ``shards`` of a pool, in the layers of a group."""
+        """Return those of ``shard``, one of a pool's ``shards``, in the layers of a group."""
         num_copies = sum(other.part == shard.part for other in shards)
         num_kv_heads = layout.groups[group].num_kv_heads
         return cls(shard.kv_heads(layout, group), num_kv_heads, shard.copy, num_copies)
 
     def ranges(self, num_heads: int) -> list[range]:
-        """The model's query heads that are computed, of ``num_heads`` in all, ascending. Raises
+        """Return the query heads to compute, of the model's ``num_heads``, ascending. Raises
         InvalidRequestError when some copy would have none.
         """
         of_kv_head, rest = divmod(num_heads, self.num_model_kv_heads)

@@ -1,4 +1,4 @@
-"""A dense row-major tensor as bytes, without an array library; from and to those of any.
+"""A dense row-major tensor as bytes, without an array library; converts to and from arrays of any.
 
 Arrays of numpy, torch, jax and others are read by the DLPack protocol, from memory of the CPU. The
 structs are those of dlpack.h, versions 0 and 1.
@@ -37,7 +37,7 @@ _TYPES: Final = {
 class Tensor:
     """``data`` holds product(shape) little-endian elements of ``dtype``, row-major.
 
-    What takes DLPack, such as torch.from_dlpack, gets a copy, which numpy or torch makes. Valid by
+    Consumers of DLPack, such as torch.from_dlpack, get a copy, which numpy or torch makes. Valid by
     construction: raises InvalidRequestError with field "dtype", "shape" or "data".
     """
 
@@ -64,7 +64,7 @@ class Tensor:
 
     @classmethod
     def from_array(cls, array: Any) -> Tensor:
-        """From an array of numpy, torch or another library that speaks DLPack; copies the data.
+        """Copy an array of numpy, torch or another library that speaks DLPack.
 
         Raises InvalidRequestError for one that is not on the CPU, not contiguous, or of a type
         that layouts do not have.
@@ -72,14 +72,14 @@ class Tensor:
         return cls(*_read_array(array))
 
     def numpy(self) -> Any:
-        """As a numpy array, a copy. Raises InvalidRequestError for a type that numpy lacks."""
+        """Copy to a numpy array. Raises InvalidRequestError for a type that numpy lacks."""
         if self.dtype not in _NUMPY_DTYPES:
             raise InvalidRequestError(f"numpy has no {self.dtype}: use torch()", field="dtype")
         numpy = import_module("numpy")
         return numpy.frombuffer(bytearray(self.data), self.dtype).reshape(self.shape)
 
     def torch(self) -> Any:
-        """As a torch tensor on the CPU, a copy."""
+        """Copy to a torch tensor on the CPU."""
         torch = import_module("torch")
         dtype = getattr(torch, self.dtype)
         if not self.num_elements:
@@ -109,12 +109,12 @@ class Tensor:
         return self.size_bytes(self.dtype, self.shape)
 
     def to_proto(self) -> pb.Tensor:
-        """As a message; copies the data."""
+        """Return a message with a copy of the data."""
         return pb.Tensor(dtype=dtype_to_wire(self.dtype), shape=self.shape, data=bytes(self.data))
 
     @classmethod
     def from_proto(cls, message: pb.Tensor, *, field: str = "tensor") -> Tensor:
-        """From a message. Raises InvalidRequestError naming ``field``.dtype, .shape or .data, and
+        """Parse a message. Raises InvalidRequestError naming ``field``.dtype, .shape or .data, and
         ``field``.memory for elements in shared memory: no region is agreed with any peer.
         """
         if message.HasField("memory"):
@@ -129,7 +129,7 @@ class Tensor:
             raise InvalidRequestError(error.message, field=f"{field}.{error.field}") from None
 
     def of_heads(self, heads: Sequence[range]) -> Tensor:
-        """These ``heads``, one range after another, of a tensor [num_tokens, num_heads, size]."""
+        """Select ``heads``, one range after another, of a tensor [num_tokens, num_heads, size]."""
         num_tokens, num_heads, size = self.shape
         num_taken = sum(len(each) for each in heads)
         if num_taken == num_heads:
@@ -144,13 +144,13 @@ class Tensor:
 
 
 def join_heads(parts: Sequence[tuple[Tensor, Sequence[range]]]) -> Tensor:
-    """The inverse of ``of_heads``: tensors [num_tokens, heads of the part, size] and which heads
-    each has. Together they have every head once.
+    """Invert ``of_heads``: join tensors [num_tokens, heads of the part, size], given the heads of
+    each. Together they have every head once.
     """
     if len(parts) == 1:
         return parts[0][0]
     num_tokens, _, size = parts[0][0].shape
-    pieces = []  # of a range: its first head, its tensor, and which bytes of a token it takes
+    pieces = []  # for each range: its first head, its tensor, and which bytes of a token it takes
     for tensor, heads in parts:
         head_bytes, before = size * ELEMENT_BYTES[tensor.dtype], 0
         token_bytes = tensor.shape[1] * head_bytes
@@ -208,9 +208,9 @@ _pointer_of: Final = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, c_char_p)(
 
 
 def _read_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """Type, shape and row-major elements of an array that has ``__dlpack__``.
+    """Return type, shape and row-major elements of an array that has ``__dlpack__``.
 
-    Raises InvalidRequestError for what is not on the CPU, not contiguous or of another type.
+    Raises InvalidRequestError for one that is not on the CPU, not contiguous or of another type.
     """
     capsule = _capsule_of(array)
     kind = _name_of(capsule)
@@ -255,7 +255,7 @@ def _capsule_of(array: Any) -> Any:
 
 
 def _strides(shape: tuple[int, ...], tensor: _DLTensor) -> tuple[int, ...]:
-    """Those of a contiguous array; of extents of 1, which are never stepped over, the tensor's."""
+    """Return a contiguous array's strides; where the extent is 1, the tensor's own, never used."""
     return tuple(
         tensor.strides[i] if extent == 1 or 0 in shape else math.prod(shape[i + 1 :])
         for i, extent in enumerate(shape)

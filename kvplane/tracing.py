@@ -2,7 +2,7 @@
 
 One step is one trace: the engine's span, below it the client's call, the control plane's step, and
 the plan on each data plane. Unary calls carry W3C's ``traceparent`` as gRPC metadata. A step on a
-stream has it in its request, and its plan takes it on to the data planes, through the engine.
+stream has it in its request, and its plan carries it through the engine to the data planes.
 
     engine.step
       kvplane.StepRequest              the client, until the answer
@@ -38,7 +38,7 @@ _tracer: Tracer | None = None
 def setup(service: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Switch traces on, and export them, if ``environ`` names an exporter or an endpoint for them
     (``OTEL_TRACES_EXPORTER``, ``OTEL_EXPORTER_OTLP_ENDPOINT``). Returns whether it did. The other
-    variables of OpenTelemetry are followed too; ``service`` is the name unless one is given.
+    variables of OpenTelemetry apply too; ``service`` is the name unless they give one.
 
     Raises InvalidRequestError when OpenTelemetry is not installed, or the exporter is not known.
     """
@@ -84,7 +84,7 @@ def is_on() -> bool:
 def span(
     name: str, parent: str = "", kind: Kind = "INTERNAL", **attributes: Value
 ) -> AbstractContextManager[Any]:
-    """A span that lasts as long as the context and is the current one inside. ``parent``: the
+    """Make a span that lasts as long as the context and is the current one inside. ``parent``: the
     ``traceparent`` of the span above it where none is current.
     """
     if _tracer is None:
@@ -97,7 +97,7 @@ def span(
 
 
 def begin(name: str, parent: str = "", kind: Kind = "INTERNAL", **attributes: Value) -> Span | None:
-    """As ``span``, for one that ``end`` ends, on any thread. None while traces are off."""
+    """Begin a span that ``end`` ends, on any thread. Returns None while traces are off."""
     if _tracer is None:
         return None
     from opentelemetry.trace import SpanKind
@@ -117,7 +117,7 @@ def inside(span: Span | None) -> AbstractContextManager[Any]:
 
 
 def end(span: Span | None, failure: str = "", **attributes: Value) -> None:
-    """End what ``begin`` began, unless it has ended. ``failure``: what went wrong, if anything."""
+    """End a span of ``begin``, unless it has ended. ``failure``: the error, empty without one."""
     if span is None or not span.is_recording():
         return
     span.set_attributes(_ours(attributes))
@@ -129,7 +129,7 @@ def end(span: Span | None, failure: str = "", **attributes: Value) -> None:
 
 
 def traceparent() -> str:
-    """That of the current span; empty while there is none."""
+    """Return the ``traceparent`` of the current span; empty while there is none."""
     if _tracer is None:
         return ""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -140,18 +140,18 @@ def traceparent() -> str:
 
 
 def checked(traceparent: str) -> str:
-    """The same if it is one, else empty: W3C has traces of malformed parents begin anew."""
+    """Return it if well-formed, else empty: by W3C a malformed parent starts a new trace."""
     return traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else ""
 
 
 def to_metadata() -> tuple[tuple[str, str], ...] | None:
-    """GRPC metadata that carries the current span; None while there is none."""
+    """Return gRPC metadata that carries the current span; None while there is none."""
     parent = traceparent()
     return ((_HEADER, parent),) if parent else None
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The ``traceparent`` in gRPC metadata; empty while traces are off."""
+    """Return the ``traceparent`` in gRPC metadata; empty while traces are off."""
     if _tracer is None:
         return ""
     for key, value in metadata or ():
@@ -165,7 +165,7 @@ def _ours(attributes: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _above(parent: str) -> Context | None:
-    """The context for a new span: that of ``parent``, unless a span is current."""
+    """Return the context for a new span: that of ``parent``, unless a span is current."""
     from opentelemetry.trace import get_current_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

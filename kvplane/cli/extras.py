@@ -11,8 +11,8 @@ _OURS: Final = ("kvplane", "control_plane", "data_plane", "engine")
 
 
 def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:
-    """What ``run`` returns, which imports what it needs. If a package of others is missing, says so
-    on one line. ``extra``: of the distribution, that has it; empty for the base.
+    """Call ``run``, which imports the program's packages, and return its result. Reports a missing
+    third-party package on one line. ``extra``: the one that has it; empty for the base package.
     """
     try:
         return run()

@@ -17,12 +17,12 @@ Pools = dict[str, pb.DescribePoolResponse]
 
 
 async def describe(client: ControlClient) -> Pools:
-    """Every pool, by id."""
+    """Describe every pool, by id."""
     return {pool_id: await client.describe_pool(pool_id) for pool_id in await client.list_pools()}
 
 
 async def status(context: Context) -> int:
-    """The control plane and its pools; 0 if all of them are ready."""
+    """Show the control plane and its pools. Returns 0 if all of them are ready."""
     async with context.client() as client:
         plane = await client.describe()
         pools = await describe(client)
@@ -47,7 +47,7 @@ async def status(context: Context) -> int:
 
 
 async def pools(context: Context) -> int:
-    """Each tier of each pool, and each shard."""
+    """Show each tier of each pool, and each shard."""
     async with context.client() as client:
         described = await describe(client)
     tiers, shards = [], []
@@ -82,7 +82,7 @@ async def pools(context: Context) -> int:
 
 
 async def sessions(context: Context, pool: str) -> int:
-    """The open sessions of this caller's tenant."""
+    """Show the open sessions of this caller's tenant."""
     async with context.client() as client:
         pool_ids = [pool] if pool else await client.list_pools()
         rows = [
@@ -103,7 +103,7 @@ async def sessions(context: Context, pool: str) -> int:
 
 
 async def sequences(context: Context, session_id: int, pool: str) -> int:
-    """The sequences of a session; exit code 1 if it is not open."""
+    """Show the sequences of a session. Returns 1 if it is not open."""
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         found = await client.list_sessions(pool_id, session_id)
@@ -125,7 +125,7 @@ async def sequences(context: Context, session_id: int, pool: str) -> int:
 
 
 def _used(pool: pb.DescribePoolResponse) -> tuple[int, int]:
-    """Device blocks that are held or retired, and all of them."""
+    """Count device blocks: those held or retired, and all of them."""
     for tier in pool.usage.tiers:
         if tier.tier == tpb.TIER_DEVICE:
             return tier.num_held_blocks + tier.num_retired_blocks, tier.num_blocks

@@ -16,7 +16,7 @@ from kvplane.v1 import types_pb2 as tpb
 
 @asynccontextmanager
 async def session_on(context: Context, pool: str, namespace: str) -> AsyncIterator[Session]:
-    """A session for one question."""
+    """Open a session for one query."""
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         layout = Layout.from_proto((await client.describe_pool(pool_id)).layout)
@@ -26,7 +26,7 @@ async def session_on(context: Context, pool: str, namespace: str) -> AsyncIterat
 
 
 async def lookup(context: Context, tokens: list[int], pool: str, namespace: str) -> int:
-    """How much of a prompt each pool has."""
+    """Show how much of a prompt each pool has cached."""
     async with context.client() as client:
         matches = await client.find_prefix(
             tokens, pool_ids=[pool] if pool else [], namespace=namespace
@@ -47,7 +47,7 @@ async def lookup(context: Context, tokens: list[int], pool: str, namespace: str)
 
 
 async def explain(context: Context, tokens: list[int], pool: str, namespace: str) -> int:
-    """The cached blocks of a prompt's prefix."""
+    """Show the cached blocks of a prompt's prefix."""
     async with session_on(context, pool, namespace) as session:
         blocks = await session.explain_prefix(tokens)
     rows = [{**asdict(block), "tier": _tier(block.tier)} for block in blocks]

@@ -1,4 +1,4 @@
-"""The ``kvplane`` command's options, and what each command calls.
+"""The ``kvplane`` command's options, and the functions that its commands call.
 
 Exit codes: 0 done, 1 a plane refused or did not answer, or is not ready, 2 wrong options, 130
 interrupted.
@@ -224,7 +224,7 @@ def completion(shell: str) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; its exit code."""
+    """Run the command. Returns its exit code."""
     try:
         cli.main(list(argv), _PROGRAM, standalone_mode=False)
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""What the command is given and what it prints: tokens, TLS files, tables, JSON."""
+"""The command's inputs and outputs: tokens, TLS files, tables, JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Context:
     as_json: bool
 
     def client(self) -> ControlClient:
-        """A client of the control plane. Call it on an event loop."""
+        """Make a client of the control plane. Call it on an event loop."""
         return ControlClient(self.address, tls=self.tls, timeout_s=self.timeout_s)
 
     def show(self, rows: Sequence[dict[str, Any]], title: str = "") -> None:
@@ -41,18 +41,18 @@ class Context:
 
 
 def print_json(value: object) -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def table_of(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """Numbers to the right."""
+    """Make a table with numbers aligned to the right."""
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name, value in (rows[0] if rows else {"nothing": ""}).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         justify: Any = "right" if is_number else "left"
-        # What does not fit goes on below: half of a session's id is of no use.
+        # Fold long values: half of a session's id is of no use.
         table.add_column(name.replace("_", " "), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*map(_text, row.values()))
@@ -60,8 +60,8 @@ def table_of(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
 
 
 def read_tokens(given: str) -> list[int]:
-    """Token ids: "1,2,3", "@file" or "-" for standard input, separated by commas or spaces, or as a
-    JSON list. Raises InvalidRequestError.
+    """Parse token ids: "1,2,3", "@file" or "-" for standard input, separated by commas or spaces,
+    or as a JSON list. Raises InvalidRequestError.
     """
     text = given
     try:
@@ -79,12 +79,12 @@ def read_tokens(given: str) -> list[int]:
 
 
 def share(part: float, whole: float) -> str:
-    """A percentage, or a dash of nothing."""
+    """Format a percentage; a dash if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def only_pool(pool_ids: Iterable[str], wanted: str) -> str:
-    """The pool that is asked for, or the only one. Raises InvalidRequestError."""
+    """Return the wanted pool, or the only one. Raises InvalidRequestError."""
     found = list(pool_ids)
     if wanted:
         return wanted

@@ -1,4 +1,4 @@
-"""A client of the control plane: who is there, which pools, and sessions on them."""
+"""A client of the control plane: its identity, its pools, and sessions on them."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class ControlClient:
         await self.close()
 
     async def describe(self, *, timeout_s: float | None = None) -> pb.DescribeControlPlaneResponse:
-        """Who is answering."""
+        """Describe the control plane."""
         response: pb.DescribeControlPlaneResponse = await self._connection.call(
             self._stub.DescribeControlPlane, pb.DescribeControlPlaneRequest(), timeout_s
         )
         return response
 
     async def list_pools(self, *, timeout_s: float | None = None) -> list[str]:
-        """Ids of the pools that have registered, ascending."""
+        """List the ids of the pools that have registered, ascending."""
         response: pb.ListPoolsResponse = await self._connection.call(
             self._stub.ListPools, pb.ListPoolsRequest(), timeout_s
         )
@@ -78,7 +78,7 @@ class ControlClient:
     async def describe_pool(
         self, pool_id: str, *, timeout_s: float | None = None
     ) -> pb.DescribePoolResponse:
-        """A pool's layout, shards and usage. Raises PoolNotFoundError when none has registered."""
+        """Get a pool's layout, shards, usage. Raises PoolNotFoundError if none has registered."""
         response: pb.DescribePoolResponse = await self._connection.call(
             self._stub.DescribePool, pb.DescribePoolRequest(pool_id=pool_id), timeout_s
         )
@@ -87,7 +87,7 @@ class ControlClient:
     async def list_sessions(
         self, pool_id: str, session_id: int = 0, *, timeout_s: float | None = None
     ) -> list[pb.SessionSummary]:
-        """The open sessions of the caller's tenant, ids ascending, or one with its sequences
+        """List the open sessions of the caller's tenant, ids ascending, or one with its sequences
         (``kvplane.results.sequence_states``). Raises PoolNotFoundError.
         """
         request = pb.ListSessionsRequest(pool_id=pool_id, session_id=session_id)
@@ -99,7 +99,7 @@ class ControlClient:
     async def wait_ready(
         self, pool_id: str, timeout_s: float | None = None
     ) -> pb.DescribePoolResponse:
-        """The pool's description as soon as sessions can be opened on it.
+        """Wait until sessions can be opened on the pool. Returns its description.
 
         Also waits for the plane itself to come up. Raises PoolNotReadyError, or
         PlaneUnavailableError when the plane itself did not answer.
@@ -131,7 +131,7 @@ class ControlClient:
         pool_ids: Iterable[str] = (),
         timeout_s: float | None = None,
     ) -> list[pb.PoolMatch]:
-        """How much of a prompt each pool has cached, ids ascending: a hint, nothing is held.
+        """Get how much of a prompt each pool has cached, ids ascending: a hint, nothing is held.
 
         The prompt is given by its tokens or by the hashes of its leading full blocks, 16 bytes
         each. ``pool_ids``: none means all. Raises PoolNotFoundError.
@@ -150,7 +150,7 @@ class ControlClient:
     def watch(
         self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
     ) -> AsyncGenerator[PrefixEvent, None]:
-        """What the caller's tenant has cached in a pool, and every change to it from then on (see
+        """Yield what the caller's tenant has cached in a pool, and every later change to it (see
         ``kvplane.clients.prefix_feed``), until the generator is closed.
 
         ``timeout_s``: how long the plane may be away before PlaneUnavailableError is raised. Raises

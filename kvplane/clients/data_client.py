@@ -19,11 +19,11 @@ from kvplane.v1.types_pb2 import SignedPayload
 class DataClient:
     """Calls a data plane at ``target`` ("host:port").
 
-    ``timeout_s``: default deadline of each call. ``shared_memory``: whether tensors of executions
-    travel through memory that a data plane on this machine shares, where it does, and else over
-    gRPC. Every call may be repeated, and is while the plane is UNAVAILABLE. Errors raised are those
-    of ``kvplane.errors``: BadSignatureError, StaleError, ConflictError for payloads that do not
-    fit, InvalidRequestError naming the field.
+    ``timeout_s``: default deadline of each call. ``shared_memory``: whether executions use memory
+    that a data plane on this machine shares, if it does; otherwise their tensors travel over gRPC.
+    Every call may be repeated, and is while the plane is UNAVAILABLE. Errors raised are those of
+    ``kvplane.errors``: BadSignatureError, StaleError, ConflictError for payloads that do not fit,
+    InvalidRequestError naming the field.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DataClient:
         await self.close()
 
     async def describe(self, *, timeout_s: float | None = None) -> pb.DescribeDataPlaneResponse:
-        """Who is answering."""
+        """Describe the data plane."""
         response: pb.DescribeDataPlaneResponse = await self._connection.call(
             self._stub.DescribeDataPlane, pb.DescribeDataPlaneRequest(), timeout_s
         )
@@ -149,8 +149,8 @@ class DataClient:
         """Read table entries [first_block, first_block + num_blocks) of a sequence.
 
         ``num_layers``: layers read, from the model's layer ``first_layer`` on; 0 means all that the
-        shard holds. What comes: ReadBlocksResponse. Raises SequenceNotFoundError, and
-        BlockNotWrittenError for an entry in which nothing was written.
+        shard holds. Raises SequenceNotFoundError, and BlockNotWrittenError for an entry in which
+        nothing was written.
         """
         request = pb.ReadBlocksRequest(
             grant=grant,
@@ -183,9 +183,9 @@ class DataClient:
         """Write the slots of the plan's span for a sequence.
 
         ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype, or
-        as ``read_blocks`` returned them;
-        their layers are given as to ``read_blocks``. ``source``: as ``read_blocks`` returned it,
-        None when it is not known. Raises LayoutMismatchError when its layout is another.
+        as ``read_blocks`` returned them. ``first_layer``, ``num_layers``: as of ``read_blocks``.
+        ``source``: as ``read_blocks`` returned it, None if unknown. Raises LayoutMismatchError when
+        its layout is another.
         """
         request = pb.WriteBlocksRequest(
             grant=grant,
@@ -206,7 +206,7 @@ class DataClient:
     async def find_file_blocks(
         self, grant: SignedPayload, tokens: ops.Tokens, *, timeout_s: float | None = None
     ) -> int:
-        """How many leading full blocks of a prompt this shard has in files."""
+        """Count the leading full blocks of a prompt that this shard has in files."""
         request = pb.FindFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(tokens))
         response: pb.FindFileBlocksResponse = await self._connection.call(
             self._stub.FindFileBlocks, request, timeout_s

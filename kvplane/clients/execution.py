@@ -1,12 +1,12 @@
 """Executions: plans run layer by layer on a stream, and beside it through shared memory where the
 data plane is on the same machine.
 
-Where too many bytes of requests wait to be answered there, an execution waits for as long as the
-data plane says, up to the call's deadline.
+If too many bytes of requests wait at the data plane, calls wait for its retry delay, up to their
+deadline.
 
 Invariant: a lost connection, or a wait that was cancelled, loses nothing. The plan is presented
-again on a new stream and continues from where it is, and the layer is sent again; its slots then
-hold the same bytes as before.
+again on a new stream and continues from where it is, and the layer is sent again: it writes the
+same bytes to its slots.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOGGER: Final = logging.getLogger(__name__)
-# Data planes on this machine whose offers could not be taken: it is logged once.
-_NOT_JOINED: Final[set[str]] = set()
-_NOT_SHARED: Final[set[str]] = set()  # whose GPU's memory could not be had
+# Data planes for which a failure was logged, which is done once for each.
+_NOT_JOINED: Final[set[str]] = set()  # their offer of shared memory could not be taken
+_NOT_SHARED: Final[set[str]] = set()  # their GPU's memory could not be opened
 
 
 @dataclass(frozen=True, slots=True)
 class PlanStarted:
-    """A plan was started. ``num_tokens``: first extent of q, k and v.
+    """A started plan. ``num_tokens``: first extent of q, k and v.
 
-    ``receipt`` is there when no layer is expected: the plan has no spans, or it had run before.
+    ``receipt`` is not None when no layer is expected: the plan has no spans, or it had run before.
     """
 
     plan_number: int
@@ -74,14 +74,14 @@ class Execution:
     """Made by ``DataClient.open``. One call at a time: ``start`` or ``begin``, then ``layer`` for
     each layer.
 
-    ``layers``: the layers held, ascending. ``receipt``: that of the plan started last, once it has
-    run; a layer sent again after that is answered again and writes nothing.
+    ``layers``: the layers held, ascending. ``receipt``: of the plan started last, once it has run;
+    a layer sent again after that is answered again and writes nothing.
     """
 
     def __init__(
         self, connection: Connection, stub: Any, grant: SignedPayload, *, local: bool = True
     ) -> None:
-        """``local``: whether to go on through shared memory where that can be."""
+        """``local``: whether to use shared memory where it is available."""
         self.layers: list[int] = []
         self.receipt: SignedPayload | None = None
         self._connection = connection
@@ -106,7 +106,7 @@ class Execution:
 
     @property
     def local(self) -> LocalConnection | None:
-        """The shared memory, while there is some."""
+        """The connection by shared memory, while there is one."""
         return self._local if self._local is not None and self._local.is_open else None
 
     async def connect(self, *, timeout_s: float | None = None) -> None:
@@ -125,8 +125,8 @@ class Execution:
         """Present a plan, which makes its table changes and transfers. Safe to repeat.
 
         ``pass_index``: computes the plan in passes, one token of each span in each: see
-        ``ExecuteRequest``. Raises InvalidRequestError for the plan None, which is that of a step
-        that changed nothing.
+        ``ExecuteRequest``. Raises InvalidRequestError for None, the plan of a step that changed
+        nothing.
         """
         if plan is None:
             raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
@@ -185,7 +185,7 @@ class Execution:
     def begin_now(
         self, plan: SignedPayload, num_tokens: int, pass_index: int | None = None
     ) -> bool:
-        """``begin`` in the calling thread. False where that cannot be: use ``begin``."""
+        """``begin`` in the calling thread. Returns False if that is not possible: use ``begin``."""
         self._forget_plan()
         request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
         local, packet = self._local_for(request)
@@ -199,8 +199,8 @@ class Execution:
         return True
 
     def layer_now(self, layer: LocalLayer, *, timeout_s: float | None = None) -> bool:
-        """``layer`` in the calling thread, of tensors that are in the region; the output is there
-        then. False where that cannot be: use ``layer``.
+        """``layer`` in the calling thread, for tensors in the region, which then has the output.
+        Returns False if that is not possible: use ``layer``.
         """
         self._started_plan()
         local, begun = self.local, self._begun
@@ -218,8 +218,8 @@ class Execution:
         return True
 
     def call_now(self, layer: LocalLayer, call: LayerCall, addresses: Addresses) -> bool | None:
-        """``layer_now`` that moves the tensors too. True where the output was moved, False where it
-        is in the region, None where ``layer_now`` would return False.
+        """``layer_now`` that also moves the tensors. Returns True if it moved the output too, False
+        if the output is in the region, None if ``layer_now`` would return False.
         """
         self._started_plan()
         local, begun = self.local, self._begun
@@ -228,7 +228,7 @@ class Execution:
         timeout_s = self._connection.timeout_s
         try:
             answer = local.call(call, addresses, timeout_s)
-            if begun is not None:  # that was the plan's answer
+            if begun is not None:  # this answers the plan
                 self._check_begun(_parse(layer.usual if answer is None else answer))
                 answer = local.receive(timeout_s)
         except PlaneUnavailableError:
@@ -238,8 +238,8 @@ class Execution:
         return answer is None
 
     def share_now(self, cuda_device_uuid: str) -> tuple[pb.MemoryRegion, int] | None:
-        """A region on the data plane's GPU, which has to be this one, and a file that is to be open
-        for as long as the region is; in the calling thread. None where that cannot be.
+        """Get a region on the data plane's GPU, which has to be this one, and a file to keep open
+        as long as the region; in the calling thread. Returns None if that is not possible.
         """
         local, begun, timeout_s = self.local, self._begun, self._connection.timeout_s
         if local is None or (begun is not None and begun.by is not local):
@@ -264,17 +264,17 @@ class Execution:
             return None
 
     def note_not_shared(self, why: object) -> None:
-        """Log, once for each data plane, that tensors do not stay on the GPU."""
+        """Log that tensors do not stay on the GPU, once for each data plane."""
         _note_once(_NOT_SHARED, "no GPU memory with %s, copying: %s", self._connection.target, why)
 
     def leave(self) -> None:
-        """Give the shared memory up. The next call opens the stream again."""
+        """Close the shared memory. The next call opens the stream again."""
         if self._local is not None:
             self._local.close()
             self._local = None
 
     async def close(self) -> None:
-        """End the stream. Another execution can continue what was started."""
+        """End the stream. Another execution can continue the plan."""
         self.leave()
         await self._stream.close()
 
@@ -290,7 +290,7 @@ class Execution:
 
     def _forget_plan(self) -> None:
         if self._begun is not None:
-            self._drop()  # an answer is under way that nobody wants
+            self._drop()  # an unwanted answer is under way
         self._plan, self.receipt, self._begun = None, None, None
 
     def _note_started(self, plan: pb.ExecuteRequest, started: PlanStarted) -> PlanStarted:
@@ -298,7 +298,7 @@ class Execution:
         return started
 
     def _local_for(self, plan: pb.ExecuteRequest) -> tuple[LocalConnection | None, bytes]:
-        """The plan as a packet, and the connection to send it by; None where it does not fit."""
+        """Return the plan as a packet, and the connection for it; None if it does not fit one."""
         packet = plan.SerializeToString()
         return self.local if len(packet) <= packets.MAX_PACKET_BYTES else None, packet
 
@@ -325,11 +325,11 @@ class Execution:
         self.layers = list(opened.layers)
 
     async def _join(self, offer: pb.LocalOffer) -> LocalConnection | None:
-        """None where the offer cannot be taken, as in a container that has other folders."""
+        """Take an offer. Returns None if that fails, as in a container that has other folders."""
         try:
             return await LocalConnection.join(offer)
         except (OSError, KvplaneError) as error:
-            text = "no shared memory with %s, going on over gRPC: %s"
+            text = "no shared memory with %s, using gRPC: %s"
             _note_once(_NOT_JOINED, text, self._connection.target, error)
             return None
 
@@ -350,7 +350,7 @@ class Execution:
             self._plan, self._begun = request, _Begun(num_tokens, None)
 
     async def _present(self, plan: pb.ExecuteRequest) -> None:
-        """Show the plan again on a new stream where the one that it was shown on has ended."""
+        """Present the plan again on a new stream if the earlier stream has ended."""
         if not self._is_open:
             self._begun = None
             self._note_started(plan, await self._start(plan))
@@ -363,7 +363,7 @@ class Execution:
         value: Tensor | None,
         options: AttentionOptions,
     ) -> Tensor:
-        """Over gRPC."""
+        """Send a layer over gRPC."""
         request = pb.LayerInput(
             layer=index,
             query=None if query is None else query.to_proto(),
@@ -384,7 +384,7 @@ class Execution:
         return _output(answer.output) if query is not None else Tensor(key.dtype, (0,), b"")
 
     def _check_begun(self, answer: pb.ExecuteResponse) -> None:
-        """Take the answer to a plan that was sent by ``begin``. Raises what is wrong with it."""
+        """Take the answer to a plan that was sent by ``begin``. Raises its error."""
         begun, self._begun = self._begun, None
         assert begun is not None
         try:
@@ -405,7 +405,7 @@ class Execution:
         value: Tensor | None,
         options: AttentionOptions,
     ) -> Tensor | None:
-        """None when the tensors do not fit the region."""
+        """Send a layer through the region. Returns None when the tensors do not fit it."""
         layer = self._place(index, query, key, value, options)
         if self.local is None or layer is None:
             return None
@@ -432,7 +432,7 @@ class Execution:
         value: Tensor | None,
         options: AttentionOptions,
     ) -> LocalLayer | None:
-        if value is None:  # of latents, whose output's size is not known here
+        if value is None:  # latents: their output's size is not known here
             return None
         if self.local is None or len({t.dtype for t in (query, key, value) if t is not None}) > 1:
             return None
@@ -476,7 +476,7 @@ def _parse(answer: bytes) -> pb.ExecuteResponse:
 
 
 def _expect(wanted: str, response: pb.ExecuteResponse) -> pb.ExecuteResponse:
-    """The response, if it is of the kind wanted. Raises the error that it is, or InternalError."""
+    """Return the response if it is of the wanted kind. Raises its error, or InternalError."""
     kind = response.WhichOneof("message")
     if kind == "error":
         raise from_wire(response.error)

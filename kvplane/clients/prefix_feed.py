@@ -1,8 +1,8 @@
-"""Follows a pool's prefix index: what is cached there, and each change to it.
+"""Follows a pool's prefix index: the blocks cached there, and each change to them.
 
-A follower that applies the events in order has what the pool has whenever ``CaughtUp`` comes. When
-the connection breaks, the feed goes on where it was; when the changes since then are not kept any
-more, it begins again with a snapshot.
+A reader that applies the events in order has the pool's contents whenever ``CaughtUp`` comes. When
+the connection breaks, the feed resumes where it was, or begins again with a snapshot if the changes
+since then are no longer kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HASH_BYTES: Final = 16
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
     """A cached block. ``block_hash`` names the prefix that ends with it, ``parent_hash`` the one
-    before it: zero bytes for the first block of a prompt. ``token_ids``: int32, those of the block.
+    before it: zero bytes for the first block of a prompt. ``token_ids``: of the block, int32.
     ``tier``: a ``types_pb2.Tier``.
     """
 
@@ -48,8 +48,8 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks can be found from now on. One that is there already is no change. Parents come before
-    children, but in no order between an ``IndexCleared`` and the ``CaughtUp`` after it.
+    """Blocks can be found from now on. A known block is no change. Parents come before children,
+    except between an ``IndexCleared`` and the ``CaughtUp`` after it, where there is no order.
     """
 
     blocks: tuple[StoredBlock, ...]
@@ -57,9 +57,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks are gone from a tier: the hash and the tier of each. One that is not there is no
-    change.
-    """
+    """Blocks are gone from a tier: the hash and the tier of each. An unknown one is no change."""
 
     blocks: tuple[tuple[bytes, int], ...]
 
@@ -71,7 +69,7 @@ class IndexCleared:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """The events so far make up what the pool had at this revision."""
+    """The events so far make up the pool's contents at this revision."""
 
     revision: int
 
@@ -82,10 +80,10 @@ PrefixEvent: TypeAlias = BlocksStored | BlocksRemoved | IndexCleared | CaughtUp
 async def follow(
     open_call: Callable[[pb.WatchRequest], Any], pool_id: str, namespace: str, timeout_s: float
 ) -> AsyncGenerator[PrefixEvent, None]:
-    """The events, for as long as they are asked for. ``open_call`` starts the RPC Watch.
+    """Yield events until the generator is closed. ``open_call`` starts the RPC Watch.
 
     Raises PlaneUnavailableError or PoolNotFoundError when the plane, or the pool that was followed,
-    has not been there for ``timeout_s`` seconds, and at once whatever else goes wrong.
+    has been away for ``timeout_s`` seconds, and any other error at once.
     """
     request = pb.WatchRequest(pool_id=pool_id, namespace=namespace)
     deadline, delay_s, was_there = Deadline.after(timeout_s), FIRST_DELAY_S, False
@@ -108,7 +106,7 @@ async def follow(
 
 
 async def _events(call: Any, request: pb.WatchRequest) -> AsyncGenerator[PrefixEvent, None]:
-    """The events of one call. Notes in ``request`` how far they have got."""
+    """Yield the events of one call. Records their revision in ``request``."""
     reader = FeedReader()
     try:
         while True:
@@ -132,7 +130,7 @@ class FeedReader:
         self._in_snapshot = False
 
     def read(self, response: pb.WatchResponse) -> Iterator[PrefixEvent]:
-        """The events of the next message. Raises InvalidRequestError for one that is malformed."""
+        """Yield the next message's events. Raises InvalidRequestError if it is malformed."""
         if response.HasField("snapshot"):
             if not self._in_snapshot:
                 yield IndexCleared()

@@ -1,4 +1,4 @@
-"""Brings what data planes keep in files back into a pool, so that an admission finds it cached.
+"""Loads blocks that data planes keep in files into a pool, so that an admission finds them cached.
 
 find, of each shard ──► admit ──► plan ──► each shard loads ──► receipts ──► cached ──► free
 """
@@ -29,7 +29,7 @@ _MAX_TRIES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What of a prompt is in the pool after ``PrefixLoader.load``, and how many of these tokens
+    """The tokens of a prompt that are in the pool after ``PrefixLoader.load``, and how many of them
     came from files.
     """
 
@@ -38,8 +38,8 @@ class Loaded:
 
 
 class PrefixLoader:
-    """Loads prefixes by a session of its own, of the pool and namespace in which they are wanted:
-    a session that computes could not go on meanwhile. Loads run one after another.
+    """Loads prefixes by a session of its own, in their pool and namespace: a session that computes
+    could not continue meanwhile. Loads run one after another.
 
     ``tls``: how to reach the data planes. ``timeout_s``: for all of a load.
     """
@@ -55,7 +55,7 @@ class PrefixLoader:
         ]
         self._turn = asyncio.Lock()
         self._last_id = 0
-        self._is_behind = False  # the session may have sequences, or plans that were not run
+        self._is_behind = False  # whether the session may have sequences, or plans that did not run
 
     async def __aenter__(self) -> PrefixLoader:
         return self
@@ -69,11 +69,11 @@ class PrefixLoader:
         await self.close()
 
     async def load(self, tokens: ops.Tokens) -> Loaded:
-        """Load the part of a prompt that follows what is cached, as far as all shards have files of
-        it. It is cached when this returns, but as any other prefix it may be evicted again.
+        """Load the part of a prompt after its cached tokens, as far as all shards have it in files.
+        It is cached when this returns, but may be evicted again like any other prefix.
 
         Files that cannot be used, or a pool without room, are no errors: less is loaded then.
-        Raises what calls raise whose planes are away or whose session is over.
+        Raises the errors of planes that are away, and of a session that is over.
         """
         column = ops.pack_tokens(tokens)
         async with Deadline.after(self._timeout_s).guard():
@@ -102,7 +102,7 @@ class PrefixLoader:
             await plane.close()
 
     async def _num_in_files(self, column: bytes) -> int:
-        """Leading tokens that all shards have in files."""
+        """Return the number of leading tokens that all shards have in files."""
         found = await all_of(
             [plane.find_file_blocks(self._session.grant, column) for plane in self._planes]
         )
@@ -114,8 +114,8 @@ class PrefixLoader:
         return found.num_cached_tokens
 
     async def _try_to_load(self, column: bytes) -> bool:
-        """Whether all of ``column``, whole blocks, is cached now. Raises CapacityError where there
-        is no room.
+        """Load ``column``, whole blocks. Returns whether all of it is cached now. Raises
+        CapacityError where there is no room.
         """
         if self._is_behind:
             await self._free_all()
@@ -154,8 +154,8 @@ class PrefixLoader:
         return True
 
     async def _free_all(self) -> None:
-        """Free what a load has left that did not end, wherever it was: it may not know what of its
-        last call was done.
+        """Free the sequences of a load that was interrupted anywhere. The outcome of its last call
+        may be unknown.
         """
         resynced = await self._session.resync()
         self._session.take_abandoned()  # their plans are aborted, or have run
@@ -164,7 +164,7 @@ class PrefixLoader:
         self._is_behind = False
 
     async def _free(self, sequence_ids: Sequence[int]) -> None:
-        """The blocks stay cached, if they were published."""
+        """Free sequences. Their blocks stay cached, if they were published."""
         if sequence_ids:
             plan = (await self._session.step([ops.free(sequence_ids)])).plan
             if plan is not None:
@@ -172,7 +172,7 @@ class PrefixLoader:
         await self._session.submit_receipts()
 
     async def _run(self, plan: SignedPayload) -> None:
-        """A plan that only drops tables, or says which are left."""
+        """Run a plan that only drops tables, or names those that are left."""
         answers = await all_of(
             [plane.copy_blocks(self._session.grant, plan) for plane in self._planes]
         )

@@ -2,7 +2,7 @@
 
     query, key, value ──► of each shard's heads ──► its Execute stream ──► outputs, joined by heads
 
-Nothing here is a transaction. Each shard has an execution of its own, with all that it promises: a
+Nothing here is a transaction. Each shard has an execution of its own, with the same guarantees: a
 call that failed or was cancelled may be made again, and a shard that had answered answers again.
 """
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class ShardedDataClient:
     """Calls the data planes of all shards of a pool, as ``Session.shards`` names them.
 
-    ``clients``: one for each shard, by index, for what concerns one shard alone. ``timeout_s``,
+    ``clients``: one for each shard, by index, for calls to a single shard. ``timeout_s``,
     ``shared_memory``: as of ``DataClient``.
     """
 
@@ -111,12 +111,12 @@ class ShardedExecution:
 
     @property
     def layers(self) -> list[int]:
-        """The layers that the shards hold together, ascending."""
+        """The layers that any shard holds, ascending."""
         return sorted(self._held)
 
     @property
     def receipts(self) -> list[SignedPayload]:
-        """Of the plan started last: those that are there, one of each shard once it has run."""
+        """The receipts so far of the plan started last: one of each shard once it has run."""
         return [each.receipt for each in self._executions if each.receipt is not None]
 
     @property
@@ -181,13 +181,13 @@ class ShardedExecution:
         return join_heads(list(zip(outputs, of_parts, strict=True)))
 
     async def close(self) -> None:
-        """End the streams. Another execution can continue what was started."""
+        """End the streams. Another execution can continue the plan."""
         await all_of([each.close() for each in self._executions])
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one shard holds of a layer."""
+    """One shard's part of a layer."""
 
     execution: Execution
     kv_heads: range
@@ -195,7 +195,7 @@ class _Part:
 
 
 async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """Await all, and only then raise the first error: none is left running behind its caller."""
+    """Await all, and only then raise the first error, so that none is left running."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

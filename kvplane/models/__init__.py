@@ -1,1 +1,1 @@
-"""What a pool's layout must be for a model."""
+"""The layout that a model needs of a pool."""

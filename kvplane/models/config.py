@@ -10,8 +10,8 @@ from kvplane.errors import InvalidRequestError
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config of ``folder``; the base class's where transformers does not know the
-    model type. Raises InvalidRequestError.
+    """Read the transformers config of ``folder``, as the base class if the model type is unknown.
+    Raises InvalidRequestError.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -31,7 +31,7 @@ def read_config(folder: Path) -> Any:
         kind = PreTrainedConfig
     try:
         return kind.from_dict(fields)
-    except Exception as error:  # each model's class raises what it likes
+    except Exception as error:  # a model's class may raise anything
         raise InvalidRequestError(
             f"{path} is refused by transformers: {error}", field="config"
         ) from error

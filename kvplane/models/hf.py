@@ -51,12 +51,11 @@ def layout_from_hf(
 ) -> Layout:
     """The layout of the model in ``folder``.
 
-    ``groups`` are those of its config unless given, ``latent`` as of ``layer_groups``: the probe of
-    the loaded model finds others where its code does otherwise
-    (``kvplane/transformers/models/probe.py``).
-    ``kv_dtype`` is ``dtype`` unless given; an 8-bit one has the checkpoint's scales, and if it has
-    none, all are 1. ``model_id`` is, unless given, the folder's name and 16 hex digits of the
-    SHA-256 over config.json and the weights' files, in name order. Raises InvalidRequestError
+    ``groups`` default to the config's; the probe of the loaded model finds others if its code
+    differs from its config (``kvplane/transformers/models/probe.py``). ``latent``: see
+    ``layer_groups``. ``kv_dtype`` defaults to ``dtype``; an 8-bit one has the checkpoint's scales,
+    or scales of 1 if it has none. ``model_id`` defaults to the folder's name and 16 hex digits of
+    the SHA-256 over config.json and the weights' files, in name order. Raises InvalidRequestError
     naming what is missing or wrong, transformers included.
     """
     folder = Path(folder)
@@ -86,8 +85,8 @@ def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
 
 
 def _with_scales(groups: tuple[LayerGroup, ...], folder: Path) -> tuple[LayerGroup, ...]:
-    """Scales come layer after layer, one for each layer or one for each KV head of it. Latents have
-    those of keys.
+    """Add the scales, layer after layer, one for each layer or one for each KV head of it. Latents
+    have those of keys.
     """
     scaled = []
     num_layers = sum(len(group.layers) for group in groups)
@@ -119,8 +118,8 @@ def _default_model_id(folder: Path) -> str:
 
 
 def scales_from_hf(folder: Path, num_layers: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Keys' and values' scales as ``LayerGroup`` has them, layer after layer; empty when no file of
-    ``folder`` has any. Raises InvalidRequestError naming what is malformed or missing.
+    """Read keys' and values' scales, layer after layer, as ``LayerGroup`` has them; empty when no
+    file of ``folder`` has any. Raises InvalidRequestError naming what is malformed or missing.
     """
     found: dict[tuple[str, int], tuple[float, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -152,7 +151,7 @@ def _of_all_layers(
 
 
 def _scales_of_file(path: Path) -> Iterator[tuple[str, int, tuple[float, ...]]]:
-    """("k" or "v", layer, scales) of each tensor that holds scales."""
+    """Yield ("k" or "v", layer, scales) of each tensor that holds scales."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))

@@ -1,8 +1,8 @@
 """The layer groups of a transformers model, from its config.
 
 There is no list of model names here. A layer is described by entries that configs of many models
-share; where a model's own code does otherwise than its config says, the probe of the loaded model
-(``kvplane/transformers/models/probe.py``) finds it.
+share. The probe of the loaded model (``kvplane/transformers/models/probe.py``) finds models whose
+code differs from their config.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ATTENTION: Final = ("full_attention", _SLIDING)
 
 @dataclass(frozen=True, slots=True, order=True)
 class LayerShape:
-    """What layers of one group have in common. ``window_tokens`` 0: attention sees everything."""
+    """The shape of all layers of one group. ``window_tokens`` 0: attention sees everything."""
 
     num_kv_heads: int
     head_size: int
@@ -62,7 +62,7 @@ def groups_of(shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
 
 
 def layer_shapes(config: Any, *, latent: bool = True) -> list[LayerShape]:
-    """The shape of each layer. ``latent`` and errors: as of ``layer_groups``."""
+    """Return the shape of each layer. ``latent`` and errors: see ``layer_groups``."""
     text = config.get_text_config(decoder=True)
     num_layers = _positive(text, "num_hidden_layers")
     types = getattr(text, "layer_types", None) or [None] * num_layers
@@ -81,7 +81,7 @@ def layer_shapes(config: Any, *, latent: bool = True) -> list[LayerShape]:
 
 
 def _of_latents(layer: Any, shape: LayerShape) -> LayerShape:
-    """The shape of a layer that keeps latents: of MLA, where the kernels serve the sizes."""
+    """Return the shape of latents for MLA in sizes that the kernels serve, else ``shape``."""
     rank = getattr(layer, "kv_lora_rank", None)
     if not rank or not getattr(layer, "qk_nope_head_dim", None):
         return shape
@@ -92,7 +92,7 @@ def _of_latents(layer: Any, shape: LayerShape) -> LayerShape:
 
 
 def _shape(layer: Any, kind: str | None) -> LayerShape:
-    """``kind``: None where the config has no types; then a window is that of every layer."""
+    """Return a layer's shape. ``kind``: None if layers have none; all then have the same window."""
     num_heads = _positive(layer, "num_attention_heads")
     num_kv_heads = _num_kv_heads(layer, num_heads)
     if num_heads % num_kv_heads:
@@ -113,7 +113,7 @@ def _shape(layer: Any, kind: str | None) -> LayerShape:
 
 
 def _num_kv_heads(layer: Any, num_heads: int) -> int:
-    """Falcon has a flag for one KV head, which another flag overrides, and a name of its own."""
+    """Count KV heads. Falcon has a flag for one, which another flag overrides, and another name."""
     is_multi_query = getattr(layer, "multi_query", False)
     if is_multi_query and not getattr(layer, "new_decoder_architecture", False):
         return 1
@@ -122,7 +122,7 @@ def _num_kv_heads(layer: Any, num_heads: int) -> int:
 
 
 def _head_size(layer: Any, num_heads: int) -> int:
-    """Of keys. Latent attention (MLA) has a part with rotary positions and one without."""
+    """Return the size of keys. MLA has a part with rotary positions and one without."""
     if getattr(layer, "qk_nope_head_dim", None):
         return _positive(layer, "qk_nope_head_dim") + _positive(layer, "qk_rope_head_dim")
     if getattr(layer, "head_dim", None) is not None:
@@ -146,7 +146,7 @@ def _positive(config: Any, name: str, *, default: int | None = None) -> int:
 
 
 def _name(shape: LayerShape, shapes: list[LayerShape]) -> str:
-    """Says the window, and the other sizes where groups differ in them."""
+    """Name a group by its window, and by its other sizes where groups differ in them."""
     whole = LATENT if shape.cache_kind == LATENT else "full"
     name = f"window-{shape.window_tokens}" if shape.window_tokens else whole
     same = [other for other in shapes if other.window_tokens == shape.window_tokens]

@@ -1,4 +1,4 @@
-"""What carries out plans: the engine's only access to keys and values."""
+"""Backends, which carry out plans: the engine's only access to keys and values."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from kvplane.v1.control_pb2 import ShardInfo
 
 @dataclass(frozen=True, slots=True)
 class PlanStarted:
-    """A plan was started. ``receipts``: of all shards when it has nothing to compute, else none."""
+    """A started plan. ``receipts``: of all shards when it has nothing to compute, else none."""
 
     num_tokens: int
     receipts: Sequence[pb.SignedPayload] = ()
 
 
 class OpenedSession(Protocol):
-    """What a backend needs of a session."""
+    """The part of a session that a backend needs."""
 
     @property
     def grant(self) -> pb.SignedPayload:
-        """Says what the session may do at a data plane."""
+        """The session's signed rights at a data plane."""
         ...
 
     @property
     def shards(self) -> Sequence[ShardInfo]:
-        """The pool's, by index."""
+        """The pool's shards, by index."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """The pool's."""
+        """The pool's layout."""
         ...
 
 
 class DataBackend(Protocol):
     """Carries out the plans of one session, one at a time: ``start``, each layer in order,
-    ``finish``. Of a plan in passes, that is done for each pass.
+    ``finish``. A plan in passes repeats this for each pass.
     """
 
     @property
@@ -59,7 +59,7 @@ class DataBackend(Protocol):
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """As in ``kvplane.transformers.attention.Step``; of the session."""
+        """The session's layers that keep latents."""
         ...
 
     def open(self, session: OpenedSession) -> None:
@@ -69,9 +69,8 @@ class DataBackend(Protocol):
     def start(
         self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
-        """Start a plan, or go on to its next pass. ``num_tokens``: what it computes, 0 where the
-        caller does not know. With it the answer need not be waited for, and what is wrong is raised
-        by the first layer.
+        """Start a plan, or its next pass. ``num_tokens``: tokens that it computes, 0 if unknown.
+        If given, this need not wait for the answer; then the first layer raises the errors.
         """
         ...
 
@@ -84,11 +83,11 @@ class DataBackend(Protocol):
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """As in ``kvplane.transformers.attention.Step``."""
+        """See ``kvplane.transformers.attention.Step``."""
         ...
 
     def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
-        """The receipts of all shards, after the last layer; none if that pass was not the last."""
+        """Return all shards' receipts, after the last layer; none unless the pass was the last."""
         ...
 
     def close(self) -> None:
@@ -113,7 +112,7 @@ class RemoteBackend:
         *,
         shared_memory: bool = True,
     ) -> None:
-        """``shared_memory``: whether to use it where it can be had."""
+        """``shared_memory``: whether to use it where it is available."""
         self._loop = loop
         self._timeout_s = timeout_s
         self._tls = tls
@@ -121,7 +120,7 @@ class RemoteBackend:
         self._client: ShardedDataClient | None = None
         self._execution: ShardedExecution | None = None
         self.latent_layers: frozenset[int] = frozenset()
-        self._layers: RegionLayers | None = None  # of a pool of one shard
+        self._layers: RegionLayers | None = None  # only for a pool of one shard
 
     def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to each of the session's data planes."""
@@ -146,9 +145,7 @@ class RemoteBackend:
     def start(
         self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
-        """Present the plan to the data planes; with the number of its tokens where it has a
-        pass.
-        """
+        """Present the plan, or its next pass, to the data planes."""
         execution = self._open_execution()
         if num_tokens:
             if self._layers is None or not self._layers.begin(plan, num_tokens, pass_index):
@@ -172,7 +169,7 @@ class RemoteBackend:
             if output is not None:
                 return output
         execution = self._open_execution()
-        # One shard takes what it is given whole, also where that is a part of the model's heads.
+        # A single shard takes the tensors undivided, even if they have a part of the model's heads.
         out = self._loop.run(
             (execution.only or execution).layer(
                 index,
@@ -186,7 +183,7 @@ class RemoteBackend:
         return there
 
     def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
-        """The receipts that came after the last layer. Raises InternalError when one did not."""
+        """Return the receipts, which follow the last layer. Raises InternalError if one did not."""
         execution = self._open_execution()
         if not is_last:
             return ()

@@ -18,12 +18,12 @@ _MOST_BYTES: Final = 2**40
 
 
 def gpu_of(tensor: torch.Tensor) -> int | None:
-    """The index of the GPU that a tensor is on; None elsewhere."""
+    """Return the index of the GPU that a tensor is on; None for one on no GPU."""
     return tensor.device.index if tensor.is_cuda else None
 
 
 def cuda_module() -> ModuleType | None:
-    """What opens memory of a GPU; None where no kernels for CUDA are installed, or older ones."""
+    """Return the module that opens GPU memory; None if CUDA kernels are missing or too old."""
     if find_spec("kvplane_kernels") is None or find_spec("kvplane_kernels._cuda") is None:
         return None
     module = import_module("kvplane_kernels._cuda")
@@ -36,19 +36,19 @@ class DeviceRegion:
     """
 
     def __init__(self, region_id: int, memory: Any) -> None:
-        """``memory``: the native module's."""
+        """``memory``: as ``open_shared`` of the native module returns it."""
         self.region_id = region_id
         self.whole: torch.Tensor = torch.utils.dlpack.from_dlpack(memory.dlpack())
-        # Of the stream that last read an output: another one would not wait for it by itself.
+        # The stream that last read an output: another one would not wait for it by itself.
         self._stream: torch.cuda.Stream | None = None
 
     def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
-        """As ``packets.place``."""
+        """See ``packets.place``."""
         return packets.place(sizes_bytes, len(self.whole))
 
     def follow(self) -> None:
-        """Have this thread's stream wait until what was read from the region before has been read:
-        before anything is put there.
+        """Have this thread's stream wait for earlier reads of the region. Call this before anything
+        is put there.
         """
         if self.whole.is_cuda:
             stream, before = torch.cuda.current_stream(self.whole.device), self._stream
@@ -57,17 +57,17 @@ class DeviceRegion:
             self._stream = stream
 
     def settle(self) -> None:
-        """Return when what was put into the region since ``follow`` is there: the data plane's
-        kernels know nothing of this process's streams.
+        """Wait for the writes to the region since ``follow``: the data plane's kernels are not
+        ordered after this process's streams.
         """
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def open_region(execution: Execution, gpu: int) -> DeviceRegion | None:
-    """The region that the data plane gives for tensors on this GPU. None, and a line in the log,
-    where there is none: the data plane is on another one or has no room, or the memory cannot be
-    opened, as in a container without the machine's IPC.
+    """Open the data plane's region for tensors on this GPU. Returns None and logs why if the data
+    plane is on another GPU or has no room, or if the memory cannot be opened, as in a container
+    without the machine's IPC.
     """
     native, local = cuda_module(), execution.local
     if native is None or local is None or not local.cuda_device_uuid:

@@ -1,4 +1,4 @@
-"""Planes in the model's own process: tensors are passed, not sent.
+"""Planes in the model's own process: tensors are not copied to another process.
 
 The pool registers with the control plane and serves gRPC to others like any other. This process
 holds its key, so it is for one tenant.
@@ -31,7 +31,7 @@ from kvplane.runtime.backend import OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
-_GRACE_S = 1.0  # for calls of others, when the planes are stopped
+_GRACE_S = 1.0  # for other processes' calls, when the planes are stopped
 
 
 def start_planes(
@@ -67,8 +67,8 @@ def start_planes(
 
 
 def device_for(model_device: torch.device) -> str:
-    """The device of a model's pool: its GPU where the kernels run on one, otherwise the CPU. To
-    another device the tensors of a layer would cross the link twice.
+    """Return the device of a model's pool: its GPU where the kernels run on one, otherwise the CPU.
+    To another device the tensors of a layer would cross the link twice.
     """
     is_served = model_device.type == "cuda" and choose_device("auto", this_machine).type == "cuda"
     return str(model_device) if is_served else "cpu"
@@ -164,13 +164,13 @@ class EmbeddedBackend:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor | None:
-        """As ``kvplane.transformers.attention.RepeatedLayer`` says."""
+        """See ``kvplane.transformers.attention.RepeatedLayer``."""
         if self._repeated is None:
             return None
         return self._repeated.layer(index, query, key, value, options)
 
     def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
-        """The receipt, after the last layer."""
+        """Return the receipt, after the last layer."""
         if not is_last and self._executor.device.type == "cpu":
             return ()  # its kernels have raised what was wrong
         receipt = self._executor.receipt(self._open_session())

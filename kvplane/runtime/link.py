@@ -1,4 +1,4 @@
-"""A session with a control plane, for a caller that is not asynchronous: an engine, or caches.
+"""A session with a control plane, for callers without an event loop: an engine, or caches.
 
 At any time there is at most one session. A receipt is added as soon as it is there and sent with
 the next step.
@@ -34,7 +34,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _CLIENT_NAME: Final = "kvplane engine"
 _LOADER_NAME: Final = "kvplane engine, files"
 _CLOSE_TIMEOUT_S: Final = 2.0
-# How long planes may take to be there before somebody is told that they are awaited.
+# How long to wait for planes before the log says so.
 _SILENT_S: Final = 2.0
 
 
@@ -56,10 +56,10 @@ class ControlLink:
         self._tls = tls
         self._timeout_s = timeout_s
         self.namespace = ""
-        """Of the sessions that are opened from now on."""
+        """Namespace of the sessions that are opened from now on."""
         self._session: Session | None = None
         self._layout: Layout | None = None
-        self._loader: tuple[PrefixLoader, Session] | None = None  # of blocks from files
+        self._loader: tuple[PrefixLoader, Session] | None = None  # loads blocks from files
         self._opening_loader = asyncio.Lock()
         self._last_plan_number = 0
         self._submitting: Pending[None] | None = None  # receipts, which nobody has waited for
@@ -72,8 +72,8 @@ class ControlLink:
         return self._session
 
     def pool_layout(self, wait_s: float) -> Layout:
-        """The pool's layout, once it is ready. Raises UnavailableError after ``wait_s`` seconds;
-        logs what it waits for when that takes long.
+        """Return the pool's layout, once it is ready. Raises UnavailableError after ``wait_s``
+        seconds; logs what it waits for when that takes long.
         """
         self._loop.run(self._wait_ready(wait_s))
         return Layout.from_proto(self.describe_pool().layout)
@@ -98,7 +98,7 @@ class ControlLink:
             waiting.cancel()
 
     def describe_pool(self) -> pb.DescribePoolResponse:
-        """What the control plane says of the pool, after receipts that were submitted."""
+        """Ask the control plane about the pool, after submitted receipts."""
         submitting, self._submitting = self._submitting, None
         if submitting is not None:
             wait(submitting)
@@ -119,8 +119,8 @@ class ControlLink:
         return self._session
 
     def begin_step(self, operations: Sequence[pb.Operation]) -> Pending[StepResult]:
-        """Send one step, with all receipts that were added, and do not wait for its answer. The
-        next step, and every other call, is made after it.
+        """Send one step with all added receipts, without waiting for its answer. The next step, and
+        every other call, is made after it.
         """
         session = self.session
 
@@ -134,12 +134,12 @@ class ControlLink:
         return self._loop.send(step())
 
     def step(self, operations: Sequence[pb.Operation]) -> StepResult:
-        """One step, with all receipts that were added."""
+        """Make one step with all added receipts."""
         return wait(self.begin_step(operations))
 
     def has_news(self, wait_s: float) -> bool:
-        """Whether a notice has come since the last step, or comes within ``wait_s`` seconds: the
-        next step's answer has the news.
+        """Return whether a notice has come since the last step, or comes within ``wait_s`` seconds:
+        the next step's answer has the news.
         """
         return self._loop.run(self.session.wait_for_news(wait_s))
 
@@ -149,8 +149,8 @@ class ControlLink:
         return all(shard.has_file_tier for shard in self.session.shards)
 
     def begin_load(self, tokens: Sequence[int]) -> Future[Loaded]:
-        """Load what data planes have of a prompt in files, by a session beside this one, and do not
-        wait for it. The future raises what ``PrefixLoader.load`` does.
+        """Begin to load the blocks of a prompt that data planes have in files, in a second session,
+        without waiting. The future raises what ``PrefixLoader.load`` does.
         """
         return self._loop.begin(self._load([*tokens]))
 
@@ -176,7 +176,7 @@ class ControlLink:
             return self._loader[0]
 
     async def _close_loader(self, loader: PrefixLoader | None = None) -> None:
-        """Close the loader, if it is still this one; or whichever it is."""
+        """Close the loader; only if it still is ``loader``, where that is given."""
         opened = self._loader
         if opened is None or loader not in (None, opened[0]):
             return
@@ -196,9 +196,9 @@ class ControlLink:
         self._loop.post(add)
 
     def submit_receipts(self) -> None:
-        """Send receipts, since there is no next step, and do not wait for the answer."""
+        """Send receipts when there is no next step, without waiting for the answer."""
         session = self._session
-        if session is None:  # it could not be opened again, so there is nothing to submit
+        if session is None:  # reopening it failed, so there is nothing to submit
             return
 
         async def submit() -> None:
@@ -210,7 +210,7 @@ class ControlLink:
         self._submitting = self._loop.send(submit())
 
     def abort_last_plan(self) -> list[SequenceState]:
-        """Abort the last plan; every sequence of the session as it is then."""
+        """Abort the last plan. Returns the state of all the session's sequences afterwards."""
         return self._loop.run(self.session.abort_plan(self._last_plan_number))
 
     def close(self) -> None:

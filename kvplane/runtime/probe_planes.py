@@ -22,7 +22,7 @@ _SESSION: Final = pb.SessionRef(incarnation=1, session_id=1)
 
 
 class ProbePlanes:
-    """Blocks for sequences of ``lengths`` tokens in every group; one forward pass after another."""
+    """Runs forward passes, with blocks for sequences of ``lengths`` tokens in every group."""
 
     def __init__(self, groups: Sequence[LayerGroup], dtype: str, lengths: Sequence[int]) -> None:
         self._planes = [_Plane(group, dtype, lengths) for group in groups]
@@ -48,7 +48,7 @@ class ProbePlanes:
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """As in ``Step``."""
+        """See ``Step``."""
         return self._of_layer[index].layer(index, query, key, value, options)
 
 
@@ -78,7 +78,7 @@ class _Plane:
         self._changes = _tables(counts)
 
     def begin(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """The first plan makes the tables."""
+        """Start a pass. The first plan makes the tables."""
         self._number += 1
         ids, first_positions, num_tokens = zip(*spans, strict=True)
         plan = pb.Plan(
@@ -119,8 +119,8 @@ class _Plane:
 
 
 def _tables(counts: Sequence[int]) -> pb.TableChanges:
-    """A table of ``counts[i]`` blocks for each sequence, whose blocks descend: a model that counts
-    on their order fails.
+    """Make a table of ``counts[i]`` blocks for each sequence, in descending order, so that a model
+    that relies on ascending blocks fails.
     """
     total = sum(counts)
     return pb.TableChanges(

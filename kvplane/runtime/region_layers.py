@@ -1,5 +1,5 @@
-"""A layer's tensors, put into memory that the data plane shares, and its output from there: memory
-of the GPU that they are on, where it is the data plane's too, otherwise main memory.
+"""Passes a layer's tensors and its output through memory shared with the data plane: the GPU's
+where the data plane runs on the tensors' GPU, otherwise main memory.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class _Known:
     """A layer that was computed before, with tensors of these shapes: views of the region."""
 
     region: DeviceRegion | None
-    """On the GPU; None for main memory."""
+    """The region on the GPU; None for main memory."""
     layer: LocalLayer
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     output: torch.Tensor
     call: Any
-    """The same for native code; None where there is none."""
+    """The layer for native code; None where there is none."""
 
 
 class RegionLayers:
@@ -45,10 +45,10 @@ class RegionLayers:
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
         self._local: LocalConnection | None = None
-        # That were asked for, by GPU; at most one was given, and each is asked for once.
+        # Requested regions by GPU, each requested once; at most one is not None.
         self._regions: dict[int, DeviceRegion | None] = {}
         self._known: dict[tuple[object, ...], _Known | None] = {}
-        # As each layer was called last: comparing is faster than hashing.
+        # The last call of each layer: comparing is faster than hashing.
         self._latest: dict[int, tuple[tuple[object, ...], _Known | None]] = {}
 
     def begin(self, plan: pb.SignedPayload, num_tokens: int, pass_index: int | None = None) -> bool:
@@ -63,8 +63,8 @@ class RegionLayers:
         value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> torch.Tensor | None:
-        """The output, on the query's device; None where the layer has to go over gRPC, as latents
-        do.
+        """Return the output, on the query's device, or None if the layer has to go over gRPC, as
+        latents do.
         """
         if value is None:
             return None
@@ -88,7 +88,7 @@ class RegionLayers:
             region.settle()
         if not self._execution.layer_now(known.layer):
             return None
-        # A copy: the next layer's output comes to the same place.
+        # A copy: the next layer's output overwrites it.
         return known.output.to(query.device, copy=True)
 
     def _find(
@@ -129,7 +129,7 @@ class RegionLayers:
         return self._regions[gpu]
 
     def _forget(self) -> None:
-        """Let go of the regions, and of what is in them."""
+        """Drop the regions and their views."""
         self._local = None
         self._regions.clear()
         self._known.clear()

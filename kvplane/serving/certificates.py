@@ -21,14 +21,14 @@ class ServerTls:
 
 
 def credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """For one address. The files are looked at for each connection; those that are wrong by then
-    change nothing. Raises OSError for files that are wrong now.
+    """Make credentials for one address. Each connection checks the files for changes; wrong files
+    change nothing then. Raises OSError for files that are wrong now.
     """
     files = tls.key, tls.certificate, tls.client_ca
     renewed = Renewed(lambda: _read(tls), files)
     given = renewed.get()
 
-    def changed() -> Any:  # None where nothing did, which gRPC's stubs do not know
+    def changed() -> Any:  # or None if nothing changed, which gRPC's stubs do not allow
         nonlocal given
         present = renewed.get()
         if present is given:
@@ -42,7 +42,7 @@ def credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def _read(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    """Raises OSError."""
+    """Read the files. Raises OSError."""
     before = _contents(tls)
     server_context(tls.certificate, tls.key, tls.client_ca)
     if _contents(tls) != before:

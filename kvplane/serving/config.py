@@ -48,7 +48,7 @@ def max_message_setting(default: int) -> Any:
 class ServingConfig:
     """Settings of a server; a plane adds its own, and gives the first three their defaults.
 
-    Raises InvalidRequestError for a malformed bind address, and for TLS files that need others.
+    Raises InvalidRequestError for a malformed bind address, and for incomplete sets of TLS files.
     """
 
     bind: str
@@ -57,21 +57,21 @@ class ServingConfig:
     port_file: Path | None = setting(None, help="File to write the gRPC port to, once it serves.")
     grace_s: float = setting(
         5.0,
-        help="Time that calls in flight have to end when the program is told to stop.",
+        help="Time that calls in flight have to end when the program stops.",
         unit="s",
         minimum=0,
         maximum=3600,
     )
     max_received_bytes: int = setting(
         1 << 30,
-        help="Requests that were received and are not answered, of all callers.",
+        help="Unanswered requests, of all callers.",
         unit="bytes",
         minimum=4096,
     )
     max_caller_received_bytes: int = setting(
         1 << 28,
-        help="Requests that were received and are not answered, of one tenant, or of one connection"
-        " where tenants are not known; and as many bytes of large answers that it has not read.",
+        help="Unanswered requests, of one tenant, or of one connection where tenants are not known."
+        " Also the limit of its large answers that it has not read.",
         unit="bytes",
         minimum=4096,
     )
@@ -98,13 +98,13 @@ class ServingConfig:
     )
     metrics_login_file: Path | None = setting(
         None,
-        help="File that holds USER:SHA256, the digest of the password in hex: who may read"
+        help="File that holds USER:SHA256, the digest of the password in hex: the login for"
         " /metrics, by HTTP's basic authentication.",
     )
     access_file: Path | None = setting(
         None,
-        help="TOML file of who may call what, read again when it changes; without one everybody may"
-        " do everything. See docs/security.md.",
+        help="TOML file of callers and their roles, read again when it changes; without one,"
+        " everybody may do everything. See docs/security.md.",
     )
     insecure: bool = setting(
         False, help="Serve in the clear on an address that other machines can reach."
@@ -141,12 +141,12 @@ class ServingConfig:
 
     @property
     def knows_callers(self) -> bool:
-        """Whether callers have to say who they are."""
+        """Whether callers must identify themselves."""
         return self.access_file is not None or self.tls_client_ca is not None
 
     @property
     def metrics_access(self) -> MetricsAccess:
-        """Who may read /metrics. Raises InvalidRequestError for a login file that is none."""
+        """The access to /metrics. Raises InvalidRequestError for a malformed login file."""
         file = self.metrics_login_file
         return MetricsAccess(
             certificate=self.tls_certificate if self.metrics_tls else None,
@@ -156,14 +156,14 @@ class ServingConfig:
 
     @property
     def tls(self) -> ServerTls | None:
-        """How to serve TLS; None means in the clear."""
+        """The TLS files to serve with; None for no TLS."""
         if self.tls_certificate is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_certificate, self.tls_key, self.tls_client_ca)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" can be reached from this machine only."""
+    """Return whether "host:port" can be reached from this machine only."""
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True

@@ -10,7 +10,7 @@ from typing import Any
 def tune_grpc() -> None:
     """Have gRPC wake half as many threads for a message, unless the user chose its experiments.
 
-    To be called before gRPC is imported, which reads the variable; so this module imports no gRPC.
+    Call it before gRPC is imported, which reads the variable; so this module imports no gRPC.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 

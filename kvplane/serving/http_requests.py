@@ -1,4 +1,4 @@
-"""What HTTP servers of OpenAI's paths do with a request, whatever it asks for."""
+"""Steps that are common to all requests of HTTP servers of OpenAI's paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvplane.errors import (
 
 CLIENT_GONE: Final = 499
 BODY_S: Final = 30.0
-"""Within this and a second for each MiB of it a request's body comes."""
+"""The time that a request's body may take, besides a second for each MiB of it."""
 _STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
     (InvalidRequestError, 400),
     (UnauthenticatedError, 401),
@@ -46,11 +46,11 @@ T = TypeVar("T")
 
 
 def authenticate(request: Request, api_keys: Sequence[str]) -> str:
-    """The key that the request shows; empty where there are none. Raises UnauthenticatedError when
-    it is none of them.
+    """Return the request's key; empty where ``api_keys`` is. Raises UnauthenticatedError unless it
+    is one of them.
     """
     given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-    # All are compared, in a time that does not tell how much of one was right.
+    # All are compared, in a time that does not depend on how much of one was right.
     is_right = [hmac.compare_digest(given, key.encode()) for key in api_keys]
     if not is_right:
         return ""
@@ -60,9 +60,9 @@ def authenticate(request: Request, api_keys: Sequence[str]) -> str:
 
 
 async def read_body(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
-    """The body, read no further than it may be long. ``take`` counts what comes, or raises.
+    """Read the body, up to ``max_bytes``. ``take`` counts the bytes of each part, or raises.
 
-    Raises InvalidRequestError when there is too much, or it does not come.
+    Raises InvalidRequestError when it is too long or does not come in time.
     """
     body = bytearray()
     until_s = asyncio.get_running_loop().time() + BODY_S
@@ -82,8 +82,8 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What ``work`` returns, unless the client goes away before: then it is cancelled and
-    ClientDisconnect raised. The request's body must have been read.
+    """Return the result of ``work``. If the client goes away before, cancel it and raise
+    ClientDisconnect. The request's body must have been read.
     """
 
     async def gone() -> None:
@@ -106,7 +106,7 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 def refusal(error: KvplaneError) -> JSONResponse:
-    """An error as OpenAI's servers answer it."""
+    """Make the response for an error, in the form of OpenAI's servers."""
     status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
     headers = {}
     if error.retry_delay_s is not None:

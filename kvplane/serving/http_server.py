@@ -1,4 +1,4 @@
-"""An HTTP server of an ASGI application, until it is told to stop."""
+"""An HTTP server of an ASGI application, until it gets a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GRACE_S: Final = 5
 
 
 class HttpServer(uvicorn.Server):
-    """Says where it listens once it does: to its log, and in a file."""
+    """Reports its address once it listens: to its log, and in a file."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class HttpServer(uvicorn.Server):
         when_told: Callable[[], None] = lambda: None,
     ) -> None:
         """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None.
-        ``when_told`` is called when it is told to stop, before it waits for open requests. Beyond
-        the connections that the limit of open files has room for, where each client may need one
-        to an engine too, requests get status 503.
+        ``when_told`` is called when the server stops, before it waits for open requests. Requests
+        get status 503 beyond the connections that the limit of open files allows, where each
+        client may need one more, to an engine.
         """
         host, _, port = bind.rpartition(":")
         super().__init__(
@@ -59,7 +59,7 @@ class HttpServer(uvicorn.Server):
         self._when_told = when_told
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen. Later connections get the certificate that the files have by then."""
+        """Begin to listen. Each connection gets the certificate in the files when it begins."""
         if self._certificate is not None and self._key is not None:
             self.config.ssl = renewed_context(self._certificate, self._key)
         await super().startup(sockets)
@@ -71,6 +71,6 @@ class HttpServer(uvicorn.Server):
         self._logger.info("listening address=%s:%d", host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and give open requests a little time."""
+        """Stop accepting connections, and give open requests a little time."""
         self._when_told()
         await super().shutdown(sockets)

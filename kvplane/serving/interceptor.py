@@ -1,10 +1,10 @@
-"""One interceptor around every RPC: callers are let through or refused, typed errors become gRPC
-statuses, calls are counted, and no other error's text reaches the caller.
+"""One interceptor around every RPC: it admits or refuses callers, turns typed errors into gRPC
+statuses, counts calls, and keeps the text of other errors from callers.
 
 Requests are decoded here too (``kvplane.serving.requests``), so that bytes that are not the
-method's message are the caller's error (INVALID_ARGUMENT) and not the server's. On a stream it is
-raised by the request iterator, which can still be read after it; ``ServicerContext.read`` is not
-decoded, so servicers here iterate.
+method's message are the caller's error (INVALID_ARGUMENT) and not the server's. On a stream the
+request iterator raises it, and can still be read after it. ``ServicerContext.read`` is not decoded,
+so servicers here iterate.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _Context = Any  # grpc.aio's context classes are generic in the stubs and plain 
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps what handlers raise and counts what they answer.
+    """Maps handlers' errors and counts their answers.
 
-    Where callers have to be known, all calls stream their requests to gRPC: that of a unary one it
-    reads before it calls the handler, whoever sends it. That is faster, though.
+    gRPC reads a unary request before it calls the handler, whoever sends it. So where callers must
+    be known, all methods are served as streaming ones; elsewhere unary ones stay, which is faster.
     """
 
     def __init__(self, metrics: RpcMetrics, admission: Admission) -> None:
@@ -131,10 +131,10 @@ class _Call:
                     async with _while_permitted(requests):
                         answers = handler(request, context)
                         if hasattr(answers, "__aiter__"):
-                            async with contextlib.aclosing(answers):  # it is cleaned up at once
+                            async with contextlib.aclosing(answers):  # cleans up at once
                                 async for answer in answers:
                                     yield answer
-                        else:  # it writes to the context instead of yielding
+                        else:  # the handler writes to the context instead of yielding
                             await answers
             except BaseException as error:
                 code, status = self._judge(error, context)
@@ -153,7 +153,7 @@ class _Call:
     def _judge(
         self, error: BaseException, context: _Context
     ) -> tuple[grpc.StatusCode, grpc.Status | None]:
-        """The code to count ``error`` under, and the status to answer with; None lets it pass."""
+        """Return the code to count, and the status to answer or None to let ``error`` pass."""
         if isinstance(error, KvplaneError):
             self._metrics.rejected.inc(error.reason)
             _LOGGER.debug(
@@ -178,21 +178,21 @@ class _Call:
 
 
 def _num_bytes(answer: Any) -> int:
-    """Of an answer, which the handler may have encoded itself."""
+    """Return the size of an answer, which the handler may have encoded itself."""
     if isinstance(answer, bytes):
         return len(answer)
     return answer.ByteSize() if isinstance(answer, Message) else 0
 
 
 def _passing_bytes(encode: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
-    """``encode``, but for answers that the handler has encoded itself."""
+    """Return ``encode`` that passes through answers which the handler has encoded itself."""
     if encode is None:
         return None
     return lambda answer: answer if type(answer) is bytes else encode(answer)
 
 
 def _request_id(context: _Context) -> str:
-    """The caller's own, or one made up."""
+    """Return the caller's own request id, or a new one."""
     for key, value in context.invocation_metadata() or ():
         if key == "x-request-id" and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value
@@ -201,7 +201,7 @@ def _request_id(context: _Context) -> str:
 
 @contextlib.asynccontextmanager
 async def _while_permitted(requests: Requests) -> AsyncIterator[None]:
-    """Cancels what is inside when the caller may not make the call any more, and raises why."""
+    """Cancel the body when the caller may no longer make the call, and raise why."""
     inside = asyncio.current_task()
     assert inside is not None
     revoked = asyncio.create_task(requests.revoked())

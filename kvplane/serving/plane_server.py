@@ -1,5 +1,5 @@
-"""What the servers of both planes share: one service, its health and metrics, from binding the port
-to answering the last call.
+"""The base of both planes' servers: one service, its health and metrics, from binding the port to
+answering the last call.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _WrongServiceInterceptor(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
             yield b""
 
-        # A stream, whatever was called: on the wire a call that is refused looks the same.
+        # A stream, for unary methods too: on the wire a refused call looks the same.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
@@ -91,13 +91,13 @@ class PlaneServer:
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer. ``also_serve``:
-        services whose servicers the caller adds to the server, with all that holds for the first.
+        services whose servicers the caller adds to the server, with the same checks as the first.
         ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
         ``also_bind``: a second address, or empty. ``quick``: by method's name, see
         ``Admission.quick``.
 
         Raises OSError when an address cannot be bound or a TLS file cannot be read, and
-        InvalidRequestError when something is wrong in the access list.
+        InvalidRequestError for a wrong access list.
         """
         self._config = config
         self._service = service
@@ -139,7 +139,7 @@ class PlaneServer:
 
     @property
     def address(self) -> str:
-        """Where the server listens, "host:port"."""
+        """The server's address, "host:port"."""
         return self._server.address
 
     @property
@@ -153,8 +153,8 @@ class PlaneServer:
         await self.stop()
 
     async def stop(self) -> None:
-        """Refuse new calls, answer those in flight, end the streams, and return when all is
-        quiet.
+        """Refuse new calls, answer those in flight, end the streams, and return when all have
+        ended.
         """
         _LOGGER.info("stopping grace_s=%g", self._config.grace_s)
         self._serving = False
@@ -167,13 +167,13 @@ class PlaneServer:
         _LOGGER.info("stopped")
 
     async def _serve(self, *, serving: bool = True) -> None:
-        """Take calls. ``serving``: what health says."""
+        """Take calls. ``serving``: the state of health."""
         await self._server.start(self._service_names, serving=serving)
         self._serving = serving
         self._lag = asyncio.create_task(_measure_lag(self._metrics))
 
     async def _set_serving(self, serving: bool) -> None:
-        """Set what health says."""
+        """Set the state of health."""
         self._serving = serving
         for service in ("", *self._service_names):
             await self._server.set_serving(service, serving)
@@ -190,11 +190,11 @@ class PlaneServer:
             raise
 
     async def _finish(self) -> None:
-        """Called by ``stop`` once no call is left: ends what else the plane runs."""
+        """End the plane's other tasks. ``stop`` calls it once no call is left."""
 
 
 async def _measure_lag(metrics: PlaneMetrics) -> None:
-    """Count how late the event loop wakes this task up."""
+    """Measure how late the event loop wakes this task up."""
     while True:
         due_s = time.monotonic() + _LAG_INTERVAL_S
         await asyncio.sleep(_LAG_INTERVAL_S)

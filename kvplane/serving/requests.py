@@ -1,6 +1,4 @@
-"""Decodes the requests of a call, after checking who sends them and whether there is room for
-them.
-"""
+"""Decodes the requests of a call, after checking the caller and the room for them."""
 
 from __future__ import annotations
 
@@ -16,35 +14,35 @@ from kvplane.serving.callers.identity import Gate
 from kvplane.serving.limits.message_bounds import MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 
-# How long the request of a unary call may be under way.
+# How long the request of a unary call may take to arrive.
 _ARRIVAL_S: Final = 30.0
-# As many answers of less as there may be calls are no matter.
+# Smaller answers are not counted: the limit of calls bounds them enough.
 _SMALL_ANSWER_BYTES: Final = 1 << 16
-# What takes a millisecond or more to read.
+# Requests that take a millisecond or more to read.
 _LARGE_BYTES: Final = 1 << 20
-# How soon a call ends whose caller may not make it any more, and that has no request to refuse.
+# How soon a call without a request to refuse ends after its caller lost the right to make it.
 _RECHECK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What all requests of a server pass. ``bounds``: by method, "/SERVICE/METHOD"."""
+    """The checks of all requests of a server. ``bounds``: by method, "/SERVICE/METHOD"."""
 
     gate: Gate
     bounds: Mapping[str, MessageBounds]
     budget: ReceiveBudget
     quick: Mapping[str, Callable[[bytes], Any | None]] = field(default_factory=dict)
-    """By method: reads requests of a common shape, which hold no more than they may, without a
-    message. None of others."""
+    """By method: reads requests of a common shape, within the bounds, without making a message.
+    Returns None for others."""
     answers: ReceiveBudget = field(default_factory=ReceiveBudget)
-    """Answers to unary calls that their callers have not read. gRPC keeps them until they do."""
+    """Unread answers to unary calls, which gRPC keeps until the callers read them."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Large requests are decoded and begun in turn, so that others come between them."""
 
 
 class Requests:
-    """The requests of one call, as they come. Iteration can go on after one that is refused, as
-    that of a generator could not. ``close`` must be called.
+    """The requests of one call, as they come. Iteration can continue after a refused one, as a
+    generator's could not. ``close`` must be called.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class Requests:
         incoming: AsyncIterator[bytes] | None,
         context: Any,
     ) -> None:
-        """Let the call through, before anything of it is read. ``decode``: the bytes to a message.
+        """Admit the call, before any of it is read. ``decode``: parses bytes to a message.
         ``incoming``: None where gRPC has read the only request.
 
         Raises UnauthenticatedError, NotPermittedError.
@@ -78,18 +76,18 @@ class Requests:
         return self
 
     async def __anext__(self) -> Any:
-        """The next request; the one before counts as answered.
+        """Return the next request; the one before counts as answered.
 
-        Raises QuotaExceededError when too much waits to be answered,
-        InvalidRequestError for bytes that are no request or hold too much, and as the constructor
-        when the access list changed.
+        Raises QuotaExceededError when too many bytes wait to be answered, InvalidRequestError for
+        bytes that are no request or exceed its bounds, and as the constructor when the access list
+        changed.
         """
         self.close()
         assert self._incoming is not None
         return await self.take(await self._incoming.__anext__())
 
     async def take(self, data: bytes) -> Any:
-        """The request in ``data``, of the call's. Raises as iteration does."""
+        """Decode the request in ``data``. Raises as iteration does."""
         if not self._is_open:
             self.check_caller()
         self._budget.take(self._caller, len(data))
@@ -112,8 +110,8 @@ class Requests:
             raise InvalidRequestError(f"the bytes are not a request of {wanted}") from error
 
     async def only(self) -> Any:
-        """The request of a call that has one. Raises as iteration does, and DeadlineExceededError
-        when it does not come.
+        """Return the request of a call that has one. Raises as iteration does, and
+        DeadlineExceededError when it does not come in time.
         """
         try:
             async with asyncio.timeout(_ARRIVAL_S):
@@ -125,7 +123,7 @@ class Requests:
 
     def hold_answer(self, num_bytes: int) -> None:
         """Count the answer until the call is over. Raises QuotaExceededError when the caller has
-        not read others of its answers.
+        too many bytes of unread answers.
         """
         if num_bytes >= _SMALL_ANSWER_BYTES:
             answers, caller = self._answers, self._caller
@@ -142,7 +140,7 @@ class Requests:
             self._admitted_at = num_reloads
 
     async def revoked(self) -> KvplaneError:
-        """Wait until the caller may not make the call any more; returns why."""
+        """Wait until the caller may no longer make the call. Returns why."""
         while True:
             await asyncio.sleep(_RECHECK_S)
             try:
@@ -151,7 +149,7 @@ class Requests:
                 return error
 
     def close(self) -> None:
-        """The last request is answered, or nobody waits for its answer."""
+        """Release the last request: it was answered, or nobody waits for its answer."""
         if self._num_held:
             self._budget.give_back(self._caller, self._num_held)
             self._num_held = 0

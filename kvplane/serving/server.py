@@ -23,7 +23,7 @@ from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 
 MAX_CONNECTION_CALLS: Final = 256
 HANDSHAKE_MS: Final = 10_000
-"""How long a connection may take to become one of HTTP/2, over TLS where that is served."""
+"""How long the handshakes of HTTP/2 and TLS may take."""
 _MOST_FILES: Final = 65_536
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Server:
         await self.health.set(service, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop as the module's docstring says. Returns when every call has ended."""
+        """Stop (see the module's docstring). Returns when every call has ended."""
         await self.health.enter_graceful_shutdown()
         await self.grpc_server.stop(grace_s)
 
@@ -74,13 +74,13 @@ def build(
     max_connection_calls: int = MAX_CONNECTION_CALLS,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Server:
-    """A server bound to ``bind``, "host:port"; port 0 picks a free one. Call it on the event loop
+    """Bind a server to ``bind``, "host:port"; port 0 picks a free one. Call it on the event loop
     that will serve. ``also_bind``: a second address, whose connections are counted apart; or empty.
 
     Raises OSError when it cannot bind or a TLS file cannot be read. Messages above
     ``max_message_bytes`` are refused with RESOURCE_EXHAUSTED, compressed ones with UNIMPLEMENTED:
-    they would be decompressed on the thread that serves all. Connections beyond
-    ``max_connections`` are closed; calls beyond ``max_connection_calls`` of one wait at the client.
+    gRPC would decompress them on the thread that serves all. Connections beyond ``max_connections``
+    are closed; calls beyond ``max_connection_calls`` of one connection wait at the client.
     """
     host, _, _ = bind.rpartition(":")
     options = [
@@ -90,7 +90,7 @@ def build(
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", max_connection_calls),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-        ("grpc.so_reuseport", 0),  # else a second server on the port would take half of the calls
+        ("grpc.so_reuseport", 0),  # or a second server on the port would take half of the calls
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.keepalive_time_ms", 30_000),
@@ -112,8 +112,8 @@ def build(
 
 
 def most_connections() -> int:
-    """Connections of one address that the limit of open files has room for: as many are left for a
-    second address, and a quarter of the files for other things.
+    """Return how many connections of one address the limit of open files allows. As many are left
+    for a second address, and a quarter of the files for other uses.
     """
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
@@ -137,7 +137,7 @@ def announce(server: Server, port_file: Path | None) -> None:
 
 
 async def wait_for_signal() -> None:
-    """Wait for SIGTERM or SIGINT. Afterwards Python handles both again, so a second one kills."""
+    """Wait for SIGTERM or SIGINT. Afterwards Python handles both, so a second one kills."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

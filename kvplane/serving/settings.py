@@ -38,8 +38,8 @@ def setting(
     maximum: float | None = None,
     choices: Sequence[str] | None = None,
 ) -> Any:
-    """A field of a settings dataclass, of type ``int``, ``float``, ``bool``, ``str`` or ``Path``,
-    or one of these ``| None``.
+    """Make a field of a settings dataclass, of type ``int``, ``float``, ``bool``, ``str`` or
+    ``Path``, or one of these ``| None``.
 
     Without a default it must be given. ``minimum`` and ``maximum`` are inclusive; a float must be
     finite.
@@ -61,15 +61,14 @@ def parse(
     environ: Mapping[str, str],
     package: str = "",
 ) -> ConfigT:
-    """The settings that ``argv`` (without the program's name) and ``environ`` ask for. ``package``:
-    which the program is in, with a dot at its end.
+    """Parse settings from ``argv`` (without the program's name) and ``environ``. ``package``: the
+    program's package, with a dot at its end.
 
     ``--help`` lists them under the headings of the class's ``HELP_GROUPS``, if it has them: heading
     to names of fields.
 
     Exits with code 0 after ``--help`` and with code 2 for a setting that is wrong. A dataclass may
-    check in ``__post_init__`` what no single field shows, and raise InvalidRequestError or
-    ValueError.
+    check combinations of fields in ``__post_init__``, and raise InvalidRequestError or ValueError.
     """
     command = _command(config_class, program, environ)
     try:
@@ -81,7 +80,7 @@ def parse(
         _fail(program, str(error))
     except click.Abort:
         _fail(program, "aborted")
-    if not isinstance(outcome, config_class):  # --help was asked for, and printed
+    if not isinstance(outcome, config_class):  # --help was given, and printed
         sys.exit(0)
     return outcome
 

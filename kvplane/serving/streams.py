@@ -1,5 +1,5 @@
-"""Reading the requests of long-lived streams, so that waiting streams can be ended at once when the
-server stops.
+"""Reads the requests of long-lived streams, so that a stopping server can end waiting streams at
+once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ RequestT = TypeVar("RequestT")
 
 
 class RequestStreams:
-    """The streams of one service that are open."""
+    """The open streams of one service."""
 
     def __init__(self, plane: str) -> None:
-        """``plane``: what the error of a stopping server calls it, such as "control plane"."""
+        """``plane``: its name in the error of a stopping server, such as "control plane"."""
         self.plane = plane
         self.waiting: set[asyncio.Task[Any]] = set()
-        """Those that wait for a request."""
+        """Tasks that wait for a request."""
         self.stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -30,14 +30,14 @@ class RequestStreams:
             task.cancel()
 
     def open(self, requests: AsyncIterator[RequestT]) -> RequestStream[RequestT]:
-        """The stream that the current task serves."""
+        """Open the stream that the current task serves."""
         task = asyncio.current_task()
         assert task is not None
         return RequestStream(self, task, requests)
 
 
 class RequestStream(Generic[RequestT]):
-    """One of them."""
+    """An open stream."""
 
     __slots__ = ("_requests", "_streams", "_task")
 
@@ -47,15 +47,15 @@ class RequestStream(Generic[RequestT]):
         task: asyncio.Task[Any],
         requests: AsyncIterator[RequestT],
     ) -> None:
-        """``task``: that which serves it."""
+        """``task``: the task that serves the stream."""
         self._streams = streams
         self._task = task
         self._requests = requests
 
     async def next(self) -> RequestT | None:
-        """The next request, None at the end of the stream.
+        """Return the next request, None at the end of the stream.
 
-        Raises PlaneUnavailableError once the service stops, and what reading raises.
+        Raises PlaneUnavailableError once the service stops, and the errors of ``requests``.
         """
         streams, task = self._streams, self._task
         if streams.stopping.is_set():
@@ -75,5 +75,5 @@ class RequestStream(Generic[RequestT]):
 
 
 def stopping_error(plane: str) -> PlaneUnavailableError:
-    """The error that ends a stream when this process stops."""
+    """Make the error that ends a stream when this process stops."""
     return PlaneUnavailableError(f"the {plane} is stopping", retry_delay_s=1.0)

@@ -1,4 +1,4 @@
-"""A session of the client: its numbered calls, its queries, and what it does by itself."""
+"""A session of the client: its numbered calls, its queries, and its background tasks."""
 
 from kvplane.session.session import ReadmitResult, ResyncResult, Session
 from kvplane.session.step_numbering import AbandonedResult

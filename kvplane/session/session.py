@@ -51,15 +51,15 @@ _LOGGER: Final = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S: Final = 2.0
 _RENEWALS_PER_LEASE: Final = 3
 _MAX_NOTICES: Final = 100
-# How long receipts submitted by themselves may keep a call waiting.
+# How long a background submission of receipts may delay a call.
 _IDLE_TIMEOUT_S: Final = 1.0
-# An engine that is not idle makes its next call within a step's time, and saves this one.
+# A busy engine makes its next call within a step's time, and needs no background submission.
 IDLE_S: Final = 0.1
 _RETRY_S: Final = 1.0
 
 
 class ReadmitResult(dict[int, int]):
-    """Tokens found cached, by sequence id. ``plan`` must run before later ones; it may be None."""
+    """Tokens found cached, by sequence id. ``plan``, unless None, must run before later ones."""
 
     def __init__(self, num_cached_tokens: Mapping[int, int], plan: SignedPayload | None) -> None:
         super().__init__(num_cached_tokens)
@@ -78,13 +78,13 @@ class Session:
     """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
 
     Every call takes ``timeout_s``, the client's default when None, and is sent again until then
-    while the plane cannot be reached. A call that was cancelled or ran out of time may be made
-    again: it is then the same step. If another call comes instead, the first one is sent again
-    before it, and its answer is kept for ``take_abandoned``. Raises StaleError or
-    SessionNotFoundError when the session is over: ``reopen`` and ``readmit`` then.
+    while the plane cannot be reached. A call that was cancelled or timed out may be made again: it
+    is then the same step. If another call comes instead, the first one is sent again before it, and
+    its answer is kept for ``take_abandoned``. Raises StaleError or SessionNotFoundError when the
+    session is over: ``reopen`` and ``readmit`` then.
 
-    Receipts that no call takes along are submitted by themselves after a tenth of a second: else
-    what the last plan wrote would stay hidden from others, and blocks that it let go of retired.
+    Receipts that no call carries are submitted in the background after a tenth of a second.
+    Otherwise the blocks of the last plan would stay hidden from others, or retired.
 
     ``ref`` goes with every request; ``id`` and ``incarnation`` are its fields.
     """
@@ -146,20 +146,20 @@ class Session:
 
     @property
     def last_number(self) -> int:
-        """The number of the call of this object's methods that was answered last, which is that of
-        its plan; 0 before the first.
+        """The number of the last answered call of this object's methods, which is also its plan's
+        number; 0 before the first.
         """
         return self._steps.last_number
 
     @property
     def ended_by(self) -> KvplaneError | None:
-        """Why the session is over, as soon as a call or the lease's renewal has learnt it; else
+        """The error that ended the session, once a call or the lease's renewal has learnt it; else
         None. Calls that change the session raise it from then on.
         """
         return self._ended_by
 
     def add_receipt(self, receipt: SignedPayload | None) -> None:
-        """Submit ``receipt`` with the next numbered call, or by itself when none comes.
+        """Submit ``receipt`` with the next numbered call, or in the background when none comes.
 
         Raises InvalidRequestError for None, which ``Execution.receipt`` is before the plan has run.
         """
@@ -181,8 +181,8 @@ class Session:
         return taken
 
     async def wait_for_news(self, timeout_s: float) -> bool:
-        """Wait for a notice between steps; whether one may have come. The next step's answer has
-        the news, and ``take_notices`` the notice.
+        """Wait for a notice between steps. Returns whether one may have come. The next step's
+        answer has the news, and ``take_notices`` the notice.
         """
         return bool(self._notices) or await self._stream.arrives(timeout_s)
 
@@ -214,10 +214,10 @@ class Session:
     ) -> ReadmitResult:
         """Admit sequences again, ``{sequence_id: (token_ids, max_total_tokens)}``, in one step.
 
-        Nothing is computed yet: what is not cached is computed by later appends. Sequences that
-        there is no room for now are absent from the answer. Raises NeverFitsError, or the error
-        of an operation that was wrong; the other sequences are admitted nevertheless, and the
-        answer is then in ``take_abandoned``.
+        Nothing is computed yet: later appends compute the uncached tokens. Sequences without room
+        now are absent from the answer. Raises NeverFitsError, or the error of an operation that was
+        wrong; the other sequences are admitted nevertheless, and the answer is then in
+        ``take_abandoned``.
         """
         operations = [
             ops.admit(sequence_id, tokens, num_compute_tokens=0, max_total_tokens=max_total)
@@ -244,7 +244,7 @@ class Session:
     ) -> list[SequenceState]:
         """Submit pending receipts, then abort this plan and every other that has no receipt.
 
-        Returns every sequence as it is then. Raises PlanReceiptedError if the plan has run.
+        Returns every sequence's state afterwards. Raises PlanReceiptedError if the plan has run.
         """
         request = pb.AbortPlanRequest(session=self.ref, plan_number=plan_number)
         response: pb.AbortPlanResponse = await self._run(self._stub.AbortPlan, request, timeout_s)
@@ -266,7 +266,7 @@ class Session:
             deferred_tokens = None
 
     async def reopen(self, *, timeout_s: float = 60.0) -> Session:
-        """A new session like this one, once the pool is ready. This one is closed if it can be."""
+        """Open a new session like this one, once the pool is ready, and try to close this one."""
         deadline = Deadline.after(timeout_s)
         await self._try_to_close()
         return await self._open_again(deadline.remaining_s)
@@ -288,9 +288,9 @@ class Session:
         await asyncio.wait(self._tasks)
         await self._stream.close()
 
-    # Operations one by one, each a step of its own; ``step`` runs many in one, and lets each fail
-    # by itself. All raise the operation's error (``kvplane.results.error_of``): PoolFullError for
-    # LATER, with the time to wait, and NeverFitsError for NEVER.
+    # Each of these makes a step of one operation; ``step`` makes one of many, each of which may
+    # fail by itself. All raise the operation's error (``kvplane.results.error_of``): PoolFullError
+    # for LATER, with the time to wait, and NeverFitsError for NEVER.
 
     async def admit(
         self,
@@ -304,8 +304,8 @@ class Session:
         wait: bool = False,
         timeout_s: float | None = None,
     ) -> StepResult:
-        """A step of one ``ops.admit``. With ``wait``, PoolFullError says that the admission stands
-        in the queue: it is granted in the ``news`` of a later step.
+        """Make a step of one ``ops.admit``. With ``wait``, PoolFullError says that the admission
+        waits in the queue: the ``news`` of a later step grants it.
         """
         operation = ops.admit(
             sequence_id,
@@ -328,7 +328,7 @@ class Session:
         num_lookahead_slots: int = 0,
         timeout_s: float | None = None,
     ) -> StepResult:
-        """A step of one ``ops.append``. Raises PositionMismatchError too."""
+        """Make a step of one ``ops.append``. Raises PositionMismatchError too."""
         operation = ops.append(
             sequence_id,
             token_ids,
@@ -341,29 +341,29 @@ class Session:
     async def truncate(
         self, sequence_id: int, num_tokens: int, *, timeout_s: float | None = None
     ) -> StepResult:
-        """A step of one ``ops.truncate``."""
+        """Make a step of one ``ops.truncate``."""
         return await self._run_operation(ops.truncate(sequence_id, num_tokens), timeout_s)
 
     async def fork(
         self, parent_sequence_id: int, sequence_id: int, *, timeout_s: float | None = None
     ) -> StepResult:
-        """A step of one ``ops.fork``."""
+        """Make a step of one ``ops.fork``."""
         return await self._run_operation(ops.fork(parent_sequence_id, sequence_id), timeout_s)
 
     async def free(self, sequence_id: int, *, timeout_s: float | None = None) -> StepResult:
-        """A step of one ``ops.free`` of one sequence."""
+        """Make a step of one ``ops.free`` of one sequence."""
         return await self._run_operation(ops.free([sequence_id]), timeout_s)
 
     async def swap_out(
         self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
     ) -> StepResult:
-        """A step of one ``ops.swap_out``."""
+        """Make a step of one ``ops.swap_out``."""
         return await self._run_operation(ops.swap_out(sequence_ids), timeout_s)
 
     async def swap_in(
         self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
     ) -> StepResult:
-        """A step of one ``ops.swap_in``."""
+        """Make a step of one ``ops.swap_in``."""
         return await self._run_operation(ops.swap_in(sequence_ids), timeout_s)
 
     async def retain(
@@ -374,27 +374,27 @@ class Session:
         priority: int = ops.DEFAULT_PRIORITY,
         timeout_s: float | None = None,
     ) -> StepResult:
-        """A step of one ``ops.retain``. Raises QuotaExceededError at the tenant's cap."""
+        """Make a step of one ``ops.retain``. Raises QuotaExceededError at the tenant's cap."""
         operation = ops.retain(token_ids, time_to_live_s=time_to_live_s, priority=priority)
         return await self._run_operation(operation, timeout_s)
 
     async def release(self, token_ids: ops.Tokens, *, timeout_s: float | None = None) -> StepResult:
-        """A step of one ``ops.release``."""
+        """Make a step of one ``ops.release``."""
         return await self._run_operation(ops.release(token_ids), timeout_s)
 
     async def forget(
         self, what: ops.Tokens | ops.Scope, *, force: bool = False, timeout_s: float | None = None
     ) -> StepResult:
-        """A step of one ``ops.forget``. Raises BlockInUseError unless ``force`` is set."""
+        """Make a step of one ``ops.forget``. Raises BlockInUseError unless ``force`` is set."""
         return await self._run_operation(ops.forget(what, force=force), timeout_s)
 
-    # Questions, which change nothing and have no number: they may be asked while a step runs.
+    # Queries, which change nothing and have no number: they may be made while a step runs.
 
     async def check(
         self, operations: Iterable[pb.Operation], *, timeout_s: float | None = None
     ) -> list[pb.OperationResult]:
-        """What each item of these operations would be answered now as all of a step. Nothing is
-        taken: another session may come first.
+        """Return what a step of these operations would answer now for each item. Nothing is
+        reserved: another session may come first.
         """
         request = pb.CheckOperationsRequest(session=self.ref, operations=operations)
         response: pb.CheckOperationsResponse = await self._connection.call(
@@ -405,7 +405,7 @@ class Session:
     async def block_table(
         self, sequence_id: int, *, timeout_s: float | None = None
     ) -> pb.GetBlockTableResponse:
-        """A sequence's block table. Raises SequenceNotFoundError."""
+        """Get a sequence's block table. Raises SequenceNotFoundError."""
         request = pb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
         response: pb.GetBlockTableResponse = await self._connection.call(
             self._stub.GetBlockTable, request, timeout_s
@@ -415,7 +415,7 @@ class Session:
     async def lookup_prefix(
         self, token_ids: ops.Tokens, *, timeout_s: float | None = None
     ) -> pb.LookupPrefixResponse:
-        """How much of a prompt is cached now: a hint, nothing is held."""
+        """Get how much of a prompt is cached now: a hint, nothing is held."""
         request = pb.LookupPrefixRequest(session=self.ref, token_ids=ops.pack_tokens(token_ids))
         response: pb.LookupPrefixResponse = await self._connection.call(
             self._stub.LookupPrefix, request, timeout_s
@@ -425,7 +425,7 @@ class Session:
     async def explain_prefix(
         self, token_ids: ops.Tokens, *, timeout_s: float | None = None
     ) -> list[ExplainedBlock]:
-        """The cached blocks of a prompt's prefix, in order: where they are, and how much used."""
+        """Get the cached blocks of a prompt's prefix, in order, with their tiers and usage."""
         request = pb.ExplainPrefixRequest(session=self.ref, token_ids=ops.pack_tokens(token_ids))
         response: pb.ExplainPrefixResponse = await self._connection.call(
             self._stub.ExplainPrefix, request, timeout_s
@@ -435,7 +435,7 @@ class Session:
     async def describe_sequence(
         self, sequence_id: int, *, timeout_s: float | None = None
     ) -> SequenceState:
-        """How far a sequence is. Raises SequenceNotFoundError."""
+        """Get the state of a sequence. Raises SequenceNotFoundError."""
         request = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
         response: pb.DescribeSequenceResponse = await self._connection.call(
             self._stub.DescribeSequence, request, timeout_s
@@ -467,7 +467,7 @@ class Session:
                 return
 
     async def _run_operation(self, operation: pb.Operation, timeout_s: float | None) -> StepResult:
-        """A step of ``operation``."""
+        """Make a step of ``operation``."""
 
         async def send(request: pb.StepRequest, deadline: Deadline) -> StepResult:
             response: pb.RunStepResponse = await self._connection.attempt(
@@ -481,12 +481,12 @@ class Session:
         return result.raise_for_status()
 
     async def _run(self, method: Any, request: Any, timeout_s: float | None) -> Any:
-        """A numbered unary call."""
+        """Make a numbered unary call."""
         deadline = self._connection.deadline(timeout_s)
         return await self._call(request, self._sender(method), deadline)
 
     async def _call(self, request: Any, send: Send, deadline: Deadline) -> Any:
-        """A numbered call, unless the session is known to be over."""
+        """Make a numbered call, unless the session is known to be over."""
         if self._ended_by is not None:
             raise _copy(self._ended_by)
         name = f"kvplane.{type(request).__name__}"
@@ -544,8 +544,8 @@ async def _submit_when_idle(
     whenever ``changed`` was set and then not again for ``IDLE_S`` seconds. Runs until it is
     cancelled.
 
-    Tried again when the plane cannot be reached or says when to, and without the receipt that it
-    refuses. Other refusals are logged, and nothing is sent before the next change.
+    Retries when the plane cannot be reached or gives a retry delay, and without a receipt that the
+    plane refuses. Other refusals are logged, and nothing is sent before the next change.
     """
     while True:
         await changed.wait()
@@ -568,5 +568,5 @@ async def _submit_when_idle(
 
 
 def _copy(error: KvplaneError) -> KvplaneError:
-    """To be raised in turn; an error that is raised twice gathers the tracebacks of both."""
+    """Copy an error to raise it again: one raised twice would gather both tracebacks."""
     return type(error)(error.message, field=error.field, retry_delay_s=error.retry_delay_s)

@@ -1,19 +1,19 @@
 """The numbering of a session's requests, so that each runs once however often it is sent.
 
-Invariant: a number keeps one content until it is answered, and an answer, an error too, is taken to
-use it up. A call whose outcome is not known (cancelled, timed out, connection lost) stays as it was
-sent, receipts included; the same call made again sends it again, and any other call first sends it
+Invariant: a number keeps one content until it is answered, and any answer, even an error, is taken
+to use it up. A call whose outcome is not known (cancelled, timed out, connection lost) stays as it
+was sent, receipts included. The same call made again sends it again; any other call first sends it
 again to learn its outcome.
 
     call A ──► number 5 ──► no answer            A again ──► number 5, same bytes ──► answer
                              └─────────────────► B ──► number 5 (A) ──► abandoned; B ──► number 6
 
 Some refusals come before the control plane reads the number (a message too large, a caller that is
-not authenticated), and the caller cannot tell them all from others. Numbers refused since the last
-one that was surely used may thus be free: when the next is out of order they are tried in turn.
+not authenticated), and the caller cannot tell them all from others. So numbers refused since the
+last one that was surely used may be free: if the next one is out of order, they are tried in turn.
 
-Receipts that no call comes for are submitted by themselves (see ``Session``). That call is
-numbered as all others, and never made between an abandoned call and its repetition.
+Receipts that no call carries are submitted in the background (see ``Session``). That call is
+numbered like all others, and never made between an abandoned call and its repetition.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvplane.v1 import types_pb2 as pb
 
 Send = Callable[[Any, Deadline], Awaitable[Any]]
 
-# After these the request may have run or not; every other error is its answer.
+# After these errors the request may have run or not; every other error is its answer.
 _UNKNOWN_OUTCOME: Final = (PlaneUnavailableError, DeadlineExceededError, CancelledError)
 
 
@@ -64,7 +64,7 @@ class _Pending:
 class Steps:
     """Numbers and sends requests, one after the other.
 
-    ``last_number``: the number of the last call that was asked for; 0 before the first.
+    ``last_number``: of the last answered call, ``submit_idle`` left out; 0 before the first.
     ``changed`` is set when a receipt was added and when a call has ended.
     """
 
@@ -84,8 +84,8 @@ class Steps:
         self.changed.set()
 
     async def call(self, content: Any, send: Send, deadline: Deadline) -> Any:
-        """What ``send(request, deadline)`` returns for ``content`` with its number and all pending
-        receipts filled in.
+        """Return the result of ``send(request, deadline)`` for ``content`` with its number and all
+        pending receipts filled in.
 
         ``content``: a request message with ``number`` and ``receipts`` left empty; it is kept.
         """
@@ -100,8 +100,8 @@ class Steps:
             self.changed.set()
 
     async def submit_idle(self, content: Any, send: Send, deadline: Deadline) -> None:
-        """As ``call``, for pending receipts alone. Does nothing where there are none, and where a
-        call runs or was abandoned: they go with that one.
+        """``call`` for pending receipts alone. Does nothing if there are none, or if a call runs or
+        was abandoned: that one, or the next, carries them.
         """
         if self._lock.locked():
             return
@@ -123,7 +123,7 @@ class Steps:
         except KvplaneError:
             if self._pending is not None:
                 raise
-            return  # it was refused, and its caller no longer waits
+            return  # the call was refused, and its caller no longer waits
         if not isinstance(answer, control_pb2.SubmitReceiptsResponse):
             self.abandoned.append(AbandonedResult(pending.request.number, answer))
 
@@ -162,7 +162,7 @@ class Steps:
             self.last_number = self._last_used
 
     def _try_another_number(self, request: Any, error: KvplaneError) -> bool:
-        """Give ``request`` another number to try, if ``error`` refuses its own; whether it did."""
+        """Give ``request`` another number, if ``error`` refuses its own. Returns whether it did."""
         if isinstance(error, StepOutOfOrderError):
             is_tried = request.number == self._last_surely_used + 1
             request.number = self._last_surely_used + 1

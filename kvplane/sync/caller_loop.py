@@ -4,8 +4,8 @@
     loop:    runs               runs      runs               runs in a thread of its own
 
 A step's answer then costs no switch between threads, and while the caller computes no other thread
-takes Python's lock from it. In a thread of its own the loop renews leases and reads what comes
-while the caller computes for long, or waits for nothing.
+takes Python's lock from it. While the caller computes for long or waits for nothing, the loop runs
+in a thread of its own, where it renews leases and reads messages.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from .loop_thread import LoopThread, Pending
 
 Result = TypeVar("Result")
 
-_IDLE_S: Final = 0.3  # without a caller, longer than a plan: then the loop runs by itself
+_IDLE_S: Final = 0.3  # without a caller, before the loop's own thread runs it; longer than a plan
 _ASK_AGAIN_S: Final = 0.01
 
 
 class CallerLoop(LoopThread):
-    """For one caller at a time: another one waits until the first has its result.
+    """Serves one caller at a time: another one waits until the first has its result.
 
-    Where the caller's thread runs a loop of its own, as a notebook's does, this one stays in its
+    If the caller's thread runs a loop of its own, as a notebook's does, this one stays in its own
     thread.
     """
 
     def __init__(self, name: str) -> None:
         self._turn = threading.Lock()  # held by the thread that runs the loop
         self._used_s = time.monotonic()  # by a caller
-        # Not uvloop's: in the main thread that one makes a pair of sockets each time it runs.
+        # Not uvloop: in the main thread it makes a pair of sockets each time it runs.
         super().__init__(name, asyncio.new_event_loop())
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result. An interrupt while waiting cancels it."""
+        """Return the coroutine's result. An interrupt while waiting cancels it."""
         if _has_a_loop():
             return super().run(coroutine)
         with self._borrowed():
@@ -59,7 +59,7 @@ class CallerLoop(LoopThread):
         return _Sent(self, task)
 
     def finish(self, task: asyncio.Task[Result]) -> Result:
-        """The result of a task of this loop. An interrupt while waiting cancels it."""
+        """Return the result of a task of this loop. An interrupt while waiting cancels it."""
         if task.done():
             return task.result()
         if _has_a_loop():
@@ -89,7 +89,7 @@ class CallerLoop(LoopThread):
             self._turn.release()
 
     def _stop_serving(self) -> None:
-        """Called by the loop: only its own thread gives it away."""
+        """Stop the loop if its own thread runs it. Called on the loop."""
         if threading.current_thread() is self._thread:
             self._loop.stop()
 
@@ -104,13 +104,13 @@ class CallerLoop(LoopThread):
 
 
 def _has_a_loop() -> bool:
-    """Whether a loop runs in this thread, which then can run no other."""
+    """Return whether a loop runs in this thread, which then can run no other."""
     return asyncio._get_running_loop() is not None
 
 
 async def _two_turns() -> None:
-    """Ends in the loop's first turn, of which the loop learns in its second. A request is written
-    in its coroutine's first turn, and its answer is asked for in the second.
+    """Run the loop for two turns: this ends in the first, and the loop notices in the second. A
+    coroutine writes its request in the first turn, and asks for its answer in the second.
     """
 
 
@@ -126,9 +126,9 @@ class _Sent(Generic[Result]):
         self._task = task
 
     def result(self) -> Result:
-        """What it returns, or raises."""
+        """Wait for the result, or raise the coroutine's error."""
         return self._loop.finish(self._task)
 
     def cancel(self) -> None:
-        """Give it up."""
+        """Cancel the coroutine."""
         self._loop.post(self._task.cancel)

@@ -1,4 +1,4 @@
-"""The portals to the classes of the client, which live on an event loop, for other threads.
+"""Portals through which other threads use the client's classes, which live on an event loop.
 
 A ``Portal`` wraps one object. Its methods are made from the asynchronous ones, so they have the
 same names, parameters, types and docstrings: there is one client.
@@ -30,7 +30,7 @@ Given = ParamSpec("Given")
 
 @functools.cache
 def loop() -> LoopThread:
-    """The loop of all portals of this process."""
+    """Return the loop of all portals of this process."""
     return LoopThread("kvplane-sync")
 
 
@@ -38,7 +38,7 @@ class Portal(Generic[Wrapped]):
     """An object of the asynchronous client. Attributes that a subclass declares are its own."""
 
     def __init__(self, make: Callable[[], Wrapped]) -> None:
-        """``make`` is called on the loop, to which gRPC binds what it makes."""
+        """``make`` is called on the loop, to which gRPC binds the object."""
         self._wrapped = loop().call(make)
 
     if not TYPE_CHECKING:  # a type checker goes by the declarations
@@ -64,7 +64,7 @@ class Portal(Generic[Wrapped]):
 def blocking(
     method: Callable[Concatenate[Wrapped, Given], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Result]:
-    """``method`` as one of the portal, which returns when it is done."""
+    """Make a portal's method of ``method``, which returns when it is done."""
 
     @functools.wraps(method)
     def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -77,7 +77,7 @@ def wrapping(
     method: Callable[Concatenate[Wrapped, Given], Coroutine[Any, Any, Result]],
     wrap: Callable[[Result], Other],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Other]:
-    """As ``blocking``, with the result wrapped in turn."""
+    """``blocking``, with the result wrapped in turn."""
 
     @functools.wraps(method)
     def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Other:
@@ -89,8 +89,8 @@ def wrapping(
 def immediate(
     method: Callable[Concatenate[Wrapped, Given], Result],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Result]:
-    """A method that does not wait, called on the loop, whose objects are not to be touched from
-    other threads.
+    """Make a portal's method of one that does not wait. It is called on the loop, because other
+    threads must not touch the loop's objects.
     """
 
     @functools.wraps(method)
@@ -103,7 +103,7 @@ def immediate(
 def in_this_thread(
     method: Callable[Concatenate[Wrapped, Given], Result],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Result]:
-    """A method that is meant for the calling thread, whatever loop there is."""
+    """Make a portal's method of one that runs in the calling thread, not on the loop."""
 
     @functools.wraps(method)
     def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:

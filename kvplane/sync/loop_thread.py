@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for a caller that is not asynchronous."""
+"""An asyncio loop in a thread of its own, for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Pending(Protocol[Given]):
     """A coroutine that was begun."""
 
     def result(self) -> Given:
-        """Wait for what it returns, or raises."""
+        """Wait for the result, or raise the coroutine's error."""
         ...
 
     def cancel(self) -> object:
-        """Give it up."""
+        """Cancel the coroutine."""
         ...
 
 
 class LoopThread:
-    """Runs coroutines and waits for them. What they raise is raised to the caller."""
+    """Runs coroutines and waits for them. Their errors are raised to the caller."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """``loop``: None for a new one."""
@@ -36,25 +36,25 @@ class LoopThread:
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Start a coroutine; its result is waited for by ``wait``."""
+        """Start a coroutine; ``wait`` waits for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def send(self, coroutine: Coroutine[Any, Any, Result]) -> Pending[Result]:
-        """Start a coroutine whose request is to travel while its caller does something else; its
-        result is waited for by ``wait``, in this thread.
+        """Start a coroutine whose request is to travel while its caller does something else.
+        ``wait``, in this thread, waits for its result.
         """
         return self.begin(coroutine)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result. An interrupt while waiting cancels it."""
+        """Return the coroutine's result. An interrupt while waiting cancels it."""
         return wait(self.begin(coroutine))
 
     def post(self, function: Callable[[], object]) -> None:
-        """Have ``function`` called on the loop, before whatever is started from now on."""
+        """Have ``function`` called on the loop, before anything that is started later."""
         self._loop.call_soon_threadsafe(function)
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """What ``function`` returns when called on the loop: gRPC binds a channel to the loop
+        """Call ``function`` on the loop and return its result: gRPC binds a channel to the loop
         that it is made on.
         """
 
@@ -64,7 +64,7 @@ class LoopThread:
         return self.run(called())
 
     def close(self) -> None:
-        """End what is left running, then the thread. Harmless when called again."""
+        """Cancel what still runs, then end the thread. Harmless when called again."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
@@ -78,7 +78,7 @@ class LoopThread:
 
 
 def wait(future: Pending[Result]) -> Result:
-    """What ``begin`` or ``send`` began gives. An interrupt while waiting cancels it."""
+    """Return the result of ``begin`` or ``send``. An interrupt while waiting cancels it."""
     try:
         return future.result()
     except BaseException:
@@ -87,7 +87,7 @@ def wait(future: Pending[Result]) -> Result:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Of uvloop, whose sockets and callbacks cost less, where it is installed."""
+    """Make a loop, of uvloop where it is installed: its sockets and callbacks cost less."""
     try:
         loop: asyncio.AbstractEventLoop = import_module("uvloop").new_event_loop()
     except ImportError:

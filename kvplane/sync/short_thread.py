@@ -10,12 +10,12 @@ Result = TypeVar("Result")
 
 
 def call_in_short_thread(function: Callable[[], Result]) -> Result:
-    """What ``function`` returns, or raises, in a thread that ends with it.
+    """Call ``function`` in a thread that ends with it. Returns its result, or raises its error.
 
-    For what computes with torch before the thread that computes from then on. GNU OpenMP keeps the
-    helpers of each thread that computed until that thread ends, and once it has more of them than
-    there are CPUs it lets none wait for its next work: each operation then wakes them, which on two
-    CPUs makes a small model's step half as long again.
+    Use it for torch work before the main compute thread begins. GNU OpenMP keeps the helpers of
+    each thread that computed until that thread ends. Once it has more helpers than CPUs, none of
+    them spins for its next work, so each operation has to wake them: on two CPUs a small model's
+    step takes half as long again.
     """
     with ThreadPoolExecutor(max_workers=1) as threads:
         return threads.submit(function).result()

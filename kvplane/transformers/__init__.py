@@ -1,10 +1,10 @@
-"""kvplane for Hugging Face transformers (from a checkout, ``pip install '.[transformers]'``): the
-one way into its models, for the engine too.
+"""kvplane for Hugging Face transformers (from a checkout, ``pip install '.[transformers]'``). The
+engine too reaches the models through this package alone.
 
     model.set_attn_implementation("kvplane")
     model.generate(ids, cache=PlaneCache(model))  # past_key_values before transformers 5.24
 
-Names are imported when they are first used, so that a part that needs no torch comes without it.
+Names are imported when they are first used, so that parts that need no torch do not import it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Multi-head latent attention (MLA) over latents: the projection that makes keys and values of them
-is absorbed into queries and outputs.
+"""Multi-head latent attention (MLA) over latents: the projection from latents to keys and values is
+absorbed into queries and outputs.
 
     query . (W_keys latent)             = (query W_keys) . latent
     sum of weight * (W_values latent)   = W_values (sum of weight * latent)
 
-A latent is ``kv_lora_rank`` numbers, and then the key's part with rotary positions, which all heads
-share and which is not projected.
+A latent is ``kv_lora_rank`` numbers, then the key's rotary part, which all heads share and which is
+not projected.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def has_latents(module: Any) -> bool:
 
 
 def is_projection(module: Any, name: str) -> bool:
-    """Whether that child of ``module`` is the layer whose weight is absorbed."""
+    """Whether the child ``name`` of ``module`` is the layer whose weight is absorbed."""
     return has_latents(module) and name == "kv_b_proj"
 
 
 def over_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """[num_rows, num_heads, num_columns, head_size] to queries of latents, [..., size of a latent].
+    """Map [num_rows, num_heads, num_columns, head_size] to queries of latents, [..., latent size].
     Raises InvalidRequestError for a projection whose weight is not one of plain numbers.
     """
     sizes = [module.qk_nope_head_dim, module.qk_rope_head_dim]
@@ -39,7 +39,7 @@ def over_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def from_latents(module: Any, out: torch.Tensor) -> torch.Tensor:
-    """Weighted latents [num_tokens, num_heads, kv_lora_rank] to [num_tokens, num_heads,
+    """Map weighted latents [num_tokens, num_heads, kv_lora_rank] to [num_tokens, num_heads,
     v_head_dim].
     """
     _, of_values = _projection(module, out.dtype)
@@ -47,8 +47,8 @@ def from_latents(module: Any, out: torch.Tensor) -> torch.Tensor:
 
 
 def _projection(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each head: [num_heads, qk_nope_head_dim, kv_lora_rank] for keys, and [num_heads,
-    v_head_dim, kv_lora_rank] for values, views of the weight.
+    """Return views of the weight by head: [num_heads, qk_nope_head_dim, kv_lora_rank] for keys, and
+    [num_heads, v_head_dim, kv_lora_rank] for values.
     """
     linear = module.kv_b_proj
     is_plain = type(linear) is nn.Linear and linear.weight.dtype == dtype and linear.bias is None

@@ -3,8 +3,8 @@
 Transformers calls attention by name through its AttentionInterface. The name "kvplane" passes q, k
 and v of each layer to the step that runs now, which a context variable holds, and returns that
 step's output. The mask of that name is None on purpose: a plan's spans say which positions a token
-sees, so there is nothing left to mask. What the model says of a layer's attention is passed on as
-AttentionOptions.
+sees, so there is nothing left to mask. The model's arguments for a layer's attention are passed on
+as AttentionOptions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEPT: Final = "_kvplane_options"
 
 
 class Step(Protocol):
-    """What runs a plan, one layer after another."""
+    """Runs a plan, one layer after another."""
 
     @property
     def latent_layers(self) -> frozenset[int]:
@@ -65,18 +65,18 @@ class RepeatedLayer(Protocol):
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor | None:
-        """The attention of all tokens of a batch, as transformers has them: query [num_rows,
+        """Compute the attention of all tokens of a batch, in transformers' shapes: query [num_rows,
         num_heads, num_columns, head_size], key and value [num_rows, num_kv_heads, num_columns,
-        size]. Returns [num_rows, num_columns, num_heads, size of value], or None where ``layer``
-        has to be called, before anything was written.
+        size]. Returns [num_rows, num_columns, num_heads, size of value], or None, with nothing
+        written, if ``layer`` has to be called instead.
         """
         ...
 
 
 @dataclass(slots=True)
 class Running:
-    """A forward pass. ``num_layers``: whose attention was computed so far. ``repeated``: the
-    step's, where it has one and computes all tokens.
+    """A forward pass. ``num_layers``: calls of attention so far. ``repeated``: the step's
+    ``repeated_layer``, if it has one and computes all tokens.
     """
 
     step: Step
@@ -91,10 +91,10 @@ _RUNNING: ContextVar[Running] = ContextVar("kvplane_running_step")
 
 @contextlib.contextmanager
 def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]:
-    """Attention inside this block goes to ``step``.
+    """Send attention inside this block to ``step``.
 
-    ``tokens``: which of a batch's tokens the plan computes, int64, indices into rows one after
-    another, in the plan's order; None for all. The output of others is zero.
+    ``tokens``: the tokens of the batch that the plan computes, int64, as indices into the
+    concatenated rows, in the plan's order; None for all. The output of others is zero.
     """
     repeated = None if tokens is not None else getattr(step, "repeated_layer", None)
     forward = Running(step, tokens, repeated)
@@ -122,8 +122,8 @@ def register() -> None:
 
 def check_masks() -> None:
     """From now on refuse passes in which a token sees a later one, such as another token of its
-    image. Transformers then prepares masks of "kvplane" too, although none is made; hence this is
-    called only when there is something that such a mask may depend on. May be called again.
+    image. Transformers then prepares masks of "kvplane" too, although none is made, so this is
+    called only when a pass has inputs that a mask may depend on. May be called again.
     """
     AttentionMaskInterface.register(NAME, _refuse_later_tokens)
 
@@ -135,7 +135,7 @@ def _refuse_later_tokens(
     device: torch.device,
     **_: Any,
 ) -> None:
-    """Takes the arguments of transformers' masks. All columns so far are looked at, as a model may
+    """Takes the arguments of transformers' masks. It checks all columns so far, as a model may
     count columns from the first of all or from the first of this pass.
     """
     if _RUNNING.get(None) is None or kv_length == 1:
@@ -151,7 +151,7 @@ def _refuse_later_tokens(
 
 
 def _running_for(module: torch.nn.Module) -> Running:
-    """The step that a layer belongs to."""
+    """Return the forward pass that a layer belongs to."""
     if getattr(module, "is_causal", None) is False and not hasattr(module, "layer_idx"):
         raise InvalidRequestError(
             f"{type(module).__name__} keeps no keys, as in an image's encoder: call "
@@ -178,9 +178,9 @@ def _attention(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query [num_rows, num_heads, num_queries, head_size] of the last columns, key and value
-    [num_rows, num_kv_heads, num_columns, size] after RoPE; returns [num_rows, num_queries,
-    num_heads, size of value].
+    """Attend from query [num_rows, num_heads, num_queries, head_size] of the last columns, with key
+    and value [num_rows, num_kv_heads, num_columns, size] after RoPE. Returns [num_rows,
+    num_queries, num_heads, size of value].
     """
     if attention_mask is not None:
         raise InvalidRequestError(
@@ -208,7 +208,7 @@ def _attention(
     if is_latent:
         query = absorbed.over_latents(module, query)
     num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]
-    # Layers that share keys with earlier ones may leave out columns whose logits nobody wants.
+    # Layers that share keys with earlier ones may leave out columns whose logits are not needed.
     if num_queries != num_columns:
         query = pad(query, (0, 0, num_columns - num_queries, 0))
     out = running.step.layer(
@@ -230,15 +230,15 @@ def _attention(
 
 
 def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-    """From [num_rows, num_heads, num_columns, size] to [num_tokens, num_heads, size]."""
+    """Reshape [num_rows, num_heads, num_columns, size] to [num_tokens, num_heads, size]."""
     rows = tensor.transpose(1, 2).flatten(0, 1)
     return rows if tokens is None else rows[tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Options with what they were made of. Sinks and slopes are a layer's parameters: compared by
-    identity and count of changes, because comparing values would cost more than making options.
+    """Options and the arguments they were made from. Sinks and slopes, a layer's parameters, are
+    compared by identity and count of changes: comparing values costs more than making options.
     """
 
     numbers: tuple[float, ...]
@@ -250,7 +250,7 @@ class _Kept:
 def options_of(
     module: torch.nn.Module, scaling: float | None, arguments: Mapping[str, Any]
 ) -> AttentionOptions:
-    """The options of an attention call of ``module``, made at its first call and kept there.
+    """Return the options of an attention call of ``module``, which keeps them for its next call.
 
     ``scaling`` and ``arguments``, the call's other keyword arguments, are named by transformers.
     ALiBi slopes, float32 [num_heads], are an attribute of the module, "alibi_slopes", because
@@ -285,14 +285,14 @@ def options_of(
 
 
 def _slopes(module: torch.nn.Module) -> torch.Tensor | None:
-    """As an attribute or a buffer. To ask a module for what it lacks takes microseconds."""
+    """Return the slopes, an attribute or buffer. ``getattr`` takes microseconds without them."""
     own = module.__dict__
     slopes: torch.Tensor | None = own.get("alibi_slopes")
     return own.get("_buffers", own).get("alibi_slopes") if slopes is None else slopes
 
 
 def _num_changes(tensor: torch.Tensor | None) -> int:
-    """In place, since the tensor was made. Torch does not count those of inference tensors."""
+    """Return the number of in-place changes. Torch does not count those of inference tensors."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 

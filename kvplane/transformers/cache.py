@@ -2,12 +2,12 @@
 transformers 5.24 the argument is ``past_key_values``.
 
 A hook of the model sees the token ids of each forward pass before it begins. It admits or extends
-the sequences of the batch, has the model leave out the columns whose keys and values were found
-cached, and starts the plan; attention of every layer then goes to the planes, and a second hook
-takes the receipt.
+the sequences of the batch, has the model leave out the columns whose keys and values are cached,
+and starts the plan. Attention of every layer then goes to the planes, and a second hook takes the
+receipt.
 
-Transformers sees a number of columns, and no keys and values. Rows are padded on the left: what the
-model calls a column is, in the sequence of a row, the position ``column - num_padding``.
+Transformers sees a number of columns, and no keys and values. Rows are padded on the left: a
+model's column is the position ``column - num_padding`` in a row's sequence.
 
     columns       0       num_padding              num_columns
     row           | padding | positions 0, 1, 2 ... | the next forward pass
@@ -42,7 +42,7 @@ _FIELD: Final = "cache"
 
 
 class _Extent:
-    """How many columns the model has seen."""
+    """The number of columns that the model has seen."""
 
     num_columns = 0
 
@@ -63,19 +63,19 @@ class _ColumnLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``PlaneCache.update``."""
+        """See ``PlaneCache.update``."""
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All columns, from the first on."""
+        """Return the number of all columns, and the first one's index, 0."""
         return self._extent.num_columns + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns so far."""
+        """Return the number of columns so far."""
         return self._extent.num_columns
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
+        """Return -1: the layer itself has no limit."""
         return -1
 
 
@@ -83,14 +83,14 @@ class PlaneCache(Cache):
     """The keys and values of one batch, as ``generate`` takes them.
 
     ``settings``: the fields of ``PlaneSettings``. Caches of one model with equal settings share
-    planes and a session, so that a prompt finds what earlier ones left. ``num_cached_tokens``: how
-    many tokens of each row were found when the batch began.
+    planes and a session, so that a prompt finds prefixes of earlier ones. ``num_cached_tokens``:
+    tokens of each row that were found cached when the batch began.
 
-    ``close``, ``reset`` or garbage collection frees its sequences; what they wrote stays cached.
-    A forward pass raises InvalidRequestError for a model whose attention is another, other rows
-    than before, or padding elsewhere than on the left; PoolFullError and NeverFitsError when the
-    pool is too small; StaleError, SessionNotFoundError and UnavailableError when planes went away.
-    After an error the cache is empty.
+    ``close``, ``reset`` or garbage collection frees its sequences; their blocks stay cached. A
+    forward pass raises InvalidRequestError for a model with another attention implementation, other
+    rows than before, or padding elsewhere than on the left; PoolFullError and NeverFitsError when
+    the pool is too small; StaleError, SessionNotFoundError and UnavailableError when planes went
+    away. After an error the cache is empty.
     """
 
     def __init__(self, model: PreTrainedModel, **settings: Any) -> None:
@@ -118,15 +118,15 @@ class PlaneCache(Cache):
             self.reset()
 
     def weights_changed(self) -> None:
-        """Say that weights were written where that cannot be noticed, such as through ``.data``:
-        nothing that was cached before is found again, and caches with sequences have to be reset.
+        """Report a write to weights that cannot be noticed, such as one through ``.data``: no
+        earlier prefix is found again, and caches with sequences have to be reset.
         """
         model = self._model()
         if model is not None:
             weights_changed(model)
 
     def describe_pool(self) -> pb.DescribePoolResponse:
-        """What the control plane says of the pool: usage and counters."""
+        """Ask the control plane for the pool's usage and counters."""
         return self._planes.describe_pool()
 
     def __enter__(self) -> PlaneCache:
@@ -141,7 +141,7 @@ class PlaneCache(Cache):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaneCache:
-        """A cache that goes on from the same tokens: its sequences are forked."""
+        """Return a cache that continues from the same tokens: its sequences are forked."""
         model = self._model()
         if model is None:
             raise InvalidRequestError("its model is gone", field=_FIELD)
@@ -160,7 +160,7 @@ class PlaneCache(Cache):
             copy._extent.num_columns = self._extent.num_columns
         return copy
 
-    # What transformers calls.
+    # Called by transformers.
 
     def update(
         self,
@@ -170,7 +170,7 @@ class PlaneCache(Cache):
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new keys and values as they are: attention writes them."""
+        """Return the new keys and values as they are: attention writes them."""
         if self._forward is None:
             raise InvalidRequestError("was made for another model", field=_FIELD)
         return key_states, value_states
@@ -182,7 +182,7 @@ class PlaneCache(Cache):
         self._held.free()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` columns: those of tokens that were rejected."""
+        """Drop the last ``-tokens_to_remove`` columns, which hold rejected tokens."""
         num = -tokens_to_remove
         if num < 0 or any(row.num_tokens <= num for row in self._rows):
             raise InvalidRequestError(
@@ -197,8 +197,8 @@ class PlaneCache(Cache):
         self._pending.append(ops.truncates(ids, [row.num_tokens for row in self._rows]))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row ``i`` goes on from what was row ``beam_idx[i]``: where several do, blocks are shared
-        until they are written.
+        """Have row ``i`` continue the former row ``beam_idx[i]``. Rows that continue the same one
+        share its blocks until they are written.
         """
         self._select(beam_idx.tolist())
 
@@ -207,18 +207,18 @@ class PlaneCache(Cache):
         self._select(torch.arange(len(self._rows))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times, one after another."""
+        """Repeat each row ``repeats`` times, one after another."""
         self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 before the first forward pass."""
+        """Number of rows; -1 before the first forward pass."""
         return len(self._rows) or -1
 
     # A forward pass.
 
     def _before(self, module: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Start the plan. Returns the arguments that the model is to compute with."""
+        """Start the plan. Returns the arguments for the model."""
         ids = self._check(module, kwargs)
         wants_all = wants_all_columns(module.config, kwargs)
         inputs = inputs_of(module, ids, kwargs)
@@ -242,7 +242,7 @@ class PlaneCache(Cache):
                 computed = [first] * len(ids)
             else:
                 keys = inputs.keys(padding, [0] * len(ids), block_size)
-                # Where the logits of earlier columns are wanted, those have to be computed.
+                # Columns whose logits are wanted have to be computed.
                 last = 0 if wants_all else kwargs.get("logits_to_keep")
                 computed = self._admit(keys, padding, last if isinstance(last, int) else 0)
         except KvplaneError:
@@ -274,7 +274,7 @@ class PlaneCache(Cache):
         self._extent.num_columns = self._num_columns_after
 
     def _check(self, module: PreTrainedModel, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The token ids, [num_rows, num_columns]."""
+        """Return the token ids, [num_rows, num_columns]."""
         if self._forward is not None:
             raise InvalidRequestError(
                 "a forward pass was interrupted: call reset first", field=_FIELD
@@ -294,7 +294,7 @@ class PlaneCache(Cache):
         ids: torch.Tensor | None = kwargs.get("input_ids")
         if ids is None or ids.dim() != 2:
             raise InvalidRequestError(
-                "must be given, [num_rows, num_columns]: what is cached is found by token ids",
+                "must be given, [num_rows, num_columns]: prefixes are found by token ids",
                 field="input_ids",
             )
         if self._rows and len(ids) != len(self._rows):
@@ -307,8 +307,8 @@ class PlaneCache(Cache):
         return ids
 
     def _admit(self, rows: list[list[int]], padding: Sequence[int], last: int) -> list[int]:
-        """Begin sequences; the first column that each row has to compute. ``last``: how many of
-        the last columns are wanted; 0 for all.
+        """Begin sequences. Returns the first column that each row has to compute. ``last``: number
+        of last columns whose logits are wanted; 0 for all.
         """
         sequence_ids = self._planes.new_ids(len(rows))
         self._held.ids.update(sequence_ids)
@@ -329,7 +329,7 @@ class PlaneCache(Cache):
         return [skip + num for skip, num in zip(padding, cached, strict=True)]
 
     def _admit_behind(self, sequence_id: int, tokens: list[int], num_found: int) -> int:
-        """Begin a sequence of which at most the first ``num_found - 1`` tokens are taken as cached;
+        """Begin a sequence, with at most its first ``num_found - 1`` tokens from the cache. Returns
         how many are.
         """
         admit = ops.admit(sequence_id, tokens[:num_found], num_compute_tokens=0)
@@ -362,7 +362,7 @@ class PlaneCache(Cache):
         return self._held.session, results
 
     def _was_changed(self) -> None:
-        """The pending operations were done."""
+        """Clear the pending operations, which were done."""
         self._pending = []
         self._held.ids = {row.sequence_id for row in self._rows}
 
@@ -376,8 +376,8 @@ class PlaneCache(Cache):
                 self._planes.finish()
 
     def _select(self, indices: list[int]) -> None:
-        """Row ``i`` becomes what row ``indices[i]`` is: the first to ask for one takes its
-        sequence, others take forks of it.
+        """Replace row ``i`` by row ``indices[i]``. The first use of a row takes its sequence, later
+        ones take forks of it.
         """
         if not self._rows:
             return
@@ -443,14 +443,14 @@ def _before_forward(
 def _after_forward(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Called after an error too, with no output."""
+    """End the pass. Called after an error too, with no output."""
     cache = _cache_in(kwargs)
     if cache is not None:
         cache._after(failed=output is None)
 
 
 def _cache_in(kwargs: dict[str, Any]) -> PlaneCache | None:
-    """The cache among a forward pass's arguments, whatever this release of transformers, or a
+    """Find the cache among a forward pass's arguments, whatever this release of transformers, or a
     model with code of its own, calls the argument.
     """
     return next((value for value in kwargs.values() if isinstance(value, PlaneCache)), None)
@@ -466,8 +466,8 @@ class _Row:
 
 
 def _padding_of(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> list[int]:
-    """Columns of padding at the left of each row. Raises InvalidRequestError for a mask that is not
-    [num_rows, num_columns] of 0 and then 1, at least one.
+    """Count columns of padding at the left of each row. Raises InvalidRequestError for a mask other
+    than [num_rows, num_columns] with zeros, then at least one 1, in each row.
     """
     if mask is None:
         return [0] * num_rows
@@ -490,7 +490,7 @@ def _positions_of(
     given: torch.Tensor | None, padding: Sequence[int], first: int, stop: int, device: torch.device
 ) -> torch.Tensor:
     """Positions of columns [first, stop) in their sequences, int64 [num_rows, stop - first]; 0 in
-    padding. Raises InvalidRequestError when others were ``given``: what is cached would be wrong.
+    padding. Raises InvalidRequestError when others were ``given``: the cache would be wrong.
     """
     columns = torch.arange(first, stop, device=device)
     positions = columns - torch.tensor(padding, device=device)[:, None]
@@ -506,8 +506,8 @@ def _positions_of(
 def _computed_tokens(
     first_columns: Sequence[int], start: int, stop: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Of columns [start, stop) of each row those from its first column on, as indices into rows one
-    after another; None for all.
+    """Return the columns in [start, stop) of each row from its first column on, as indices into the
+    concatenated rows; None if these are all.
     """
     if all(first == start for first in first_columns):
         return None

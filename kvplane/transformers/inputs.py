@@ -8,8 +8,8 @@ so tokens that such arguments of a forward pass change are given to it by other 
     2**30 | (id ^ word)        of eight tokens from the beginning of the block with the first
                                changed token; word: 30 of 240 bits of the arguments' digest
 
-Every argument counts but those in ``_HARMLESS``, whatever its name: an argument that nobody has
-thought of costs hits, and never finds the keys of another prompt.
+Every argument counts except those in ``_HARMLESS``. So an argument unknown to this file costs hits
+but never finds the keys of another prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from kvplane.errors import InvalidRequestError
 
-# Arguments that choose what is returned, or that are checked elsewhere; so do those named output_*.
+# Arguments that only choose the outputs, as all named output_* do, or that are checked elsewhere.
 _HARMLESS: Final = frozenset(
     {"input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict"}
     | {"labels", "logits_to_keep", "num_items_in_batch"}
@@ -36,7 +36,7 @@ _ID_BITS: Final = 21
 _MAX_TYPE: Final = (1 << _TYPE_BITS) - 2
 _NUM_WORDS: Final = 8
 _WORD_BITS: Final = 30
-# Parts of names. Such arguments change the tokens from the first placeholder on, others any token.
+# Arguments with these parts in their names change tokens from the first placeholder on only.
 _KINDS: Final = ("image", "video", "vision", "audio", "speech")
 _MEDIA: Final = (*_KINDS, "pixel", "input_features", "feature_attention_mask", "mm_encoder_outputs")
 
@@ -59,8 +59,8 @@ class Inputs:
     def keys(
         self, padding: Sequence[int], positions: Sequence[int], block_size: int
     ) -> list[list[int]]:
-        """The ids of each row for the control plane. ``padding``: columns of each row to leave out;
-        ``positions``: that of each row's first token; ``block_size``: tokens of a block.
+        """Return each row's ids for the control plane. ``padding``: columns of each row to leave
+        out; ``positions``: of each row's first token; ``block_size``: tokens of a block.
         """
         rows = [row[skip:] for row, skip in zip(self.ids.tolist(), padding, strict=True)]
         if self.words:
@@ -76,8 +76,8 @@ class Inputs:
     def leave_out(self, kwargs: dict[str, Any], num_columns: int) -> int:
         """Leave the first ``num_columns`` out of ``kwargs``, or fewer. Returns how many.
 
-        A model counts placeholders and features. Where all placeholders are left out, so are the
-        features; where only some would be, columns from the first placeholder on stay.
+        A model counts placeholders and features. Where all placeholders are left out, the features
+        are too; where only some would be, columns from the first placeholder on stay.
         """
         if self.names and num_columns >= max(stop for _, stop in self.changed):
             kwargs.update(dict.fromkeys(self.names))
@@ -90,9 +90,9 @@ class Inputs:
 
 
 def inputs_of(model: PreTrainedModel, ids: torch.Tensor, kwargs: Mapping[str, Any]) -> Inputs:
-    """What keys and values of a pass depend on. ``ids``: int64 [num_rows, num_columns]. Raises
-    InvalidRequestError for types that have no room in an id, for arguments that are neither tensors
-    nor numbers or text, and for images in a model that gives them positions of several dimensions.
+    """Collect what a pass's keys and values depend on. ``ids``: int64 [num_rows, num_columns].
+    Raises InvalidRequestError for types too large for an id, for arguments that are not tensors,
+    numbers or text, and for images in a model that gives them positions of several dimensions.
     """
     keyed = ids
     for i, name in enumerate(_TYPES):
@@ -150,7 +150,7 @@ def _check_types(name: str, types: torch.Tensor, ids: torch.Tensor) -> None:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors, numbers and texts inside of an argument, each with where it is."""
+    """Yield the tensors, numbers and texts inside of an argument, each with its path."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
@@ -179,8 +179,8 @@ def _content(name: str, path: str, leaf: Any) -> bytes:
 def _changed(
     config: PreTrainedConfig, ids: torch.Tensor, names: Sequence[str]
 ) -> tuple[tuple[int, int], ...]:
-    """The columns [first, stop) of each row. Those of placeholders where the arguments are images
-    or sound and every row has some; else all.
+    """Return each row's changed columns [first, stop): those of placeholders where the arguments
+    are images or sound and every row has some; otherwise all.
     """
     num_rows, num_columns = ids.shape
     placeholders = torch.tensor(sorted(_placeholders(config)), dtype=ids.dtype, device=ids.device)
@@ -193,7 +193,7 @@ def _changed(
 
 
 def _placeholders(config: PreTrainedConfig) -> set[int]:
-    """Token ids that the config names for images and sound, also those around them."""
+    """Return the token ids that the config names for images and sound, and those around them."""
     found: set[int] = set()
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):

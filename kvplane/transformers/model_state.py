@@ -52,12 +52,12 @@ _Settings = tuple[bool, list[str], list[str], dict[str, Any], int]
 
 
 def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None = None) -> str:
-    """The namespace of what ``model`` computes now: 32 hex digits, or empty.
+    """Return the namespace of the present state of ``model``: 32 hex digits, or empty.
 
     ``is_shared``: whether other processes use the pool. Then the digits are a digest of contents,
     and the namespace is empty for the checkpoint in ``folder`` as transformers loads it: the
-    pool's model id has a hash of it, and engines that serve it use the empty namespace. Else the
-    digits name the tensors by what this process knows of them, and nothing is read.
+    pool's model id has a hash of it, and engines that serve it use the empty namespace. Otherwise
+    the digits name tensors by this process's records of them, and no parameter is read.
 
     Raises InvalidRequestError of the field "namespace" where changes could not be noticed.
     """
@@ -76,12 +76,12 @@ def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None
 
 
 def last_changes(model: PreTrainedModel) -> str:
-    """Some names of what had changed when the namespace of ``model`` changed last."""
+    """Name some of the parts of ``model`` whose change last changed its namespace."""
     return ", ".join(_state_of(model).changed[:_MAX_NAMED])
 
 
 def weights_changed(model: PreTrainedModel) -> None:
-    """Take all of the model's weights as new: some were written where that cannot be noticed."""
+    """Treat all of the model's weights as new, after a write that cannot be noticed."""
     state = _state_of(model)
     with state.lock:
         state.forget()
@@ -94,7 +94,7 @@ class _Known:
     tensor: weakref.ref[torch.Tensor]
     version: int
     pointer: int
-    token: str  # never that of other contents
+    token: str  # never equal for different contents
     digest: str = ""
 
     def is_of(self, tensor: torch.Tensor) -> bool:
@@ -125,11 +125,11 @@ class _ModelState:
         return _ModelState, ()  # a copy of the model is another model
 
     def forget(self) -> None:
-        """Trust nothing that was known of the contents of tensors."""
+        """Discard all records of tensors' contents."""
         self._watch, self._known = None, {}
 
     def identity(self, model: PreTrainedModel) -> str:
-        """A name for what the model computes, as far as this process knows."""
+        """Return a name for what the model computes, as far as this process knows."""
         if self._watch is None or not self._watch.sees_no_change(model):
             self._see(model)
         else:
@@ -141,8 +141,8 @@ class _ModelState:
         return _name(_texts(self._parts, self._digest_of))
 
     def is_stored(self, folder: Path, model: PreTrainedModel) -> bool:
-        """Whether the model is what transformers loads from ``folder``. It is loaded again to be
-        compared, in the checkpoint's dtype, and dropped.
+        """Return whether the model equals what transformers loads from ``folder``, which is loaded
+        again for this, in the checkpoint's dtype, and dropped.
         """
         is_of_engines = model.device.type == "cpu"  # they compute there
         if self._watch is None or self._watch.has_active_adapters() or not is_of_engines:
@@ -152,7 +152,7 @@ class _ModelState:
         try:
             with torch.random.fork_rng(devices=[]):
                 stored = type(model).from_pretrained(folder, dtype="auto", local_files_only=True)
-        except Exception as error:  # each model's code raises what it likes
+        except Exception as error:  # a model's own code may raise anything
             _LOGGER.info("not compared with its checkpoint folder=%s error=%s", folder, error)
             return False
         finally:
@@ -204,7 +204,7 @@ class _ModelState:
 
 
 class _Watch:
-    """Sees whether a model is still what it was when this was made.
+    """Detects changes to a model since this object was made.
 
     All loops are in C: this runs before each forward pass.
     """
@@ -262,7 +262,7 @@ class _Watch:
                 and list(map(_adapter_settings, self._adapted)) == self.adapters
                 and model.config.__dict__ == self._config_then
             )
-        except (KeyError, RuntimeError, TypeError, ValueError):  # gone, or not to be compared
+        except (KeyError, RuntimeError, TypeError, ValueError):  # gone, or not comparable
             return False
 
 
@@ -272,7 +272,7 @@ def _state_of(model: PreTrainedModel) -> _ModelState:
 
 
 def _require_versions(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidRequestError where the tensor could change and nobody notice."""
+    """Raise InvalidRequestError if the tensor could change unnoticed."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         what = f"is a {type(tensor).__name__}"
     elif tensor.is_meta:
@@ -289,7 +289,7 @@ def _require_versions(name: str, tensor: torch.Tensor) -> None:
 
 
 def _look_at(tensor: torch.Tensor) -> _Known:
-    """Buffers are small, and some are made again while a model computes: their contents count."""
+    """Record a tensor. Buffers are small, and models remake some of them: their contents count."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     digest = "" if is_parameter else _digest(tensor)
     token = digest or str(next(_SERIALS))
@@ -341,8 +341,8 @@ def _of_kv(values: Any) -> Any:
 
 
 def _parts(module: torch.nn.Module, name: str) -> Iterator[Part]:
-    """Tensors and plain attributes of a module and all in it. A layer with adapters is its base
-    layer, and what the adapters add that it computes with: others are left out.
+    """Yield tensors and plain attributes of a module and its submodules. Of a layer with adapters:
+    its base layer and its active adapters.
     """
     children: dict[str, Any] = module._modules
     if "base_layer" in children and hasattr(module, "_disable_adapters"):
@@ -411,8 +411,8 @@ def _adapter_settings(module: Any) -> _Settings:
 
 
 def _active_adapters(module: Any) -> list[str]:
-    """The adapters that a layer of PEFT computes with, beside what is merged into its weights.
-    Raises InvalidRequestError where a forward pass decides that.
+    """List the adapters that a layer of PEFT computes with, without those merged into its weights.
+    Raises InvalidRequestError where a forward pass chooses them.
     """
     is_disabled, active, merged, _, num_hooks = _adapter_settings(module)
     if num_hooks:

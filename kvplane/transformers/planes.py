@@ -1,4 +1,4 @@
-"""The planes behind the caches of one model: a session of a pool, and what carries out its plans.
+"""The planes behind the caches of one model: a session of a pool, and the backend for its plans.
 
     begin(operations)  ──►  attention of every layer  ──►  finish()
                                                       └──►  abandon(), when something failed
@@ -56,18 +56,18 @@ _SESSION_LOST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PlaneSettings:
-    """Where keys and values of a model are kept.
+    """The pool that keeps a model's keys and values.
 
     control_plane: address of the control plane, "host:port"; empty means that both planes run in
         this process, with a pool for this model alone.
     pool_id: the pool, where the planes are elsewhere.
     model_id: the model's id in the layout of such a pool; empty computes it from the folder that
         the model was loaded from, as the data plane did.
-    namespace: of the prefixes, at most 128 characters. None follows what the model computes with,
-        as docs/transformers.md says; one that is given is taken as it is, and nothing is checked.
+    namespace: of the prefixes, at most 128 characters. None derives it from the model's state (see
+        docs/transformers.md); a given one is used as it is, and nothing is checked.
     block_size_tokens, num_device_blocks, kv_dtype, num_threads, latent: of an embedded pool, as the
         flags of ``python -m data_plane``.
-    tls: how to reach planes that are elsewhere; None is in the clear.
+    tls: for planes that are elsewhere; None is without TLS.
     probe: whether to compare the model's logits with those of transformers' own attention first.
         Without it a model that keeps other state, or attends in another way, gives wrong text.
     timeout_s: deadline of one call to a plane. start_timeout_s: how long planes may take to start.
@@ -144,8 +144,8 @@ class Planes:
         return self._layout.block_size_tokens
 
     def follow(self, model: PreTrainedModel) -> None:
-        """Have the next sequences found by what the model computes with now, in another session if
-        that has changed. Raises InvalidRequestError where it cannot be known.
+        """Use the namespace of the model's present state for the next sequences, in a new session
+        if it has changed. Raises InvalidRequestError where the state cannot be known.
         """
         settings = self._settings
         if settings.namespace is not None:
@@ -163,7 +163,7 @@ class Planes:
                 )
 
     def describe_pool(self) -> pb.DescribePoolResponse:
-        """What the control plane says of the pool."""
+        """Ask the control plane about the pool."""
         return self._link.describe_pool()
 
     def close(self) -> None:
@@ -173,19 +173,19 @@ class Planes:
         self._close()
 
     def new_ids(self, num: int) -> range:
-        """Ids for sequences, never used before."""
+        """Return sequence ids that were never used before."""
         first, self._next_id = self._next_id, self._next_id + num
         return range(first, first + num)
 
     def begin(
         self, operations: Sequence[pb.Operation], session: Session | None = None
     ) -> tuple[Session, list[pb.OperationResult]]:
-        """A step of ``operations``, whose plan is then started; all are done, or this raises.
+        """Make a step of ``operations`` and start its plan; all are done, or this raises.
 
         ``session``: the one whose sequences they change, None when they only admit. Raises
-        SessionNotFoundError when that one has ended, InvalidRequestError when the model no longer
-        computes with what its sequences were computed with, and the error of what was not done,
-        such as PoolFullError; the plan is then aborted.
+        SessionNotFoundError when that one has ended, InvalidRequestError when the model has changed
+        since its sequences were computed, and the error of an item that was not done, such as
+        PoolFullError; the plan is then aborted.
         """
         self._acquire()
         unused: list[tuple[Session, Sequence[int]]] = []
@@ -209,7 +209,7 @@ class Planes:
         return present, list(result.results)
 
     def finish(self) -> None:
-        """After the last layer: take the receipt."""
+        """Take the receipt, after the last layer."""
         try:
             if self._has_plan:
                 self._link.add_receipts(self.backend.finish())
@@ -225,8 +225,8 @@ class Planes:
             self._fail(None)
 
     def free(self, session: Session, sequence_ids: Sequence[int]) -> None:
-        """Free sequences, with those to be freed before. Failures are logged: a lease that runs out
-        frees them too.
+        """Free these sequences, and those of ``free_later``. Failures are logged: the end of the
+        lease frees them too.
         """
         if not self.is_open:
             return
@@ -235,7 +235,7 @@ class Planes:
             self.begin([])
             self.finish()
         except KvplaneError as error:
-            if self.is_open:  # else they were freed with the session
+            if self.is_open:  # otherwise they were freed with the session
                 _LOGGER.warning("sequences not freed yet: %s", error)
 
     def free_later(self, session: Session, sequence_ids: Sequence[int]) -> None:
@@ -277,8 +277,8 @@ class Planes:
         self._namespace, self._is_lost = self._wanted_namespace, False
 
     def _fail(self, error: BaseException | None) -> None:
-        """Abort the plan. Where that cannot be done, and where it is not known what the control
-        plane did, the session is lost.
+        """Abort the plan. The session is lost if that fails, or if it is unknown what the control
+        plane did.
         """
         is_known = isinstance(error, KvplaneError) and not isinstance(error, _SESSION_LOST)
         self._is_lost = self._is_lost or not (is_known or self._has_plan)
@@ -301,16 +301,16 @@ _Groups = tuple[LayerGroup, ...]
 _PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[_Groups, _Groups]]] = (
     weakref.WeakKeyDictionary()
 )
-"""The groups that the probe found, by those of the config."""
+"""Layer groups that the probe found, by the config's groups."""
 _MAX_TOKENS: Final[weakref.WeakKeyDictionary[PreTrainedModel, int | None]] = (
     weakref.WeakKeyDictionary()
 )
-"""The longest sequence with which RoPE keeps sequences apart."""
+"""The longest sequence, in tokens, that does not change RoPE's frequencies for other sequences."""
 
 
 def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
-    """The planes of a model's caches, opened when they are first asked for; they end with the
-    model, with ``close_planes`` or with the process.
+    """Return the planes of a model's caches, opened at the first call. They end with the model,
+    with ``close_planes`` or with the process.
     """
     with _OPEN_LOCK:
         of_model = _OPEN.setdefault(model, {})
@@ -321,8 +321,8 @@ def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
 
 
 def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tuple[LayerGroup, ...]:
-    """Adapt and probe the model; its layer groups. Its attention is then what it was, but for
-    models whose code asks for none by name: of these it is "kvplane". ``latent``: as of
+    """Adapt and probe the model. Returns its layer groups. Afterwards its attention implementation
+    is "kvplane" if ``adapters`` changed its modules, otherwise what it was before. ``latent``: see
     ``layer_groups``.
     """
     adapters.adapt(model)
@@ -363,7 +363,7 @@ def _connect(
     loop: LoopThread,
     closing: ExitStack,
 ) -> tuple[str, DataBackend]:
-    """The control plane's address, and what carries plans out."""
+    """Return the control plane's address and the backend."""
     if settings.control_plane:
         remote = RemoteBackend(loop, settings.timeout_s, settings.tls)
         closing.callback(remote.stop)
@@ -398,8 +398,8 @@ def _connect(
 
 
 def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) -> Layout:
-    """The model's layout in a pool of other processes, which the control plane compares with the
-    pool's. Whether latents are kept is the pool's choice.
+    """Return the model's layout in another process's pool, which the control plane compares with
+    the pool's. Whether latents are kept is the pool's choice.
     """
     groups = _prepare(model, settings.probe, latent=bool(pool.latent_layers))
     model_id = settings.model_id
@@ -415,7 +415,7 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
 
 
 def _folder_of(model: PreTrainedModel) -> Path | None:
-    """The folder that the model was loaded from."""
+    """Return the folder that the model was loaded from."""
     folder = Path(model.name_or_path or "")
     return folder if (folder / "config.json").is_file() else None
 

@@ -33,13 +33,13 @@ class Connection:
         self.channel = open_channel(target, tls, health_of=health_of)
 
     def deadline(self, timeout_s: float | None) -> Deadline:
-        """``timeout_s`` from now, the default when None."""
+        """Return the deadline ``timeout_s`` from now, the default when None."""
         return Deadline.after(self.timeout_s if timeout_s is None else timeout_s)
 
     async def call(
         self, method: Callable[..., Any], request: Message, timeout_s: float | None = None
     ) -> Any:
-        """The answer to a unary call, repeated while the peer is UNAVAILABLE."""
+        """Make a unary call, repeated while the peer is UNAVAILABLE. Returns its answer."""
         deadline = self.deadline(timeout_s)
         async with deadline.guard():
             return await retry_until(deadline, lambda: self.attempt(method, request, deadline))
@@ -47,19 +47,19 @@ class Connection:
     async def attempt(
         self, method: Callable[..., Any], request: Message, deadline: Deadline
     ) -> Any:
-        """The answer to a unary call, tried once."""
+        """Try a unary call once. Returns its answer."""
         with typed_errors():
             metadata = tracing.to_metadata()
             return await method(request, timeout=deadline.remaining_s, metadata=metadata)
 
     async def close(self) -> None:
-        """Ends all calls; those still waiting raise CancelledError of ``kvplane.errors``."""
+        """End all calls; those still waiting raise CancelledError of ``kvplane.errors``."""
         await self.channel.close()
 
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raises KvplaneError for whatever gRPC raises in the body."""
+    """Raise KvplaneError for any error of gRPC in the body."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -29,7 +29,7 @@ _STATES: Final = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKN
 async def check(
     target: str, *, service: str = "", tls: TlsOptions | None = None, timeout_s: float = 5.0
 ) -> str:
-    """The state of ``service`` (empty: of the whole server) at ``target``, such as "SERVING".
+    """Return the state of ``service`` (empty: of the whole server) at ``target``: "SERVING" etc.
 
     A server that cannot be reached is tried until ``timeout_s`` has passed. Raises KvplaneError:
     PlaneUnavailableError or DeadlineExceededError then, and NotFoundError for a service that the
@@ -37,8 +37,7 @@ async def check(
     """
     connection = Connection(target, tls=tls, timeout_s=timeout_s)
     try:
-        # The protocol's messages have one field each, of the types of these: no other package is
-        # needed.
+        # These messages have the same single fields as the protocol's, which would need a package.
         method: Any = connection.channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=wrappers_pb2.StringValue.SerializeToString,
@@ -53,7 +52,7 @@ async def check(
 
 
 def main(argv: Sequence[str]) -> int:
-    """The program; its exit code."""
+    """Run the program. Returns its exit code."""
     options = _parser().parse_args(argv)
     tls = None
     if options.tls_ca or options.tls_cert or options.tls_key:

@@ -1,4 +1,4 @@
-"""What is made from files, and made again when they change: certificates and keys.
+"""Certificates and keys, reloaded when their files change.
 
 Files that are wrong, such as a certificate without its key while both are being replaced, change
 nothing and are logged.
@@ -34,7 +34,7 @@ class Renewed(Generic[T]):
         self._value = make()
 
     def get(self) -> T:
-        """The value that the files have, or had when they were right last."""
+        """Return the value of the files as they are, or as they were when they were last valid."""
         with self._lock:
             stamps = self._look()
             if stamps == self._stamps:
@@ -50,7 +50,7 @@ class Renewed(Generic[T]):
             return self._value
 
     def _look(self) -> list[tuple[int, int, int] | None]:
-        """What changes when the files do."""
+        """Return a value that changes when the files do."""
         stamps: list[tuple[int, int, int] | None] = []
         for file in self._files:
             try:
@@ -63,8 +63,8 @@ class Renewed(Generic[T]):
 
 
 def server_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
-    """A server's context with a certificate and its key. ``client_ca``: signs the certificates that
-    clients must present. All are PEM files. Raises OSError for those that are wrong.
+    """Make a server's context with a certificate and its key. ``client_ca``: signs the certificates
+    that clients must present. All are PEM files. Raises OSError for those that are wrong.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key, password="")  # it never asks the terminal
@@ -75,7 +75,7 @@ def server_context(certificate: Path, key: Path, client_ca: Path | None = None) 
 
 
 def renewed_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
-    """``server_context`` whose connections have what the files have when they begin."""
+    """Make a ``server_context`` whose connections use the files as they are when they begin."""
     files = certificate, key, client_ca
     renewed = Renewed(lambda: server_context(*files), files)
 
@@ -89,7 +89,7 @@ def renewed_context(certificate: Path, key: Path, client_ca: Path | None = None)
 
 class RenewedClientContext(ssl.SSLContext):
     """A client's context whose connections trust the authorities that the file has when they begin.
-    For clients that read and write by themselves, as asyncio's do.
+    For clients that do their own input and output, as asyncio's do.
     """
 
     _renewed: Renewed[ssl.SSLContext]

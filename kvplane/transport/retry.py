@@ -1,7 +1,7 @@
 """Deadlines, and retries until then.
 
-UNAVAILABLE is retried: the peer was not reached, closed the connection, or is not ready. So is a
-quota that says how long to wait, for those who ask for that.
+UNAVAILABLE is retried: the peer was not reached, closed the connection, or is not ready. With
+``waits_for_quota``, an exceeded quota with a retry delay is retried too.
 Every call of the protocol may be repeated until it is answered, so this is safe for all of them.
 """
 
@@ -38,19 +38,19 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
-        """``timeout_s`` from now. Raises InvalidRequestError unless it is above 0 and finite."""
+        """Make one ``timeout_s`` from now. Raises InvalidRequestError unless above 0 and finite."""
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise InvalidRequestError("must be above 0 and finite", field="timeout_s")
         return cls(timeout_s, time.monotonic() + timeout_s)
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, at least a millisecond, so that it can be a timeout in turn."""
+        """Seconds left, at least a millisecond, so that they are a valid timeout."""
         return max(0.001, self.at_s - time.monotonic())
 
     @asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
-        """Cancels the body at the deadline and raises DeadlineExceededError."""
+        """Cancel the body at the deadline and raise DeadlineExceededError."""
         try:
             async with asyncio.timeout(self.remaining_s):
                 yield
@@ -61,11 +61,11 @@ class Deadline:
 async def retry_until(
     deadline: Deadline, attempt: Callable[[], Awaitable[T]], *, waits_for_quota: bool = False
 ) -> T:
-    """What ``attempt`` returns, tried again with exponential backoff and jitter.
+    """Return the result of ``attempt``, retried with exponential backoff and jitter.
 
-    ``waits_for_quota``: a QuotaExceededError with a retry delay is waited for as well. Raises the
-    last error when the next try would come after the deadline, and every other error at once. A
-    peer's own retry delay is respected.
+    ``waits_for_quota``: also retry QuotaExceededError with a retry delay. Raises the last error
+    when the next try would come after the deadline, and every other error at once. A peer's own
+    retry delay is respected.
     """
     delay_s = FIRST_DELAY_S
     while True:

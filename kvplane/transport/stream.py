@@ -1,6 +1,6 @@
 """A bidirectional stream used for request and answer.
 
-Invariant: what is received answers what was sent last, or is a notice that its caller passes over.
+Invariant: a received message answers the last one sent, or is a notice that the caller passes over.
 Whatever might break that (an error, a cancelled wait) drops the call, and another must be opened.
 """
 
@@ -42,14 +42,14 @@ class Stream(Generic[Request, Response]):
             self._call = self._open_call()
 
     async def send(self, request: Request) -> None:
-        """Raises the KvplaneError that the stream ended with, or PlaneUnavailableError."""
+        """Send. Raises the KvplaneError that the stream ended with, or PlaneUnavailableError."""
         if self._call is None:
             raise PlaneUnavailableError("the stream is not open")
         self._expect()
         await self._or_drop(self._call.write(request))
 
     async def receive(self) -> Response:
-        """The next answer. Raises as ``send`` does, also when the peer ended the stream."""
+        """Return the next answer. Raises as ``send`` does, also when the peer ended the stream."""
         response = await self._or_drop(self._read())
         if response is grpc.aio.EOF:
             self.drop()
@@ -57,7 +57,7 @@ class Stream(Generic[Request, Response]):
         return response  # type: ignore[no-any-return]
 
     async def arrives(self, timeout_s: float) -> bool:
-        """Whether a message comes within the time, or the stream's end. ``receive`` takes it."""
+        """Return whether a message, or the stream's end, comes in time. ``receive`` takes it."""
         if not self.is_open:
             await asyncio.sleep(timeout_s)
             return False
@@ -65,14 +65,14 @@ class Stream(Generic[Request, Response]):
         return bool(done)
 
     def _expect(self) -> asyncio.Future[Any]:
-        """Ask for the next message; it is asked for once."""
+        """Begin to read the next message, unless that has begun."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._call.read())
             self._reading.add_done_callback(lambda read: read.cancelled() or read.exception())
         return self._reading
 
     def drop(self) -> None:
-        """Forgets the call; answers still under way are lost."""
+        """Forget the call; answers still under way are lost."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -81,7 +81,7 @@ class Stream(Generic[Request, Response]):
             self._call = None
 
     async def close(self) -> None:
-        """Half-closes the stream and waits for its end; drops it when the peer does not answer."""
+        """Half-close the stream and wait for its end; drop it when the peer does not answer."""
         if not self.is_open:
             return
         try:

@@ -18,11 +18,11 @@ from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """PEM files. With a certificate and its key the client is who the certificate names.
+    """PEM files. A certificate, with its key, identifies the client by its name.
 
     ``ca_file``: the authority that signs the server's certificate; None means gRPC's own list.
     ``server_name``: the name that the certificate must have when it is not the target's.
-    ``token_file``: has the bearer token that says who the client is; read again for each call.
+    ``token_file``: has the bearer token that identifies the client; read again for each call.
     """
 
     ca_file: Path | None = None
@@ -33,11 +33,11 @@ class TlsOptions:
 
     @property
     def files(self) -> tuple[Path | None, ...]:
-        """Those that a channel is opened with."""
+        """The files that a channel is opened with."""
         return self.ca_file, self.cert_file, self.key_file
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. Raises InvalidRequestError naming the option at fault."""
+        """Read the files. Raises InvalidRequestError naming the option at fault."""
         if (self.cert_file is None) != (self.key_file is None):
             missing = "tls.cert_file" if self.cert_file is None else "tls.key_file"
             raise InvalidRequestError(
@@ -80,9 +80,9 @@ class _TokenFile(grpc.AuthMetadataPlugin):
 
 
 def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") -> grpc.aio.Channel:
-    """A channel to ``target``, in the clear when ``tls`` is None: "host:port", several of them with
-    commas, or "dns:///host:port" for all addresses of a name. Of several, calls go to those where
-    the service ``health_of`` is SERVING, by turns; where it is empty, to all that answer.
+    """Open a channel to ``target``, without TLS when ``tls`` is None: "host:port", several of them
+    with commas, or "dns:///host:port" for all addresses of a name. Of several, calls go round robin
+    to those where the service ``health_of`` is SERVING; where it is empty, to all that answer.
 
     Raises InvalidRequestError naming ``target`` or a field of ``tls``.
     """
@@ -109,7 +109,7 @@ def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") ->
 
 
 def _by_turns(health_of: str) -> str:
-    """A service config: gRPC itself follows the servers' health."""
+    """Return a service config for round robin, in which gRPC itself follows the servers' health."""
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if health_of:
         config["healthCheckConfig"] = {"serviceName": health_of}
@@ -117,7 +117,7 @@ def _by_turns(health_of: str) -> str:
 
 
 def _resolved(targets: str) -> str:
-    """GRPC takes several addresses as numbers, of one family."""
+    """Resolve the hosts: gRPC takes several addresses only as numbers, of one family."""
     numbers = []
     for target in targets.split(","):
         host, _, port = target.rpartition(":")

@@ -1,1 +1,1 @@
-"""What the planes and their clients write for each other: columns, versions, signatures, errors."""
+"""Encodings that planes and clients share: columns, versions, signatures, errors."""

@@ -2,7 +2,7 @@
 
 Messages that name many sequences or blocks have one column for each attribute (see
 ``protos/kvplane/v1/types.proto``). A column is packed and read in one call, with no object for each
-element: what is read is an ``array``, which numpy and torch take without a copy.
+element: ``read`` returns an ``array``, which numpy and torch take without a copy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _IS_BIG_ENDIAN: Final = sys.byteorder == "big"
 
 
 def pack(kind: str, values: Iterable[int] | array[int]) -> bytes:
-    """A column of ``INT32``, ``INT64`` or ``UINT8`` elements. Raises OverflowError when one does
-    not fit.
+    """Pack a column of ``INT32``, ``INT64`` or ``UINT8`` elements. Raises OverflowError when one
+    does not fit.
     """
     column = (
         values if isinstance(values, array) and values.typecode == kind else array(kind, values)
@@ -34,8 +34,8 @@ def pack(kind: str, values: Iterable[int] | array[int]) -> bytes:
 
 
 def read(kind: str, column: bytes, field: str, *, length: int | None = None) -> array[int]:
-    """The elements of a column. Raises InvalidRequestError naming ``field`` when the column ends
-    inside an element, or does not have ``length`` elements.
+    """Read the elements of a column. Raises InvalidRequestError naming ``field`` when the column
+    ends inside an element, or does not have ``length`` elements.
     """
     elements = array(kind)
     size = elements.itemsize
@@ -52,15 +52,15 @@ def read(kind: str, column: bytes, field: str, *, length: int | None = None) -> 
 
 
 def count(kind: str, column: bytes) -> int:
-    """Elements of a column, from its bytes alone."""
+    """Count the elements of a column, from its bytes alone."""
     return len(column) // array(kind).itemsize
 
 
 def zeros(kind: str, length: int) -> array[int]:
-    """``length`` elements of 0."""
+    """Return ``length`` elements of 0."""
     return array(kind, bytes(array(kind).itemsize * length))
 
 
 def fixed(column: bytes, size_bytes: int) -> Sequence[bytes]:
-    """The elements of a column of ``size_bytes`` each, such as hashes."""
+    """Split a column into elements of ``size_bytes`` each, such as hashes."""
     return [column[i : i + size_bytes] for i in range(0, len(column), size_bytes)]

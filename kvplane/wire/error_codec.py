@@ -1,5 +1,5 @@
-"""Errors of gRPC calls: ``google.rpc.Status`` with details, and back. Those in streams, which are
-``kvplane.v1.Error``, are in ``error_messages``.
+"""Errors of gRPC calls: ``google.rpc.Status`` with details, and back. For errors in streams, which
+are ``kvplane.v1.Error``, see ``error_messages``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvplane.wire.error_messages import make_error, seconds_of
 from kvplane.wire.error_messages import to_wire as to_wire
 
 DOMAIN: Final = "kvplane"
-# What gRPC itself says before a server of ours sees the request, and what to do about it.
+# gRPC's own text for a request that never reaches our server, and what to do about it.
 _TOO_LARGE: Final = "SERVER: Received message larger than max"
 _SEND_LESS: Final = "send it in parts, or raise the server's --max-message-bytes"
 
 
 def to_rich_status(error: KvplaneError) -> status_pb2.Status:
-    """As a status whose details are ErrorInfo and, where they apply, BadRequest and RetryInfo.
+    """Return a status whose details are ErrorInfo and, where they apply, BadRequest and RetryInfo.
 
     The scheme is Google's AIP-193.
     """
@@ -50,9 +50,9 @@ def to_rich_status(error: KvplaneError) -> status_pb2.Status:
 
 
 def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> KvplaneError:
-    """What a failed call means; by its status code alone when it carries no details of ours.
+    """Return the error of a failed call; by its status code alone if it has no details of ours.
 
-    ``error`` is what an awaited gRPC call raised, or a blocking one (that is a ``grpc.Call`` too).
+    ``error``: as an awaited or a blocking gRPC call raised it (the latter is a ``grpc.Call`` too).
     """
     try:
         status = rpc_status.from_call(cast(grpc.Call, error))

@@ -1,6 +1,6 @@
 """Errors as the ``kvplane.v1.Error`` message that streams carry, and back.
 
-What one side raises is what the other catches, field and retry delay included. An error whose
+One side catches the error that the other raised, field and retry delay included. An error whose
 reason this release does not know becomes the class of its gRPC status code, so that it is still of
 the right kind. Does not import gRPC: the control plane's core answers with such messages.
 """
@@ -58,11 +58,11 @@ _BY_CODE: Final[dict[str, type[KvplaneError]]] = {
 
 
 REQUEST_ID: Final[ContextVar[str]] = ContextVar("kvplane_request_id", default="")
-"""Of the call that a server is answering."""
+"""The request id of the call that a server is answering."""
 
 
 def to_wire(error: KvplaneError) -> pb.Error:
-    """As the message that streams carry."""
+    """Return the message that streams carry."""
     return pb.Error(
         code=_code(error),
         reason=error.reason,
@@ -74,7 +74,7 @@ def to_wire(error: KvplaneError) -> pb.Error:
 
 
 def from_wire(message: pb.Error) -> KvplaneError:
-    """The inverse of ``to_wire``."""
+    """Invert ``to_wire``."""
     delay_s = seconds_of(message.retry_delay) if message.HasField("retry_delay") else None
     error = make_error(message.reason, message.code, message.message, message.field, delay_s)
     error.request_id = message.request_id
@@ -84,7 +84,7 @@ def from_wire(message: pb.Error) -> KvplaneError:
 def make_error(
     reason: str, code: int, message: str, field: str, retry_delay_s: float | None
 ) -> KvplaneError:
-    """The error of a reason or, where the reason is not known, of a gRPC status code."""
+    """Make the error of a reason or, if the reason is not known, of a gRPC status code."""
     cls = REASONS.get(reason)
     if cls is None:
         known = code in code_pb2.Code.values()
@@ -97,12 +97,12 @@ def _code(error: KvplaneError) -> int:
 
 
 def duration_of(seconds: float | None) -> duration_pb2.Duration | None:
-    """As a message; None stays None."""
+    """Return the message; None for None."""
     if seconds is None:
         return None
     return duration_pb2.Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
 
 
 def seconds_of(duration: duration_pb2.Duration) -> float:
-    """The inverse of ``duration_of``."""
+    """Invert ``duration_of``."""
     return duration.seconds + duration.nanos / 1e9

@@ -1,5 +1,5 @@
-"""The protocol versions spoken, what is refused of later ones, and the channel settings that both
-ends share.
+"""The protocol versions spoken, the check for fields of later ones, and the channel settings that
+both ends share.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvplane.v1 import types_pb2 as pb
 OLDEST: Final = 2
 NEWEST: Final = 2
 
-# Of plans, grants and receipts.
+# The version of plans, grants and receipts.
 PAYLOAD_VERSION: Final = 1
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
-# How often a peer may send pings; one that does so more often is disconnected.
+# The least interval of a peer's pings; one that sends them more often is disconnected.
 MIN_PING_INTERVAL_MS: Final = 500
 
 # Pings find a dead peer within a minute; a server must be told to allow them, or it closes the
@@ -38,23 +38,23 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.enable_retries", 0),
 )
 
-# To one of several servers that take over from each other: one that hangs is left within 3 s, while
-# its lease still runs.
+# For servers that take over from each other: one that hangs is left within 3 s, while its lease
+# still runs.
 FOLLOWER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),  # that of keepalive is not heeded: a minute passes
+    ("grpc.http2.ping_timeout_ms", 2_000),  # gRPC ignores keepalive's, and takes a minute
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 
 
 def supported() -> pb.ProtocolRange:
-    """The versions that this release speaks."""
+    """Return the versions that this release speaks."""
     return pb.ProtocolRange(oldest=OLDEST, newest=NEWEST)
 
 
 def negotiate(peer: pb.ProtocolRange, *, field: str = "protocol") -> int:
-    """The newest version that both speak.
+    """Return the newest version that both speak.
 
     Raises InvalidRequestError when ``peer`` is not a range, ProtocolMismatchError when there is no
     such version.
@@ -71,7 +71,7 @@ def negotiate(peer: pb.ProtocolRange, *, field: str = "protocol") -> int:
 
 
 def check_chosen(version: int) -> int:
-    """The version that a server chose. Raises ProtocolMismatchError if this release lacks it."""
+    """Return a server's chosen version. Raises ProtocolMismatchError if this release lacks it."""
     if not OLDEST <= version <= NEWEST:
         raise ProtocolMismatchError(
             f"the server chose {version}, this side speaks {OLDEST} to {NEWEST}",

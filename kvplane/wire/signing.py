@@ -1,8 +1,8 @@
 """Signatures of the payloads that the planes write for each other and clients carry.
 
-HMAC-SHA256 (RFC 2104) under a key that only the two planes of a pool share. The type tag is part of
-what is signed, so that a receipt cannot pass for a plan. Of a payload its SHA-256 is signed, which
-also identifies a plan: the two need one pass over its bytes.
+HMAC-SHA256 (RFC 2104) under a key that only the two planes of a pool share. The type tag is signed
+too, so that a receipt cannot pass for a plan. The signature covers the payload's SHA-256, which
+also identifies a plan, so both take a single pass over the bytes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _NOTHING: Final = hashlib.sha256()
 
 
 def new_key() -> bytes:
-    """A fresh random key of ``KEY_BYTES`` bytes."""
+    """Make a random key of ``KEY_BYTES`` bytes."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def sign(key: bytes, type_tag: str, payload: bytes) -> bytes:
-    """The 32-byte signature of ``payload`` as a ``type_tag``."""
+    """Return the 32-byte signature of ``payload`` as a ``type_tag``."""
     return sign_digest(key, type_tag, digest(payload))
 
 
 def sign_digest(key: bytes, type_tag: str, payload_digest: bytes) -> bytes:
-    """The 32-byte signature of the payload whose ``digest`` this is."""
+    """Return the 32-byte signature of the payload with this ``digest``."""
     begun = _begun(key)
     inner, outer = begun[0].copy(), begun[1].copy()
     inner.update(type_tag.encode() + b"\0" + payload_digest)
@@ -49,7 +49,7 @@ def sign_digest(key: bytes, type_tag: str, payload_digest: bytes) -> bytes:
 def verify(
     key: bytes, want_type: str, type_tag: str, payload: bytes, signature: bytes, *, field: str
 ) -> bytes:
-    """The payload's ``digest``. Raises BadSignatureError naming ``field`` unless it is a
+    """Return the payload's ``digest``. Raises BadSignatureError naming ``field`` unless it is a
     ``want_type`` signed with ``key``.
     """
     if type_tag != want_type:
@@ -64,22 +64,20 @@ def verify(
 
 
 def key_id(key: bytes) -> bytes:
-    """The 16 bytes that identify a key without revealing it; empty for no key."""
+    """Return 16 bytes that identify a key without revealing it; empty for no key."""
     return hmac.digest(key, b"kvplane.v1.KeyId", "sha256")[:16] if key else b""
 
 
 def digest(payload: bytes) -> bytes:
-    """The SHA-256 of a payload: what is signed of it, and what identifies a plan."""
-    state = _NOTHING.copy()  # OpenSSL takes longer to make one than to hash what is short
+    """Return the SHA-256 of a payload, which is signed, and which identifies a plan."""
+    state = _NOTHING.copy()  # OpenSSL takes longer to make a state than to hash a short payload
     state.update(payload)
     return state.digest()
 
 
 @lru_cache(_NUM_KEYS)
 def _begun(key: bytes) -> tuple[Any, Any]:
-    """The two hashes of an HMAC (RFC 2104, section 4), which have taken in the key and nothing
-    else.
-    """
+    """Return the two hashes of an HMAC (RFC 2104, section 4), fed with the key alone."""
     if len(key) > _BLOCK_BYTES:
         key = hashlib.sha256(key).digest()
     padded = key.ljust(_BLOCK_BYTES, b"\0")

@@ -75,4 +75,4 @@ def test_adapters_that_a_pass_chooses_are_refused_by_name(peft: Path) -> None:
     said = run(peft, "refused")
     assert "adapters are chosen for each row" in said["by_row"]
     assert "call unmerge_adapter" in said["merged"]
-    assert "what is cached is found by token ids" in said["virtual_tokens"]
+    assert "prefixes are found by token ids" in said["virtual_tokens"]

@@ -1,1 +1,1 @@
-"""Who calls, and what each caller may call."""
+"""Identity and permissions of callers."""

@@ -1,4 +1,4 @@
-"""Who may call what: a file that lists callers with their roles, tenants and pools.
+"""The access list: a file of callers with their roles, tenants and pools.
 
     [[callers]]
     certificate = "engine-7"        # the common name of the client's certificate
@@ -48,8 +48,8 @@ _MAX_FILE_BYTES: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls. ``roles``: numbers of the contract's Role. ``pool_ids``: those that it may
-    register data planes for.
+    """A caller. ``roles``: numbers of the contract's Role. ``pool_ids``: those that it may register
+    data planes for.
     """
 
     tenant: str
@@ -58,16 +58,16 @@ class Caller:
 
     @property
     def sees_all_tenants(self) -> bool:
-        """Whether it may see what all tenants together do."""
+        """Whether it may see the counts of all tenants together."""
         return ROLES["operator"] in self.roles
 
     def may_register(self, pool_id: str) -> bool:
-        """Whether it may register a data plane for this pool."""
+        """Return whether it may register a data plane for this pool."""
         return pool_id in self.pool_ids or ANY_POOL in self.pool_ids
 
 
 def everything(tenant: str) -> Caller:
-    """A caller of a server that has no access list."""
+    """Return a caller with every role, for a server that has no access list."""
     return Caller(tenant, frozenset(ROLES.values()), frozenset([ANY_POOL]))
 
 
@@ -90,15 +90,15 @@ class AccessList:
 
     @property
     def num_reloads(self) -> int:
-        """How often the file was read again."""
+        """Number of times that the file was read again."""
         self._reload()
         return self._num_reloads
 
     def caller(self, name: str | None, token: str | None) -> Caller:
-        """Who has this certificate or, if the list has no such certificate, this bearer token.
+        """Find the caller by certificate or, if the list has no such certificate, by bearer token.
         ``name``: the certificate's common name; None for a client without one.
 
-        Raises UnauthenticatedError for neither.
+        Raises UnauthenticatedError if the list has neither.
         """
         if self._path is None:
             return everything(DEFAULT_TENANT if name is None else name)
@@ -132,7 +132,7 @@ class AccessList:
 
 
 def _read(path: Path) -> dict[str, Caller]:
-    """Raises InvalidRequestError naming what is wrong."""
+    """Read the file. Raises InvalidRequestError naming what is wrong."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -196,7 +196,7 @@ def _texts(entry: Mapping[str, Any], name: str, field: str) -> Sequence[str]:
 
 
 def _stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """What changes when a file does; None for one that is not there."""
+    """Return a value that changes when the file does; None if there is no such file."""
     try:
         status = path.stat() if path is not None else None
     except OSError:

@@ -1,5 +1,5 @@
-"""Who a caller is, and what it may call. The server takes both from the connection and from its
-access list, never from a request, since they decide which prefixes the caller shares.
+"""A caller's identity and rights. The server takes both from the connection and from its access
+list, never from a request, since they decide which prefixes the caller shares.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _BEARER: Final = "bearer "
 
 
 def caller() -> Caller:
-    """Who makes the call that is being served."""
+    """Return the caller of the current call."""
     return _CALLER.get()
 
 
 def payer() -> str:
-    """Whose requests and time the call that is being served counts as: a tenant's, or those of a
+    """Return the account that the current call's bytes and time count for: a tenant, or a
     connection whose tenant is not known.
     """
     return _PAYER.get()
 
 
 class Gate:
-    """Lets calls through whose callers have one of the roles that the contract asks for.
+    """Admits calls whose callers have one of the roles that the contract requires.
 
     Methods that the contract does not have, such as health checks and reflection, are open to all.
     """
 
     stands_by = False
-    """Whether another server serves instead: all calls of the contract are refused then."""
+    """Whether another server serves instead. If so, all calls of the contract are refused."""
 
     def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
         self._access = access
@@ -54,17 +54,17 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether callers need not say who they are."""
+        """Whether callers need no identity."""
         return self._access.is_open
 
     @property
     def num_reloads(self) -> int:
-        """How often what the gate goes by has changed."""
+        """Number of times that the access list was read again."""
         return self._access.num_reloads
 
     def admit(self, method: str, context: Any) -> str:
-        """Let a call through: ``caller`` and ``payer`` then tell this task who makes it. Returns
-        what ``payer`` tells. ``method``: "/SERVICE/METHOD".
+        """Admit a call, and set ``caller`` and ``payer`` for this task. Returns the payer.
+        ``method``: "/SERVICE/METHOD".
 
         Raises UnauthenticatedError and NotPermittedError, and PlaneUnavailableError when the server
         stands by.
@@ -92,7 +92,7 @@ class Gate:
 
 
 def _certificate_name(context: Any) -> str | None:
-    """The common name of a client's certificate; None without one."""
+    """Return the common name of a client's certificate; None without one."""
     names = list(context.auth_context().get("x509_common_name", ()))
     if not names:
         return None

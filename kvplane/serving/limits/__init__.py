@@ -1,1 +1,1 @@
-"""How much a caller may send, and how fast: counted before memory or time is spent on it."""
+"""Limits on callers' requests and their rate, checked before memory or time is spent on them."""

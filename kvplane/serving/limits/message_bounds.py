@@ -1,5 +1,5 @@
-"""How much a request may hold, counted on its bytes: to build the objects of a message takes many
-times the time and memory that it takes to count them.
+"""Bounds on the elements of a request, counted on its bytes: to build a message's objects takes
+many times the time and memory that it takes to count them.
 
 ``MAX_COUNTS`` bounds each field that repeats; a server may set other bounds for some. Columns,
 which are bytes, need no entry: their readers compare lengths before they read.
@@ -35,20 +35,20 @@ MAX_COUNTS: Final[Mapping[str, int]] = {
     "Tensor.shape": 16,
 }
 MAX_STRING_BYTES: Final = 4096
-# A message here has ten fields at most. Those that do not repeat, or are not known here, may be as
-# many in a request as follows from its elements; more can only be an attempt to waste time.
+# A message here has ten fields at most. Singular and unknown fields are bounded by the number of
+# elements in the request; more can only be an attempt to waste time.
 _MAX_FIELDS: Final = 1024
 _MAX_FIELDS_PER_ELEMENT: Final = 16
-# What is shorter has too few fields to be worth a look.
+# Shorter requests have too few fields to need a check.
 _SMALL_BYTES: Final = 256
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
-_CONTINUED: Final = bytes(range(128, 256))  # bytes after which a varint goes on
+_CONTINUED: Final = bytes(range(128, 256))  # bytes after which a varint continues
 
 
 class _Field:
-    """A field that is not a number alone."""
+    """A field that is more than a single number."""
 
     __slots__ = ("inner", "is_float", "is_packed", "is_string", "most", "name")
 
@@ -75,8 +75,8 @@ class MessageBounds:
         self._fields = self._read(descriptor)
 
     def check(self, data: bytes) -> None:
-        """Raise InvalidRequestError naming the field of which there is more than there may be.
-        Bytes that are no such message are left to the parser.
+        """Raise InvalidRequestError naming a field that exceeds its bound. Malformed bytes are left
+        to the parser.
         """
         if len(data) < _SMALL_BYTES:
             return
@@ -86,7 +86,7 @@ class MessageBounds:
             return
 
     def _read(self, descriptor: Descriptor) -> _Fields:
-        """The fields to look at, by number."""
+        """Return the fields to check, by number."""
         fields = self._known.get(descriptor.full_name)
         if fields is None:
             fields = self._known[descriptor.full_name] = {}
@@ -99,7 +99,7 @@ class MessageBounds:
 
 
 class _Walk:
-    """Goes through one request and counts."""
+    """Walks through one request and counts its elements."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -107,7 +107,7 @@ class _Walk:
         self._num_left = _MAX_FIELDS
 
     def message(self, fields: _Fields, at: int, end: int, path: str) -> None:
-        """Count what the message in ``data[at:end]`` holds. ``path``: of the message, with
+        """Count the elements of the message in ``data[at:end]``. ``path``: of the message, with
         dots. Raises InvalidRequestError, and IndexError for bytes that are no message.
         """
         while at < end:
@@ -157,7 +157,7 @@ class _Walk:
         return len(self._data[begin:end].translate(None, _CONTINUED))
 
     def _varint(self, at: int) -> tuple[int, int]:
-        """The number at ``at``, and where the next field begins."""
+        """Return the number at ``at``, and the offset after it."""
         byte = self._data[at]
         if byte < 0x80:
             return byte, at + 1

@@ -1,4 +1,4 @@
-"""How many requests of an HTTP server are open, of all clients and of each."""
+"""Limits the open requests of an HTTP server, of all clients and of each."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvplane.errors import QuotaExceededError
 
 
 class OpenRequests:
-    """One of several clients cannot have all: see ``share_of_one``."""
+    """Counts open requests. One of several clients cannot have all: see ``share_of_one``."""
 
     def __init__(self, max_requests: int, num_clients: int) -> None:
-        """``num_clients``: that are known by a key."""
+        """``num_clients``: clients that have a key."""
         self._max_requests = max_requests
         self._most_of_one = share_of_one(max_requests, num_clients)
         self._of_clients: Counter[str] = Counter()
@@ -20,7 +20,7 @@ class OpenRequests:
         return self._of_clients.total()
 
     def begin(self, client: str) -> None:
-        """A request is open until ``end``. Raises QuotaExceededError when too many are."""
+        """Count a request as open until ``end``. Raises QuotaExceededError when too many are."""
         bounds = (
             (len(self), self._max_requests, ""),
             (self._of_clients[client], self._most_of_one, " of one key"),
@@ -33,12 +33,12 @@ class OpenRequests:
         self._of_clients[client] += 1
 
     def end(self, client: str) -> None:
-        """It is over."""
+        """End a request of ``begin``."""
         self._of_clients[client] -= 1
         if not self._of_clients[client]:
             del self._of_clients[client]
 
 
 def share_of_one(most: int, num_clients: int) -> int:
-    """How much of ``most`` one of several clients may have: an equal share is left to others."""
+    """Return how much of ``most`` one of several clients may have; others keep an equal share."""
     return most - most // num_clients if num_clients > 1 else most

@@ -1,4 +1,4 @@
-"""How many bytes of requests may be in a server at one time: received, and not answered yet."""
+"""Limits the bytes of requests that a server has received and not answered yet."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _NO_BOUND: Final = 2**62
 
 
 class ReceiveBudget:
-    """The bytes of all callers, and of each."""
+    """Counts the bytes of all callers, and of each."""
 
     def __init__(self, max_bytes: int = _NO_BOUND, max_caller_bytes: int = _NO_BOUND) -> None:
         self._max_bytes = max_bytes
         self._max_caller_bytes = max_caller_bytes
         self._callers: dict[str, int] = {}
         self.num_bytes = 0
-        """Those held now."""
+        """Bytes held now, of all callers."""
 
     def take(self, caller: str, num_bytes: int) -> None:
         """Count a request of ``caller``. Raises QuotaExceededError when there is no room for it. A
-        caller that has no other request here is always let in: its request is in memory already.
+        caller's only request passes its limit, and a server's only one the total: it is in memory.
         """
         held = self._callers.get(caller, 0)
         if held and held + num_bytes > self._max_caller_bytes:
@@ -41,7 +41,7 @@ class ReceiveBudget:
         self.num_bytes += num_bytes
 
     def give_back(self, caller: str, num_bytes: int) -> None:
-        """The request was answered."""
+        """Release the bytes of a request that was answered."""
         self.num_bytes -= num_bytes
         self._callers[caller] -= num_bytes
         if not self._callers[caller]:
@@ -49,7 +49,7 @@ class ReceiveBudget:
 
 
 class Received:
-    """The bytes of one request that comes in parts, until ``close`` gives them back."""
+    """The bytes of one request that comes in parts, until ``close`` releases them."""
 
     def __init__(self, budget: ReceiveBudget, caller: str) -> None:
         self._budget = budget
@@ -57,13 +57,13 @@ class Received:
         self._num_bytes = 0
 
     def close(self) -> None:
-        """They are not needed any more."""
+        """Release the bytes."""
         if self._num_bytes:
             self._budget.give_back(self._caller, self._num_bytes)
             self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """So many more have come. Raises QuotaExceededError when there is no room for them."""
+        """Count ``num_bytes`` more. Raises QuotaExceededError when there is no room for them."""
         if num_bytes:
             self._budget.take(self._caller, num_bytes)
             self._num_bytes += num_bytes

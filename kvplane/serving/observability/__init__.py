@@ -1,1 +1,1 @@
-"""What a server says of itself: logs, metrics, and their endpoint for Prometheus."""
+"""A server's logs and metrics, and the endpoint for Prometheus."""

@@ -16,7 +16,7 @@ from typing import Final
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("text", "json")
-# What a caller sends must neither end a line nor steer the terminal that shows it.
+# Text from a caller must neither end a line nor control the terminal that shows it.
 _ESCAPES: Final = {
     code: repr(chr(code))[1:-1]
     for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F))
@@ -33,7 +33,7 @@ def setup(level: str = "info", format: str = "text") -> None:
 
 
 def frames_of(error: BaseException) -> str:
-    """An exception's type and where it passed through, on one line."""
+    """Return an exception's type and its stack frames, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     path = " < ".join(f"{frame.filename}:{frame.lineno}:{frame.name}" for frame in reversed(frames))
     return f"{type(error).__name__} at {path}"

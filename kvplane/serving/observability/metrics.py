@@ -2,7 +2,7 @@
 
     declarations ──► docs/metrics.md
          └────────► Counts and Histograms, which one thread changes ─┐
-         └────────► what is read at a scrape ────────────────────────┴─► Samples ──► /metrics
+         └────────► values read at a scrape ─────────────────────────┴─► Samples ──► /metrics
 
 A label takes few values, which the program knows: tiers, reasons, methods. Ids of 64 bits are
 labels of an info metric, since a sample is a float and cannot hold them.
@@ -24,7 +24,7 @@ from kvplane.errors import REASONS
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.histogram import Histogram
 
-# From the cost of an empty call on loopback to that of the slowest one that anybody would wait for.
+# From an empty call on loopback to the slowest call that anybody would wait for.
 LATENCY_BUCKETS_S: Final = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
     *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
@@ -85,8 +85,8 @@ class Counts:
     """Numbers by labels, which only grow. One thread changes them."""
 
     def __init__(self, first: Iterable[str] = ()) -> None:
-        """``first``: values of the only label that are told before they occur, so that the first
-        occurrence is an increase.
+        """``first``: values of the only label that are reported as 0 before they occur, so that the
+        first occurrence is an increase.
         """
         self.values: dict[tuple[str, ...], float] = {(label,): 0 for label in first}
 
@@ -111,7 +111,7 @@ class Histograms:
 
 
 class Samples:
-    """What one scrape answers."""
+    """The samples of one scrape."""
 
     def __init__(self, declarations: Iterable[Declaration], constant: Mapping[str, str]) -> None:
         """``constant``: labels that all samples have."""
@@ -189,7 +189,7 @@ class PlaneMetrics(Collector):
         """Add the plane's own samples. Called by the thread of a scrape."""
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, for prometheus_client."""
+        """Yield all metrics, for prometheus_client."""
         samples = Samples(self._declarations, self._constant)
         samples.add(BUILD, 1, self._plane, __version__, platform.python_version())
         samples.add_counts(RPC_HANDLED, self.rpc.handled)
@@ -202,6 +202,6 @@ class PlaneMetrics(Collector):
 
 
 def _family(declaration: Declaration) -> str:
-    """Its name without the ending that prometheus_client adds."""
+    """Return its name without the ending that prometheus_client adds."""
     is_counter = declaration.kind == "counter"
     return declaration.name.removesuffix("_total") if is_counter else declaration.name

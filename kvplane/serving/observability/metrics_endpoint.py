@@ -24,15 +24,15 @@ from kvplane.transport.renewed import renewed_context
 
 # Connections served at one time; others are closed.
 _MAX_THREADS: Final = 8
-# How long a connection may take in all, whoever is slow.
+# How long a connection may take in all, whichever side is slow.
 _LONGEST_S: Final = 10.0
 _LOGIN: Final = re.compile(r"([^:\s]+):([0-9a-f]{64})")
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsAccess:
-    """Who may read ``/metrics``, and how it is sent. ``certificate`` and ``key``: PEM files; None
-    for plain HTTP. ``login``: as ``read_login`` returns it; None for everybody.
+    """Access to ``/metrics``. ``certificate`` and ``key``: PEM files; None for plain HTTP.
+    ``login``: as ``read_login`` returns it; None for everybody.
     """
 
     certificate: Path | None = None
@@ -40,7 +40,7 @@ class MetricsAccess:
     login: tuple[str, str] | None = None
 
     def permits(self, authorization: str) -> bool:
-        """Whether a request with this header may read the metrics."""
+        """Return whether a request with this header may read the metrics."""
         if self.login is None:
             return True
         kind, _, encoded = authorization.partition(" ")
@@ -55,7 +55,7 @@ class MetricsAccess:
 
 
 def read_login(path: Path) -> tuple[str, str]:
-    """User, and SHA-256 of the password in hex, of a file that holds "USER:SHA256".
+    """Return user, and SHA-256 of the password in hex, of a file that holds "USER:SHA256".
 
     Raises InvalidRequestError.
     """
@@ -116,7 +116,7 @@ def serve_metrics(
         raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
     if access.certificate is not None and access.key is not None:
         context = renewed_context(access.certificate, access.key)
-        # The handshake is made by the connection's thread, not by the one that accepts.
+        # The connection's thread does the handshake, not the one that accepts.
         server.socket = context.wrap_socket(
             server.socket, server_side=True, do_handshake_on_connect=False
         )
@@ -126,7 +126,7 @@ def serve_metrics(
 
 
 class _HttpServer(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, up to a number, each for a bounded time."""
+    """Runs a thread for each connection, up to ``_MAX_THREADS``, each for a bounded time."""
 
     daemon_threads = True
 
@@ -151,16 +151,16 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is no news."""
+        """Ignore a connection that breaks."""
 
 
 class _Handler(WSGIRequestHandler):
-    """Scrapes are not logged."""
+    """Handles scrapes without logging them."""
 
     timeout = _LONGEST_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def _cut(request: socket.socket) -> None:

@@ -7,7 +7,7 @@ implementation the module's own code runs. ALiBi becomes a slope for each head,
 ``module.alibi_slopes``.
 
 Code of the latter expands latents to keys and values right before attention, by a method
-``expand_kv``. Where the step that runs keeps latents, they are handed on as they are. Rotary
+``expand_kv``. Where the step that runs keeps latents, they are passed on unexpanded. Rotary
 positions, norms and scales stay the model's own.
 """
 
@@ -33,7 +33,7 @@ _ADAPTED: Final = "_kvplane_adapted"
 
 def adapt(model: PreTrainedModel) -> None:
     """Let the attention modules of ``model`` that this file knows use "kvplane", and those with
-    latents hand them on.
+    latents pass them on.
     """
     _hand_on_latents(model)
     modules: list[Any] = list(model.modules())
@@ -51,7 +51,7 @@ def is_adapted(model: PreTrainedModel) -> bool:
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Choose the attention implementation, also where transformers sees no choice."""
+    """Choose the attention implementation, also for models that transformers allows no choice."""
     if is_adapted(model):
         model.config._attn_implementation = name
     else:
@@ -70,14 +70,14 @@ def _either(module: Any, ours: Forward, own: Forward, model: PreTrainedModel) ->
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """[1, num_heads, T, D] and [1, num_kv_heads, T, D]; returns [1, T, num_heads * D]."""
+    """Attend: [1, num_heads, T, D] and [1, num_kv_heads, T, D] to [1, T, num_heads * D]."""
     out: torch.Tensor
     out, _ = AttentionInterface()[attention.NAME](module, query, key, value, None, scaling=scale)
     return out.flatten(2)
 
 
 def _hand_on_latents(model: PreTrainedModel) -> None:
-    """Let the layers of ``model`` that have latents hand them on."""
+    """Let the layers of ``model`` that have latents pass them on."""
     modules: list[Any] = list(model.modules())
     for module in modules:
         if absorbed.has_latents(module):
@@ -87,8 +87,8 @@ def _hand_on_latents(model: PreTrainedModel) -> None:
 def _expand_kv(
     module: Any, latent: torch.Tensor, rotary: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_rows, 1, num_columns, kv_lora_rank] and [..., qk_rope_head_dim]: keys and values, or the
-    latent that is stored, and the part of it that takes the value's place.
+    """Map [num_rows, 1, num_columns, kv_lora_rank] and [..., qk_rope_head_dim] to keys and values,
+    or to the stored latent and its first part, which takes the value's place.
     """
     if attention.keeps_latents(module):
         return torch.cat((latent, rotary), dim=-1), latent
@@ -126,7 +126,7 @@ def _mpt(module: Any, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, Non
 
 
 def _falcon_slopes(module: Any, model: Any) -> torch.Tensor | None:
-    """Falcon adds ALiBi before it scales the scores."""
+    """Return Falcon's slopes, scaled: it adds ALiBi before it scales the scores."""
     if not module.config.alibi:
         return None
     mask = torch.ones(1, 2, dtype=torch.long)
@@ -152,7 +152,7 @@ def _falcon(
 
 
 def _step(alibi: torch.Tensor) -> torch.Tensor:
-    """The slopes of a bias [num_heads, 1, 2] of two positions."""
+    """Return the slopes of a bias [num_heads, 1, 2] of two positions."""
     return alibi[:, 0, 1] - alibi[:, 0, 0]
 
 
@@ -164,7 +164,7 @@ _KINDS: Final[dict[type, tuple[Callable[[Any, Any], torch.Tensor | None], Forwar
 
 
 def _accept_no_mask() -> None:
-    """MPT converts its mask, and "kvplane" has none."""
+    """Patch MPT, which converts its mask, to accept that "kvplane" has none."""
     mpt: Any = modeling_mpt
     make_mask = mpt.create_causal_mask
 

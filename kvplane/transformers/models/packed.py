@@ -21,7 +21,7 @@ def packed_logits(
     """One forward pass of a row that several sequences share, attention by ``step``. Returns
     float32 logits [len(last), vocabulary], after the tokens that ``last`` counts from 0.
     """
-    keeps_all = len(last) == len(tokens)  # 0 says so: rows are not copied then
+    keeps_all = len(last) == len(tokens)  # passed as 0, so that rows are not copied
     with attention.running(step):
         output = model(
             input_ids=torch.tensor([tokens], device=model.device),
@@ -32,6 +32,6 @@ def packed_logits(
             else torch.tensor(last, dtype=torch.long, device=model.device),
         )
     logits: torch.Tensor = output.logits[0]
-    if len(logits) != len(last):  # of a model that computes them for every token
+    if len(logits) != len(last):  # the model computes them for every token
         logits = logits[list(last)]
     return logits.float()

@@ -17,8 +17,8 @@ _SMALL: Final = 50_000_000
 
 @contextlib.contextmanager
 def part_of(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, int]]:
-    """The model and its number of layers. Where it is large, it has its first layers only as long
-    as this lasts. A small part in half precision is copied to float32, in which differences are no
+    """Yield the model and its number of layers. A large one has only its first layers inside the
+    context. A small part in half precision is copied to float32, in which differences are no
     rounding errors.
     """
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -40,7 +40,7 @@ def part_of(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, int]]:
 
 @contextlib.contextmanager
 def short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Windows of ``WINDOW_TOKENS`` where the config and the layers have longer ones."""
+    """Shorten longer windows of the config and the layers to ``WINDOW_TOKENS``."""
     holders: list[Any] = [model.config.get_text_config(decoder=True), *model.modules()]
     holders = [h for h in holders if isinstance(getattr(h, "sliding_window", None), int)]
     before = [(holder, holder.sliding_window) for holder in holders]
@@ -58,7 +58,7 @@ def _num_parameters(model: PreTrainedModel) -> int:
 
 
 def _layers(model: PreTrainedModel, count: int) -> torch.nn.ModuleList:
-    """The decoder layers; an empty list where none is as long as the config says."""
+    """Return the decoder layers; an empty list if no list has the config's length."""
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return module
@@ -66,7 +66,7 @@ def _layers(model: PreTrainedModel, count: int) -> torch.nn.ModuleList:
 
 
 def _num_distinct(layers: Sequence[torch.nn.Module]) -> int:
-    """How many first layers hold one of each kind, at least two."""
+    """Return how many first layers include each kind, at least two."""
     kinds = [
         tuple((name, type(module).__name__) for name, module in layer.named_modules())
         + tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())

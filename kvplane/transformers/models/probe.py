@@ -1,4 +1,4 @@
-"""Whether a model attends through kvplane as it does through transformers' own eager attention.
+"""Checks that a model attends through kvplane as through transformers' own eager attention.
 
 A model's attention may have a part that no option expresses, or a layer may have state besides keys
 and values. Instead of a list of models, this runs the loaded model's own layers on some 40 tokens
@@ -32,14 +32,14 @@ _LENGTHS: Final = (24, 16)
 _TOLERANCES: Final = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 """The largest difference of a logit, as a part of the logits' standard deviation."""
 _QUANTISED_TOLERANCE: Final = 0.2
-"""Where activations may be rounded to a few bits: a last bit before that may be a step after it."""
+"""For activations rounded to a few bits, where a difference in the last bit may become a step."""
 
 Spans = Sequence[tuple[int, int, int]]
 
 
 def probe(model: PreTrainedModel, *, latent: bool = True) -> tuple[LayerGroup, ...]:
-    """The layer groups with which the model's logits are right: those of its config, or, where
-    these are wrong, of what its layers give to attention. ``latent``: as of ``layer_groups``.
+    """Return the layer groups with which the model's logits are right: those of its config or, if
+    these are wrong, those of its attention calls. ``latent``: see ``layer_groups``.
 
     Raises InvalidRequestError of the field "model", saying in what way the model cannot be served.
     Its attention implementation is "kvplane" afterwards.
@@ -85,14 +85,14 @@ def _exact_shapes(
 
 
 def _tolerance(model: PreTrainedModel) -> float:
-    """In standard deviations of the logits."""
+    """Return the tolerance, in standard deviations of the logits."""
     is_quantised = getattr(model, "hf_quantizer", None) is not None
     return max(_TOLERANCES[model.dtype], _QUANTISED_TOLERANCE * is_quantised)
 
 
 def _candidates(of_config: list[LayerShape], measured: list[LayerShape]) -> list[list[LayerShape]]:
-    """The config's first, because a window may be in the mask alone; not where its sizes cannot be
-    right.
+    """Return the shapes to try: the config's first, because a window may be in the mask alone, but
+    not if its sizes differ from those measured.
     """
     has_own_sizes = [replace(shape, window_tokens=0) for shape in of_config] != [
         replace(shape, window_tokens=0) for shape in measured
@@ -103,12 +103,12 @@ def _candidates(of_config: list[LayerShape], measured: list[LayerShape]) -> list
 
 
 def _rows() -> list[tuple[int, int]]:
-    """(sequence, position) of each row of logits: the last token of every span."""
+    """Return (sequence, position) of each row of logits: the last token of every span."""
     return [(i, first + count - 1) for spans in _PASSES for i, first, count in spans]
 
 
 def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
-    """Float32 logits [rows, vocabulary]: each sequence alone, by transformers' eager attention."""
+    """Compute float32 logits [rows, vocabulary], each sequence alone, by eager attention."""
     adapters.set_attention(model, "eager")
     with torch.inference_mode(), refusals(model, "with eager attention"):
         of_sequences = [
@@ -125,8 +125,8 @@ def _difference(
     passes: Sequence[Spans],
     wanted: torch.Tensor,
 ) -> float:
-    """The largest difference from ``wanted`` of what comes through kvplane, where layers have
-    ``shapes``; infinite where it is no number.
+    """Return the largest difference of kvplane's logits from ``wanted``, where layers have
+    ``shapes``; infinite for NaN.
     """
     try:
         from kvplane.runtime.probe_planes import ProbePlanes
@@ -152,7 +152,7 @@ def _difference(
 def _run(
     model: PreTrainedModel, step: attention.Step, tokens: Sequence[list[int]], spans: Spans
 ) -> torch.Tensor:
-    """Float32 logits [spans, vocabulary], after the last token of each."""
+    """Compute float32 logits [spans, vocabulary], after the last token of each."""
     ids = [token for i, first, n in spans for token in tokens[i][first : first + n]]
     positions = [position for _, first, n in spans for position in range(first, first + n)]
     ends = torch.tensor([n for _, _, n in spans]).cumsum(0)
@@ -161,7 +161,7 @@ def _run(
 
 @contextlib.contextmanager
 def refusals(model: PreTrainedModel, how: str = "on two sequences in one row") -> Iterator[None]:
-    """A model's own code raises what it likes."""
+    """Raise any error of a model's own code as InvalidRequestError."""
     try:
         yield
     except KvplaneError as error:
@@ -179,9 +179,9 @@ def _type_of(model: PreTrainedModel) -> str:
 def _measure(
     run: Callable[[attention.Step], object], num_layers: int, of_config: Sequence[LayerShape]
 ) -> list[LayerShape]:
-    """The shape of what each layer gives to attention, where its config may have another. ``run``
-    makes a forward pass of the first ``num_layers``; a later one has the shape of the first layer
-    that is like it in ``of_config``, its config's.
+    """Return the shape of each layer's attention call, which may differ from its config. ``run``
+    makes a forward pass of the first ``num_layers``; a later layer has the shape measured for the
+    first layer with its shape in ``of_config``.
 
     Raises InvalidRequestError unless every layer that ran calls attention once.
     """
@@ -205,7 +205,7 @@ def _measure(
 
 
 class _Recorder:
-    """Notes the shape of each layer's call, by the layer's index, and gives zeros."""
+    """Records the shape of each layer's call, by the layer's index, and returns zeros."""
 
     def __init__(self, of_config: Sequence[LayerShape]) -> None:
         self._of_config = of_config

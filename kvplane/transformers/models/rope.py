@@ -1,5 +1,5 @@
-"""RoPE whose frequencies depend on the length of sequences: from which length on they do, and
-frequencies of one length for all.
+"""RoPE whose frequencies depend on the length of sequences: finds the length from which they do,
+and fixes them to those of one length.
 
 transformers chooses the frequencies of LongRoPE and of dynamic NTK by the longest position of a
 forward pass. Where sequences share a row, a long one would change the keys of short ones, which
@@ -24,13 +24,13 @@ from kvplane.transformers.models.probe import refusals
 
 _NUM_COLUMNS: Final = 5
 _FAR: Final = 2**21
-"""A position past those that any config names."""
+"""A position past the limit of any config."""
 
 WHY: Final = (
     "with more, the model's RoPE takes other frequencies for the whole forward pass, which would "
     "change the keys of other sequences"
 )
-"""The reason for the limit, as errors give it."""
+"""The reason for the limit, for error texts."""
 
 Embed = Callable[[int], list[torch.Tensor]]
 
@@ -51,8 +51,8 @@ def max_independent_tokens(model: PreTrainedModel) -> int | None:
 
 
 def fix_frequencies(model: PreTrainedModel, num_tokens: int) -> None:
-    """Give all sequences, of up to ``num_tokens``, the frequencies of one of so many: the rotary
-    modules compute a last position more, which is left out of what they return.
+    """Give all sequences, of up to ``num_tokens``, the frequencies of one of that length: rotary
+    modules compute one more, last position, which is dropped from their result.
     """
 
     def lengthen(_: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -69,8 +69,8 @@ def fix_frequencies(model: PreTrainedModel, num_tokens: int) -> None:
 
 
 def _first_dependent(embed: Embed) -> int | None:
-    """The least last position with which others get another embedding; None where there is none.
-    A length is asked for after a longer one, because a module may keep what it computed for that.
+    """Return the least last position that changes the embeddings of others; None if none does.
+    Each length is tried after a longer one, whose results a module may keep.
     """
     alone = embed(_NUM_COLUMNS - 1)
 
@@ -81,7 +81,7 @@ def _first_dependent(embed: Embed) -> int | None:
     try:
         if not depends(_FAR):
             return None
-    except IndexError:  # of a table, which has an entry for each position
+    except IndexError:  # from a table, which has an entry for each position
         return None
     low, high = _NUM_COLUMNS - 1, _FAR
     while high - low > 1:
@@ -91,8 +91,8 @@ def _first_dependent(embed: Embed) -> int | None:
 
 
 def _rotary_calls(model: PreTrainedModel) -> list[tuple[torch.nn.Module, Any, Any]]:
-    """The calls of a forward pass that take its positions and use no weights: module, arguments and
-    keyword arguments.
+    """Record the calls of a forward pass that take its positions and use no weights: module,
+    arguments and keyword arguments.
     """
     calls: list[tuple[torch.nn.Module, Any, Any]] = []
 
@@ -113,7 +113,7 @@ def _rotary_calls(model: PreTrainedModel) -> list[tuple[torch.nn.Module, Any, An
 
 
 def _embedding(module: torch.nn.Module, args: Any, kwargs: Any) -> Embed:
-    """Calls ``module`` with another last position; the embeddings of the positions before it."""
+    """Return a function of the last position, which computes the embeddings of those before it."""
 
     @torch.inference_mode()
     def embed(last: int) -> list[torch.Tensor]:

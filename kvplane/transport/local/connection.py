@@ -27,7 +27,7 @@ from kvplane.wire.error_messages import from_wire
 
 try:
     import kvplane_kernels as native
-except ImportError:  # the same is done in Python
+except ImportError:  # Python code does the same
     native = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
@@ -37,23 +37,21 @@ if TYPE_CHECKING:
 Addresses = tuple[int, int, int, int]
 
 _JOIN_S: Final = 2.0
-# For how long an answer is looked for before this thread sleeps; on an event loop, which serves
-# others too, it is shorter.
+# How long this thread polls for an answer before it sleeps; it is shorter on an event loop, which
+# serves others too.
 _SPIN_S: Final = 0.002
 _SPIN_ON_LOOP_S: Final = 0.0002
 
 
 class LocalConnection:
-    """Made by ``join``. Whatever might break the order of requests and answers, such as a wait that
-    was given up, closes the connection, and every further call raises PlaneUnavailableError.
+    """Made by ``join``. Whatever might break the order of requests and answers, such as an
+    abandoned wait, closes the connection, and every further call raises PlaneUnavailableError.
     """
 
     def __init__(
         self, peer: socket.socket, region_id: int, memory: mmap.mmap, *, cuda_device_uuid: str = ""
     ) -> None:
-        """``cuda_device_uuid``: of the data plane's GPU, of which ``ask_for_memory`` gives some;
-        empty where it gives none.
-        """
+        """``cuda_device_uuid``: of the GPU whose memory the data plane shares; empty for none."""
         self.region_id = region_id
         self.memory = memory
         self.cuda_device_uuid = cuda_device_uuid
@@ -68,8 +66,8 @@ class LocalConnection:
 
     @classmethod
     async def join(cls, offer: pb.LocalOffer) -> LocalConnection:
-        """Take a data plane's offer. Raises OSError where its socket or its memory cannot be had,
-        and the KvplaneError that it answers.
+        """Take a data plane's offer. Raises OSError if its socket or memory cannot be opened, and
+        the KvplaneError that it answers.
         """
         peer = packets.new_socket()
         try:
@@ -94,8 +92,8 @@ class LocalConnection:
         return self._peer is not None
 
     def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
-        """Where in the region ranges of these sizes are put, one after another; None if they do not
-        fit.
+        """Return offsets in the region for ranges of these sizes, one after another; None if they
+        do not fit.
         """
         return packets.place(sizes_bytes, len(self.memory))
 
@@ -108,7 +106,7 @@ class LocalConnection:
             raise _broke(error) from error
 
     def receive(self, timeout_s: float) -> bytes:
-        """The answer to the oldest request that has none, waited for by this thread. Raises
+        """Wait in this thread for the answer to the oldest request without one. Raises
         PlaneUnavailableError when the connection ended, and DeadlineExceededError.
         """
         try:
@@ -130,8 +128,8 @@ class LocalConnection:
             raise
 
     def receive_file(self, timeout_s: float) -> tuple[bytes, int]:
-        """``receive`` of an answer that brings a file descriptor, which the caller closes; -1 where
-        it brought none.
+        """``receive`` an answer with a file descriptor, which the caller closes; -1 if it has
+        none.
         """
         try:
             peer = self._open_peer()
@@ -149,8 +147,8 @@ class LocalConnection:
             raise
 
     def at_end(self, forget: Callable[[], None]) -> None:
-        """Have ``close`` call this method once, if its object is still there then: what is in the
-        regions is to be used no more.
+        """Have ``close`` call this method once, if its object is still alive: the regions' contents
+        must not be used afterwards.
         """
         self._at_end.append(weakref.WeakMethod(forget))
 
@@ -160,8 +158,8 @@ class LocalConnection:
         return self._native is not None
 
     def call(self, layer: LayerCall, addresses: Addresses, timeout_s: float) -> bytes | None:
-        """Put a layer's tensors into the region, send its packet, wait for an answer, and take the
-        output from the region if that is the usual one. Returns None then, otherwise the answer.
+        """Put a layer's tensors into the region, send its packet and wait for an answer. If that is
+        the usual one, take the output from the region and return None; otherwise return the answer.
         ``addresses``: of query, key, value and output, each contiguous. Raises as ``send`` and
         ``receive``.
         """
@@ -204,7 +202,7 @@ class LocalConnection:
         return self._peer
 
     def _receive(self, peer: socket.socket, spin: Spin) -> bytes | None:
-        """An answer, if it comes soon."""
+        """Return an answer, if it comes soon."""
         if not spin.look(self._look):
             return None
         try:
@@ -225,7 +223,7 @@ def _broke(error: OSError) -> PlaneUnavailableError:
 
 
 def _translated(error: OSError, timeout_s: float) -> KvplaneError:
-    """One of native code as ours."""
+    """Return our error for one of native code."""
     return _late(timeout_s) if isinstance(error, TimeoutError) else _broke(error)
 
 
@@ -241,7 +239,7 @@ async def _readable(peer: socket.socket) -> None:
 
 
 def _read_joined(peer: socket.socket) -> tuple[int, mmap.mmap]:
-    """The region that the data plane gives. Raises as ``join``."""
+    """Read the region that the data plane gives. Raises as ``join``."""
     packet, file = packets.receive_file(peer)
     try:
         answer = packets.parse(pb.ExecuteResponse, packet)

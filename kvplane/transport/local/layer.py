@@ -31,23 +31,23 @@ class Room(Protocol):
 
     @property
     def region_id(self) -> int:
-        """As messages name it."""
+        """The region's id in messages."""
         ...
 
     def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
-        """As ``packets.place``."""
+        """See ``packets.place``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalLayer:
-    """What is sent for a layer, and where its tensors are in the region: query, key, value and
-    output, by offset and shape; the first and the last are None without a query.
+    """A layer's packet, and its tensors' places in the region: query, key, value and output, by
+    offset and shape; the first and the last are None without a query.
     """
 
     packet: bytes
     usual: bytes
-    """The answer, but for a receipt."""
+    """The expected answer, without a receipt."""
     dtype: str
     query: tuple[int, Shape] | None
     key: tuple[int, Shape]
@@ -55,8 +55,8 @@ class LocalLayer:
     output: tuple[int, Shape] | None
 
     def native(self, connection: LocalConnection) -> LayerCall | None:
-        """For ``LocalConnection.call``, while its memory is mapped; None where there is no native
-        code, and without a query.
+        """Return the layer for ``LocalConnection.call``, valid while its memory is mapped; None
+        without native code or without a query.
         """
         if not connection.is_native or self.query is None or self.output is None:
             return None
@@ -85,8 +85,8 @@ class LocalLayer:
         value: Shape,
         options: AttentionOptions,
     ) -> LocalLayer | None:
-        """For tensors of these shapes. None when they do not fit the region, or are not what a
-        layer takes: such a layer goes over gRPC, where it is refused.
+        """Make a layer for tensors of these shapes. Returns None if they do not fit the region, or
+        are wrong for a layer: such a layer goes over gRPC, where it is refused.
         """
         if any(len(shape) != 3 for shape in (query or key, key, value)):
             return None

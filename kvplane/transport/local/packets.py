@@ -18,7 +18,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 MAX_PACKET_BYTES: Final = 131_072
 SECRET_BYTES: Final = 32
 ALIGNMENT_BYTES: Final = 64
-"""Of every range in a region."""
+"""Alignment of every range in a region."""
 NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -27,8 +27,8 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 def place(sizes_bytes: Sequence[int], room_bytes: int) -> list[int] | None:
-    """Where in a region ranges of these sizes are put, one after another; None if they do not fit
-    in ``room_bytes``.
+    """Return the offsets of ranges of these sizes, one after another; None if they do not fit in
+    ``room_bytes``.
     """
     offsets, end = [], 0
     for size_bytes in sizes_bytes:
@@ -38,8 +38,8 @@ def place(sizes_bytes: Sequence[int], room_bytes: int) -> list[int] | None:
 
 
 def host_id() -> str:
-    """What names this run of the machine's kernel, in all its containers; empty where there is no
-    such thing, and on systems that lack what local executions need.
+    """Return an id of this boot of the machine, the same in all its containers; empty where there
+    is none, and on systems without memfd or SOCK_SEQPACKET, which local executions need.
     """
     if not (hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")):
         return ""
@@ -50,21 +50,21 @@ def host_id() -> str:
 
 
 def new_socket() -> socket.socket:
-    """A socket that does not block."""
+    """Make a socket that does not block."""
     return socket.socket(
         socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
 
 
 def is_same_user(peer: socket.socket) -> bool:
-    """Whether the process that connected, or listens, at the other end runs as this one's user."""
+    """Return whether the process at the other end runs as this process's user."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
 def receive(peer: socket.socket) -> bytes | None:
-    """The next packet, None when there is none yet. Raises ConnectionError at the end, and for a
-    packet that is too long.
+    """Return the next packet, None when there is none yet. Raises ConnectionError at the end, and
+    for a packet that is too long.
     """
     try:
         packet = peer.recv(MAX_PACKET_BYTES + 1)
@@ -76,8 +76,8 @@ def receive(peer: socket.socket) -> bytes | None:
 
 
 def receive_file(peer: socket.socket) -> tuple[bytes, int]:
-    """The next packet, and a file descriptor that came with it, which programs started by this one
-    do not get; -1 where there is none. Raises OSError.
+    """Return the next packet, and a file descriptor that came with it, which child processes do not
+    inherit; -1 if none came. Raises OSError.
     """
     room = socket.CMSG_LEN(_FILE.size)
     packet, brought, _, _ = peer.recvmsg(MAX_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -91,12 +91,12 @@ def receive_file(peer: socket.socket) -> tuple[bytes, int]:
 
 
 def send(peer: socket.socket, packet: bytes) -> None:
-    """Never waits. Raises OSError, also for a peer that does not read what it was sent."""
+    """Send a packet without waiting. Raises OSError, also for a peer that does not read."""
     peer.send(packet, NO_WAIT)
 
 
 def parse(kind: type[MessageT], packet: bytes) -> MessageT:
-    """The message in a packet. Raises InvalidRequestError."""
+    """Parse the message in a packet. Raises InvalidRequestError."""
     try:
         return kind.FromString(packet)
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""Looking for a packet for a while before sleeping: to wake a thread up takes 50 to 500 µs."""
+"""Polls for a packet for a while before sleeping: to wake a thread up takes 50 to 500 µs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-# A look takes microseconds. One that took longer was interrupted: the core is wanted by others, and
-# the scheduler takes it from a thread that only looks for milliseconds at a time.
+# A look takes microseconds. One that took longer was interrupted: others want the core, and the
+# scheduler takes it from a polling thread for milliseconds at a time.
 _INTERRUPTED_S: Final = 0.0003
 _PAUSE_S: Final = 1.0
 
 
 class Spin:
-    """How one thread looks for what others send."""
+    """One thread's polling."""
 
     def __init__(self, spin_s: float) -> None:
-        """``spin_s``: how long to look, where no one else wants the core; otherwise not at all."""
+        """``spin_s``: how long to poll, unless others want the core; then not at all."""
         self.spin_s = spin_s
         self._not_before_s = 0.0
 
     def look(self, find: Callable[[], T], *, until_s: float | None = None) -> T:
-        """What ``find`` returns as soon as it is true, or when the time is over. ``until_s``: on
-        the monotonic clock, in place of ``spin_s`` from now.
+        """Return the result of ``find`` as soon as it is true, or when the time is over.
+        ``until_s``: on the monotonic clock, in place of ``spin_s`` from now.
         """
         now_s = time.monotonic()
         end_s = now_s + self.spin_s if until_s is None else until_s
