@@ -1,4 +1,4 @@
-"""Text into Baichuan's checkpoints and out of them, by their sentenceslice model alone."""
+"""Text into Baichuan's checkpoints and out of them, by their sentencepiece model alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sentenceslice import SentenceSliceProcessor, SentenceSliceTrainer
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from engine.models import loader
 from engine.models.baichuan_tokenizer import BaichuanTokenizer
@@ -23,19 +23,19 @@ USER, ASSISTANT = 3, 4
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> SentenceSliceProcessor:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceProcessor:
     """As Baichuan's was: BPE, bytes for what is unknown, spaces kept, none added."""
-    prefix = tmp_path_factory.mktemp("sentenceslice") / "tokenizer"
-    SentenceSliceTrainer.train(
+    prefix = tmp_path_factory.mktemp("sentencepiece") / "tokenizer"
+    SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 10), model_prefix=str(prefix), vocab_size=VOCABULARY,
         model_type="bpe", byte_fallback=True, split_digits=True, add_dummy_prefix=False,
         remove_extra_whitespaces=False, normalization_rule_name="identity", minloglevel=2,
         user_defined_symbols=["<reserved_106>", "<reserved_107>"],
     )  # fmt: skip
-    return SentenceSliceProcessor(model_file=f"{prefix}.model")
+    return SentencePieceProcessor(model_file=f"{prefix}.model")
 
 
-def add_tokenizer(folder: Path, trained: SentenceSliceProcessor, **settings: Any) -> Path:
+def add_tokenizer(folder: Path, trained: SentencePieceProcessor, **settings: Any) -> Path:
     """The files that lie in a checkpoint of Baichuan, but for its code."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(trained.serialized_model_proto())
@@ -52,8 +52,8 @@ def add_tokenizer(folder: Path, trained: SentenceSliceProcessor, **settings: Any
 
 
 @pytest.mark.parametrize("text", ["the lazy fox", "  two  spaces ", "百川€ 42", "é", " lead", ""])
-def test_ids_are_sentenceslices_and_give_the_text_back(
-    trained: SentenceSliceProcessor, tmp_path: Path, text: str
+def test_ids_are_sentencepieces_and_give_the_text_back(
+    trained: SentencePieceProcessor, tmp_path: Path, text: str
 ) -> None:
     tokenizer = BaichuanTokenizer.load(add_tokenizer(tmp_path, trained))
     ids = list(tokenizer(text)["input_ids"])
@@ -70,7 +70,7 @@ def test_ids_are_sentenceslices_and_give_the_text_back(
     ],
 )
 def test_the_config_says_what_opens_and_closes_a_text(
-    trained: SentenceSliceProcessor,
+    trained: SentencePieceProcessor,
     tmp_path: Path,
     settings: dict[str, bool],
     before: list[int],
@@ -81,7 +81,7 @@ def test_the_config_says_what_opens_and_closes_a_text(
 
 
 def test_a_conversation_is_opened_by_the_tokens_of_the_generation_config(
-    trained: SentenceSliceProcessor, tmp_path: Path
+    trained: SentencePieceProcessor, tmp_path: Path
 ) -> None:
     folder = tmp_path / "baichuan"
     write(folder, "2-7B", "bin", VOCABULARY)
@@ -100,7 +100,7 @@ def test_a_conversation_is_opened_by_the_tokens_of_the_generation_config(
 
 @pytest.mark.parametrize("kind", ["2-7B", pytest.param("13B", marks=pytest.mark.nightly)])
 def test_the_command_continues_a_text(
-    trained: SentenceSliceProcessor, tmp_path: Path, control_plane: str, kind: str
+    trained: SentencePieceProcessor, tmp_path: Path, control_plane: str, kind: str
 ) -> None:
     folder, prompt, num_new = tmp_path / "baichuan", "百川 the quick 42", 12
     config, stored = write(folder, kind, "bin", VOCABULARY)
