@@ -190,9 +190,9 @@ def test_chats_and_streams_pass_through(fleet: Fleet) -> None:
     how: Any = {"model": "byte-model", "messages": messages, "max_tokens": 8, "temperature": 0}
     with client(fleet.engines[0]) as direct, client(fleet.routers[0]) as routed:
         want = direct.chat.completions.create(**how).choices[0].message.content
-        slices = list(routed.chat.completions.create(stream=True, **how))
-        assert "".join(c.choices[0].delta.content or "" for c in slices) == want
-        assert len(slices) > 2
+        chunks = list(routed.chat.completions.create(stream=True, **how))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == want
+        assert len(chunks) > 2
         whole = routed.chat.completions.create(**how)
         assert whole.choices[0].message.content == want
         assert [model.id for model in routed.models.list()] == ["byte-model"]
