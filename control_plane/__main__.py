@@ -10,7 +10,7 @@ from kvplane.serving.event_loop import tune_grpc
 
 
 def main() -> int:
-    """Run the program; the exit code."""
+    """Run the program; returns the exit code."""
     tune_grpc()
 
     def run_program() -> int:

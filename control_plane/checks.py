@@ -9,18 +9,18 @@ from kvplane.errors import InvalidRequestError
 
 # More tokens than any pool has slots; keeps sums of counts far from overflow on the wire.
 MAX_COUNT: Final = 2**40
-# Generations continue from those that data planes report: there must be room above them.
+# Generations continue from those that data planes report, which must leave room above.
 MAX_REPORTED: Final = 2**62
 
 
 def count(value: int, *, field: str) -> None:
-    """Counts are from 0 to ``MAX_COUNT``."""
+    """Check that a count is from 0 to ``MAX_COUNT``."""
     if not 0 <= value <= MAX_COUNT:
         raise InvalidRequestError("must be from 0 to 2^40", field=field)
 
 
 def token_bytes(value: bytes, *, at_least: int = 0, field: str) -> None:
-    """Token ids are whole int32 values. Their signs are not checked."""
+    """Check that token ids are whole int32 values. Does not check their signs."""
     if len(value) % 4:
         raise InvalidRequestError("must be a multiple of 4 bytes", field=field)
     if len(value) < 4 * at_least:
@@ -28,7 +28,7 @@ def token_bytes(value: bytes, *, at_least: int = 0, field: str) -> None:
 
 
 def token_ids(value: bytes, *, at_least: int = 0, field: str) -> None:
-    """Token ids are whole little-endian int32 values, none of them negative."""
+    """Check that token ids are whole little-endian int32 values, none of them negative."""
     token_bytes(value, at_least=at_least, field=field)
     # The sign bit is the top bit of every fourth byte.
     if not value[3::4].isascii():
@@ -36,7 +36,7 @@ def token_ids(value: bytes, *, at_least: int = 0, field: str) -> None:
 
 
 def token_columns(num_tokens: Sequence[int], token_ids: bytes) -> None:
-    """``num_tokens``, none of them negative, add up to the int32 values of ``token_ids``."""
+    """Check that ``num_tokens`` are not negative and add up to the tokens of ``token_ids``."""
     for i, num in enumerate(num_tokens):
         if num < 0:
             raise InvalidRequestError("must be at least 0", field=f"num_tokens[{i}]")

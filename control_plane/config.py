@@ -16,16 +16,15 @@ class CoreConfig:
 
     A tenant's quotas, over all its sessions; 0 means none: ``max_tenant_sessions``,
     ``max_tenant_blocks`` of a pool's device tier that its tables refer to, each counted once.
-    ``max_retained_share``: of a pool's device blocks, those that a tenant may retain.
+    ``max_retained_share``: share of a pool's device blocks that a tenant may retain.
 
-    ``receipt_timeout_s``: after which a plan that some shards of a pool have receipted and others
-    not ends its session.
+    ``receipt_timeout_s``: how long some shards of a pool may lack the receipt of a plan that others
+    have receipted, before its session ends.
 
     Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
     ``max_pools``, of which one without data planes is forgotten after ``pool_expiry_s``,
-    ``max_blocks`` of all data planes, of both tiers,
-    ``max_tenant_namespaces`` in a pool, ``max_unfenced_sessions`` of a pool, which have ended and
-    some data plane has not fenced.
+    ``max_blocks`` of all data planes, of both tiers, ``max_tenant_namespaces`` in a pool,
+    ``max_unfenced_sessions`` of a pool: ended ones that some data plane has not fenced.
     """
 
     lease_s: float = 30.0

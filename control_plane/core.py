@@ -1,12 +1,12 @@
 """The control plane's core: the metadata of every pool, behind one interface of messages.
 
-Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
-call runs to its end, but ``run`` stops between slices. Invariant: ``check_integrity`` holds
-after every call and every slice, one that raises too.
+Imports neither grpc nor torch. Single-threaded: it is only called from the event loop, and every
+call but ``run``, which stops between slices, runs to its end. Invariant: ``check_integrity`` holds
+after every call and every slice, also after one that raises.
 
     registration   register, report, disconnect, fence_done, files_forgotten, announce,
                    take_notified, take_outgoing, take_missed
-    work           what takes long, a few milliseconds at a time
+    work           long work, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first; answer, or run in slices, for any of them
@@ -61,7 +61,7 @@ from kvplane.wire.error_messages import duration_of
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
-_ENDING_S: Final = 0.005  # that sessions are ended for at a time
+_ENDING_S: Final = 0.005  # spent on ending sessions at a time
 _MAX_CLIENT_NAME: Final = 128
 _CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
 
@@ -107,15 +107,17 @@ class ControlPlane:
         self._plain_steps = PlainSteps(config, self._sharing_of)
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
-        """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        """Record that a shard has fenced an ended session. Raises PoolNotFoundError,
+        StaleEpochError.
+        """
         if pool_id in self._pools:
             self._pools[pool_id].set_time(self._clock())
         self._registration.fence_done(pool_id, shard_index, epoch, done)
         self._sharing_of(self._pools[pool_id]).serve()
 
     def work(self) -> bool:
-        """Go on for a few milliseconds with what takes long: pools that are built from reports,
-        prefixes that were forgotten, sessions that ended. Returns whether some of it is left.
+        """Continue long work for a few milliseconds: building pools, freeing forgotten prefixes,
+        releasing ended sessions. Returns whether some is left.
         """
         is_left = self._registration.work()
         for sharing in self._sharing.values():
@@ -123,7 +125,7 @@ class ControlPlane:
         return is_left
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
-        """Sessions with news that were not taken yet, and the news; answers tell it too."""
+        """Return the sessions whose news were not taken yet, and the news; answers carry it too."""
         return [notice for sharing in self._sharing.values() for notice in sharing.take_notices()]
 
     # Sessions
@@ -215,7 +217,9 @@ class ControlPlane:
         return min(self._next_tick_s - now, self._tick_lines(now))
 
     def _tick_lines(self, now_s: float) -> float:
-        """Let those who wait get blocks; returns the seconds until the next call is due."""
+        """Run the queues of all pools, and end sessions that lack receipts; returns the seconds
+        until the next call is due.
+        """
         delay_s = math.inf
         for pool in self._pools.values():
             pool.set_time(now_s)
@@ -256,21 +260,21 @@ class ControlPlane:
         return cast(cpb.ResyncResponse, self.answer(request, tenant))
 
     def answer(self, request: Request, tenant: str) -> Any:
-        """The message that one of the four requests is answered with."""
+        """Run one of the four requests to its end; returns the answer's message."""
         answer = run_to_end(self.run(request, tenant))
         if isinstance(answer, LargeAnswer):
             return cpb.StepResponse.FromString(answer.encoded)
         return answer
 
     def run(self, request: Request, tenant: str) -> Slices[Any]:
-        """One of the four requests in slices, between which other sessions may do what they like,
-        and its own nothing. Returns the answer, to a step with a large plan a LargeAnswer.
+        """Run one of the four requests in slices. Between them other sessions may make any call,
+        its own none. Returns the answer: of a step with a large plan, a LargeAnswer.
         """
         return self._requests.run(self._session(request.session, tenant), request)
 
     def plain_step(self, request: PlainStep, tenant: str) -> PlainAnswer | None:
-        """``step`` of a request of the most common shapes. None when it has to be read as a message
-        and given to ``answer``; nothing is changed then but what that would do too.
+        """Run ``step`` for a request of the most common shapes. Returns None when it has to be read
+        as a message and passed to ``answer``; what has changed then, ``answer`` would change too.
         """
         session = self._sessions.get(request.session_id)
         if session is None or session.tenant != tenant or request.incarnation != self.incarnation:
@@ -287,9 +291,9 @@ class ControlPlane:
     def check_operations(
         self, request: cpb.CheckOperationsRequest, tenant: str
     ) -> Slices[cpb.CheckOperationsResponse]:
-        """What each item would be answered as the only one of a step by then. Others, and no
-        request in slices of this session, may come between the slices. Raises as ``step``, and why
-        the session is not open, at any slice.
+        """Answer each item as if it were the only one of a step made now. Between the slices any
+        call may come but a request of this session that runs in slices. Raises as ``step``, and at
+        any slice why the session is not open.
         """
         response = cpb.CheckOperationsResponse()
         session = self._session(request.session, tenant)
@@ -311,29 +315,29 @@ class ControlPlane:
     def block_table(
         self, request: cpb.GetBlockTableRequest, tenant: str
     ) -> cpb.GetBlockTableResponse:
-        """A sequence's blocks, and how many of its tokens are known."""
+        """Return a sequence's blocks, and how many of its tokens are known."""
         return queries.block_table(self._session(request.session, tenant), request)
 
     def describe_sequence(
         self, request: cpb.DescribeSequenceRequest, tenant: str
     ) -> cpb.DescribeSequenceResponse:
-        """A sequence's positions and blocks."""
+        """Describe a sequence's positions and blocks."""
         return queries.describe_sequence(self._session(request.session, tenant), request)
 
     def lookup_prefix(
         self, request: cpb.LookupPrefixRequest, tenant: str
     ) -> cpb.LookupPrefixResponse:
-        """How much of a prompt an admission would find cached now. Nothing is held."""
+        """Return how much of a prompt an admission would find cached now. Nothing is held."""
         return queries.lookup_prefix(self._session(request.session, tenant), request)
 
     def explain_prefix(
         self, request: cpb.ExplainPrefixRequest, tenant: str
     ) -> cpb.ExplainPrefixResponse:
-        """The cached blocks of a prompt's prefix. Nothing is held."""
+        """Describe the cached blocks of a prompt's prefix. Nothing is held."""
         return queries.explain_prefix(self._session(request.session, tenant), request)
 
     def find_prefix(self, request: cpb.FindPrefixRequest, tenant: str) -> cpb.FindPrefixResponse:
-        """How much of a prompt each pool has cached for the tenant. Raises PoolNotFoundError."""
+        """Return how much of a prompt each pool has cached. Raises PoolNotFoundError."""
         if not request.pool_ids:
             pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
         else:
@@ -346,23 +350,23 @@ class ControlPlane:
         return self._followers.add(self._pool(request.pool_id), request, tenant, wake)
 
     def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
-        """A pool, ready or not. Raises PoolNotFoundError."""
+        """Describe a pool, ready or not. Raises PoolNotFoundError."""
         pool = self._pool(pool_id)
         return pool.info(sum(pool.native.num_sequences(s.handle) for s in self._sessions_of(pool)))
 
     def list_sessions(
         self, request: cpb.ListSessionsRequest, tenant: str
     ) -> cpb.ListSessionsResponse:
-        """The tenant's open sessions. Raises PoolNotFoundError."""
+        """List the tenant's open sessions. Raises PoolNotFoundError."""
         pool = self._pool(request.pool_id)
         return queries.list_sessions(self._sessions_of(pool, tenant), request, self._clock())
 
     def view_pools(self, tenant: str) -> list[dict[str, Any]]:
-        """The pools as a page shows them to this tenant."""
+        """Return the pools as the page shows them to this tenant."""
         return [view(p, self._sessions_of(p, tenant)) for p in self._pools.values()]
 
     def observe_pools(self) -> list[PoolObservation]:
-        """What each pool is doing, for metrics."""
+        """Return a snapshot of each pool, for metrics."""
         pools, now_s = self._pools.values(), self._clock()
         members = {p.id: self._sharing_of(p).members.values() for p in pools}
         return [observe(p, self._sessions_of(p), members[p.id], now_s) for p in pools]
@@ -372,7 +376,7 @@ class ControlPlane:
         return sorted(self._pools)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError saying what is wrong, if anything is."""
+        """Raise AssertionError naming the first broken invariant, if there is one."""
         for pool in self._pools.values():
             queries.check_pool(pool, self._sessions_of(pool))
         open_ids = [i for pool in self._pools.values() for i in pool.session_ids]
@@ -389,7 +393,7 @@ class ControlPlane:
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
-        """The tenant's open session, its lease renewed. Raises why it is not open."""
+        """Return the tenant's open session, its lease renewed. Raises why it is not open."""
         self._check_incarnation(ref)
         session = self._sessions.get(ref.session_id)
         if session is None or session.tenant != tenant:

@@ -1,4 +1,4 @@
-"""What a pool is doing, in numbers, for whoever watches the control plane."""
+"""Snapshots of pools for metrics: sessions, plans in flight, missing receipts, ages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class PoolObservation:
     """A pool at one moment. ``num_sequences``: live ones, by tier. ``num_waiting``: admissions and
     swap-ins in the queue. ``num_missing_receipts``: plans that another shard has receipted and this
     one has not, by shard index. ``oldest_plan_s``: the age of the plan that waits longest for a
-    receipt, 0 for none. ``oldest_release_s``: how long the blocks have been retired that have been
-    so longest.
+    receipt, 0 for none. ``oldest_release_s``: for how long the longest retired blocks have been so.
     """
 
     pool_id: str
@@ -42,7 +41,7 @@ class PoolObservation:
 def observe(
     pool: Pool, sessions: Collection[Session], members: Collection[Member], now_s: float
 ) -> PoolObservation:
-    """A pool with its open sessions. ``now_s``: monotonic seconds."""
+    """Observe a pool with its open sessions. ``now_s``: monotonic seconds."""
     pool.set_time(now_s)
     sequences = {tier: pool.primary.num_sequences_in(tier) for tier in TIERS}
     made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]

@@ -1,6 +1,4 @@
-"""Questions about sequences and cached prefixes, and whether a pool is consistent: nothing is taken
-and nothing changes.
-"""
+"""Read-only queries about sequences and cached prefixes, and the check of a pool's invariants."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from kvplane.wire.error_messages import duration_of
 
 
 def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceStates:
-    """These sequences, all live, as the contract describes them; None for all of the session."""
+    """Describe these sequences, all live, or all of the session for None."""
     (
         ids,
         admitted_by,
@@ -48,7 +46,7 @@ def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceS
 
 
 def block_table(session: Session, request: cpb.GetBlockTableRequest) -> cpb.GetBlockTableResponse:
-    """A sequence's blocks. Raises SequenceNotFoundError."""
+    """Return a sequence's blocks. Raises SequenceNotFoundError."""
     _require_live(session, request.sequence_id, "sequence_id")
     response = cpb.GetBlockTableResponse()
     for group, core in enumerate(session.pool.groups):
@@ -64,7 +62,7 @@ def block_table(session: Session, request: cpb.GetBlockTableRequest) -> cpb.GetB
 def describe_sequence(
     session: Session, request: cpb.DescribeSequenceRequest
 ) -> cpb.DescribeSequenceResponse:
-    """A sequence's positions and blocks. Raises SequenceNotFoundError."""
+    """Describe a sequence's positions and blocks. Raises SequenceNotFoundError."""
     _require_live(session, request.sequence_id, "sequence_id")
     ids = columns.pack(INT64, [request.sequence_id])
     return cpb.DescribeSequenceResponse(sequences=states(session, ids))
@@ -73,7 +71,9 @@ def describe_sequence(
 def list_sessions(
     sessions: Iterable[Session], request: cpb.ListSessionsRequest, now_s: float
 ) -> cpb.ListSessionsResponse:
-    """These sessions, and the sequences of one that is named. ``now_s``: monotonic seconds."""
+    """List sessions, and the sequences of the one that the request names. ``now_s``: monotonic
+    seconds.
+    """
     response = cpb.ListSessionsResponse()
     for session in sorted(sessions, key=lambda each: each.id):
         if request.session_id not in (0, session.id):
@@ -91,7 +91,7 @@ def list_sessions(
 
 
 def lookup_prefix(session: Session, request: cpb.LookupPrefixRequest) -> cpb.LookupPrefixResponse:
-    """How much of a prompt is cached. Raises InvalidRequestError."""
+    """Return how much of a prompt is cached. Raises InvalidRequestError."""
     token_ids, size = request.token_ids, session.pool.block_size
     checks.token_ids(token_ids, at_least=1, field="token_ids")
     num_device, num_host, hashes = session.native.match(session.root, token_ids)
@@ -106,7 +106,7 @@ def lookup_prefix(session: Session, request: cpb.LookupPrefixRequest) -> cpb.Loo
 def explain_prefix(
     session: Session, request: cpb.ExplainPrefixRequest
 ) -> cpb.ExplainPrefixResponse:
-    """The cached blocks of a prompt's prefix. Raises InvalidRequestError."""
+    """Describe the cached blocks of a prompt's prefix. Raises InvalidRequestError."""
     token_ids = request.token_ids
     checks.token_ids(token_ids, at_least=1, field="token_ids")
     (
@@ -136,7 +136,7 @@ def explain_prefix(
 def find_prefix(
     pools: Iterable[Pool], request: cpb.FindPrefixRequest, tenant: str
 ) -> cpb.FindPrefixResponse:
-    """The longest match in each pool. Raises InvalidRequestError."""
+    """Return the longest match in each pool. Raises InvalidRequestError."""
     what = request.WhichOneof("prefix")
     if what is None:
         raise InvalidRequestError("must be token_ids or hashes", field="prefix")
@@ -167,7 +167,7 @@ def find_prefix(
 
 
 def _num_cached(num_blocks: int, block_size: int, token_ids: bytes) -> int:
-    """Of a prompt, at least the last token is computed."""
+    """Return the cached tokens of a prompt, of which at least the last token is computed."""
     return min(num_blocks * block_size, len(token_ids) // 4 - 1)
 
 
@@ -177,9 +177,9 @@ def _require_live(session: Session, sequence_id: int, field: str) -> None:
 
 
 def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:
-    """Check what must hold after every call to the core: raise AssertionError saying what is wrong,
-    if anything is. ``sessions``: all open ones. The native core counts its blocks again from
-    tables, plans and sessions. It scans the pool, which is slow: for tests.
+    """Raise AssertionError naming the first invariant of the core that does not hold. ``sessions``:
+    all open ones. The native core counts its blocks again from tables, plans and sessions. Slow, as
+    it scans the pool: for tests.
     """
     for core in pool.groups:
         core.check_integrity()

@@ -1,5 +1,5 @@
 """A pool as a page shows it to one tenant: all blocks by state, and the sessions and sequences of
-the tenant. Values are what JSON has. Nothing is taken and nothing changes.
+the tenant. Values are JSON's. It only reads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
 
 STATES: Final = ("free", "cached", "retired", "pinned", "held")
-"""Of blocks, by the number that a cell has."""
+"""States of blocks, by the number in their cells."""
 TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 
-# What is left out of a view is counted in it.
+# A view counts what exceeds these bounds.
 _MAX_CELLS: Final = 4096
 _MAX_SESSIONS: Final = 50
 _MAX_SEQUENCES: Final = 100
 
 
 def view(pool: Pool, sessions: Iterable[Session]) -> dict[str, Any]:
-    """The pool with a tenant's ``sessions``."""
+    """Return the pool with a tenant's ``sessions``."""
     info = pool.info(sum(pool.primary.num_sequences_in(tier) for tier in TIERS))
     return {
         "id": pool.id,
@@ -44,7 +44,7 @@ def view(pool: Pool, sessions: Iterable[Session]) -> dict[str, Any]:
 
 
 def _map(pool: Pool, group: int, tier: tpb.Tier) -> dict[str, Any]:
-    """A digit for each cell, the index of its state."""
+    """Return a digit for each cell, the index of its state."""
     core = pool.groups[group]
     blocks_per_cell, cells = core.block_map(tier, _MAX_CELLS)
     num_blocks, num_free, num_cached, num_held, num_retired = core.usage(tier)

@@ -1,8 +1,8 @@
-"""Followers of a pool's prefix index: a snapshot of what one root has, then each change to it.
+"""Followers of a pool's prefix index: a snapshot of one root's blocks, then each change to them.
 
-A follower has no queue. It keeps its place in the core's log of changes and takes the next ones
-when it has sent those before, so one that is slow costs nothing; when the log does not reach back
-to its place any more, it has to start again.
+A follower has no queue. It keeps its position in the core's log of changes and takes the next ones
+when it has sent those before, so a slow one costs nothing. When the log does not reach back to its
+position any more, it has to start again.
 
     snapshot ──► changes made meanwhile ──► end of the snapshot ──► changes ...
        ▲                                                               │
@@ -22,7 +22,7 @@ from kvplane.v1 import control_pb2 as cpb
 
 # Blocks or changes of one message.
 _MAX_ELEMENTS: Final = 1024
-# Changes of others after which a follower is told the revision, to go on from it.
+# Changes of others after which a follower gets the revision, to resume from it.
 _MAX_UNNOTIFIED: Final = 4096
 _END: Final = -1
 _STORED, _REMOVED, _CLEARED = 1, 2, 3
@@ -72,7 +72,7 @@ class Follower:
         self.wake = wake
 
     def take(self) -> cpb.WatchResponse | None:
-        """The next message; None when there is nothing to tell now. Raises RevisionTooOldError."""
+        """Return the next message, None when there is none now. Raises RevisionTooOldError."""
         pool = self.pool
         if self._native is not pool.native:
             self._native = pool.native
@@ -84,12 +84,12 @@ class Follower:
                     changes=cpb.Changes(changes=[cleared], revision=pool.revision())
                 )
         if self._cursor != _END:
-            # What is being forgotten may still be there.
+            # Blocks that are being forgotten may still be there.
             return self._part() if pool.built and not pool.is_forgetting else None
         return self._changes()
 
     def _part(self) -> cpb.WatchResponse:
-        """A part of the snapshot, and the last one if it is the only one."""
+        """Return the next part of the snapshot, marked as the last if it is the only one."""
         pool, is_first = self.pool, self._cursor == 0
         self._cursor, revision, tiers, hashes, parents, token_ids = pool.primary.snapshot(
             self._root, self._cursor, _MAX_ELEMENTS
@@ -151,7 +151,7 @@ class Followers:
     def add(
         self, pool: Pool, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]
     ) -> Follower:
-        """Follow what a tenant's namespace has in a pool's prefix index, until ``remove``.
+        """Follow a tenant's namespace in a pool's prefix index, until ``remove``.
 
         ``wake`` is called when there may be something to take. Raises InvalidRequestError,
         QuotaExceededError, RevisionTooOldError.
@@ -169,7 +169,7 @@ class Followers:
         return follower
 
     def remove(self, follower: Follower) -> None:
-        """The follower is gone."""
+        """Remove a follower."""
         follower.pool.followers.remove(follower)
         self._num -= 1
 
@@ -183,7 +183,7 @@ def _messages(
     *,
     block_bytes: int,
 ) -> list[cpb.Change]:
-    """Changes from columns: one message for each run of a kind."""
+    """Return changes from columns: one message for each run of a kind."""
     messages: list[cpb.Change] = []
     begin = first_stored = 0
     for kind, run in groupby(kinds):

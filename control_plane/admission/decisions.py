@@ -1,7 +1,7 @@
-"""What the queue asks of its pool, and what it answers.
+"""The queue's view of its pool, and the queue's decisions.
 
 Sessions and sequences are ints, numbers of blocks are device blocks, and times are seconds of the
-caller's clock. A *sequence* is here an admission with all its forks: they hold the same blocks, so
+caller's clock. Here a *sequence* is an admission with all its forks: they hold the same blocks, so
 they have one turn, grow as one and are cut together.
 """
 
@@ -32,23 +32,23 @@ class PoolView(Protocol):
         """Blocks that all its live sequences refer to. It may be too high, never too low."""
 
     def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
-        """When the sequence, or a fork of it, last went on: when something of it was scheduled or
-        receipted, or it was given blocks; and whether a plan in flight computes it.
+        """Return when the sequence or a fork of it last made progress (something was scheduled or
+        receipted, or it got blocks), and whether a plan in flight computes it.
         """
 
     def retired_since(self, session: int) -> float | None:
-        """When the oldest of the blocks that wait for the session's receipts was retired."""
+        """Return when the oldest block that waits for the session's receipts was retired."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """``turn_s``: how long a sequence may stay while others wait; it must be long enough for the
     longest prefill. ``max_doublings``: how often a session's turn can double. ``idle_s``: how long
-    a sequence that no plan in flight computes may stay without going on while others wait.
-    ``grace_s``: how long somebody waits before another is asked to yield, and how long that one has
-    to do so.
-    ``receipt_deadline_s``: how long blocks that others wait for may lack a receipt. ``headroom``:
-    the share of the pool that admissions leave free for growth while any sequence is live.
+    a sequence that no plan in flight computes may stay without progress while others wait.
+    ``grace_s``: how long a session waits before a sequence is asked to yield, and how long that
+    sequence then has. ``receipt_deadline_s``: how long blocks that others wait for may lack a
+    receipt. ``headroom``: the share of the pool that admissions leave free for growth while any
+    sequence is live.
     """
 
     turn_s: float = 30.0
@@ -66,13 +66,13 @@ class Reason(enum.Enum):
     GROWTH = enum.auto()  # sequences that are live already need the blocks
     BLOCKS = enum.auto()  # it is its turn, and there are not enough blocks yet
     TURN = enum.auto()  # the sequence is past its turn, and others wait
-    IDLE = enum.auto()  # the sequence does not go on, and others wait
+    IDLE = enum.auto()  # the sequence makes no progress, and others wait
 
 
 @dataclass(frozen=True, slots=True)
 class MustWait:
-    """An admission has to wait. ``position``: its position in the queue, at
-    most; 0 when it has none. ``sequence``: the one that the session is queued for, if any.
+    """An admission has to wait. ``position``: its position in the queue at most, 0 when it has
+    none. ``sequence``: the one that the session is queued for, if any.
     """
 
     reason: Reason

@@ -5,28 +5,28 @@ checker (``tests/helpers/planning/admission_checker.py``) finds a session that c
 each part of them ``tests/mutants/admission/faults.py`` says which test fails when it is left out.
 
 1. **One place a session, first come, first served.** A waiting admission stands until it is
-   admitted or withdrawn, and nobody passes the head. Without it, who asks often or for little
-   starves the others.
-2. **Grants are pushed.** Who is granted blocks has them, and its turn runs. An offer that somebody
-   has to take would stop the queue when it is not taken.
+   admitted or withdrawn, and nobody passes the head. Without it, sessions that ask often or for
+   little starve the others.
+2. **Grants are pushed.** A sequence that is granted blocks has them, and its turn runs. An offer
+   that has to be accepted would stop the queue when it is not.
 3. **Growth before admissions**, the oldest sequence first, and no younger growth passes. Without
-   it, what a session frees goes to its own next admission while others wait to go on: a deadlock.
+   it, what a session frees goes to its own next admission while others cannot grow: a deadlock.
 4. **Growth blocked for a grace period makes the most junior session yield**, its newest sequence
    first. Otherwise sequences that wait for each other's blocks wait for ever. Nobody senior to all
    that are blocked yields, and of the most senior of these only what is newer.
-5. **Who outstays its turn yields while others wait**, and so does a sequence that does not go on
-   for some time; who is furthest past it first. Its session goes to the back of the queue.
-   Otherwise sequences that hold blocks and never end keep them. Turns are the shorter the more a
-   session holds beyond a quarter of the pool and twice its fair share.
+5. **A sequence that outstays its turn yields while others wait**, and so does one that makes no
+   progress for some time; the one furthest past first. Its session goes to the back of the queue.
+   Otherwise sequences that hold blocks and never end keep them. The more a session holds beyond a
+   quarter of the pool and twice its fair share, the shorter its turns.
 6. **A turn that was cut doubles the session's next one**, until a sequence of it ends. Otherwise
    a sequence that needs longer than its turn is cut for ever. Idleness doubles nothing. Until then
-   the session is not admitted beside a live sequence of its own, and for every such turn after the
-   first, and for an idle one or one with much of the pool at once, it lets others pass: for a turn
-   for each fair share that it held. Otherwise who holds most and longest gets most of the pool.
+   the session is not admitted beside a live sequence of its own. For every such turn after the
+   first, even the first if idle or with much of the pool, it lets others pass: one turn for each
+   fair share that it held. Otherwise the largest and longest holder gets most of the pool.
 7. **The clock of a turn stands while its sequence is blocked.** Otherwise sequences that block each
    other are cut in turn, and none ever ends.
-8. **Who is asked to yield is told which sequence, and until when**; then it is cut. A sequence that
-   leaves while it is asked counts as cut: a session neither loses nor gains by that.
+8. **A request to yield names the sequence and a deadline**; then the sequence is cut. One that
+   leaves before its deadline counts as cut: a session neither loses nor gains by that.
 9. **A busy session waits, and all behind it**, for the milliseconds that its request takes: it is
    cut and granted blocks between its requests only.
 10. **A session whose missing receipts keep blocks from others is ended** after a deadline.
@@ -35,7 +35,7 @@ Swapping a sequence in is an admission: a growth that came before the queue coul
 ever. All times are given by the caller, and never go back. Every operation is O(1), but for the
 logarithm of the number of blocked sequences; ``tick`` scans sessions and live sequences.
 
-What the caller does, in this order, with nothing in between:
+The caller must act as follows, in this order, with nothing in between:
 
     admit -> None          allocate, then ``started``
     may_grow -> True       allocate
@@ -64,7 +64,7 @@ from control_plane.admission.victims import QueueEntry, decide
 
 
 class AdmissionQueue:
-    """Who gets the blocks of one pool next. Callers pass ids of open sessions, or get KeyError."""
+    """Decides who gets a pool's blocks next. A session id that is not open raises KeyError."""
 
     def __init__(self, pool: PoolView, config: AdmissionConfig | None = None) -> None:
         self._pool = pool
@@ -80,7 +80,7 @@ class AdmissionQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits, so that whoever asks may have what there is."""
+        """Whether nobody waits, so that any caller may take what is free."""
         return not self._entries and not self._turns.num_blocked
 
     # Sessions
@@ -95,7 +95,7 @@ class AdmissionQueue:
         self._turns.close(session)
 
     def set_busy(self, session: int, is_busy: bool) -> None:
-        """While a session is busy it is neither granted anything nor cut."""
+        """Mark a session as busy or not. A busy one is neither granted anything nor cut."""
         self._turns.sessions[session].is_busy = is_busy
 
     # Admissions
@@ -103,11 +103,11 @@ class AdmissionQueue:
     def admit(
         self, session: int, sequence: int, num_needed: int, now_s: float, *, wait: bool
     ) -> MustWait | None:
-        """None when the sequence may be admitted now: do it, and call ``started``.
+        """Return None when the sequence may be admitted now: do it, and call ``started``.
 
-        ``num_needed``: blocks that it would take from what the session can obtain, at most the
-        pool. With ``wait`` it takes the session's place in the queue, if that is free. Asking
-        again keeps the place and brings the number up to date.
+        ``num_needed``: obtainable blocks that it would take, at most all of the pool's. With
+        ``wait`` it takes the session's place in the queue, if that is free. Asking again keeps the
+        place and updates the number.
         """
         assert num_needed <= self._pool.num_blocks, "never fits"
         entry, turns = self._entries.get(session), self._turns
@@ -127,7 +127,7 @@ class AdmissionQueue:
         return MustWait(reason, self._position(entry), sequence)
 
     def withdraw(self, session: int, sequence: int) -> None:
-        """The sequence need not be admitted any more; its place is lost."""
+        """Give up the place of a sequence that need not be admitted any more."""
         entry = self._entries.get(session)
         if entry is not None and entry.sequence == sequence:
             del self._entries[session]
@@ -135,23 +135,23 @@ class AdmissionQueue:
     # Sequences
 
     def started(self, session: int, sequence: int, now_s: float) -> None:
-        """The sequence was admitted, or swapped in: it holds its blocks and its turn begins."""
+        """Begin the turn of a sequence that was admitted or swapped in, and holds its blocks."""
         self.withdraw(session, sequence)
         self._turns.start(session, sequence, now_s)
 
     def ended(self, session: int, sequence: int) -> None:
-        """The sequence and all its forks are gone. Not for one that the queue has cut."""
+        """Remove a sequence that is gone with all its forks. Not for one that the queue has cut."""
         self._leave(session, sequence, done=True)
 
     def swapped_out(self, session: int, sequence: int) -> None:
-        """The sequence holds no device blocks any more, but may come back, by ``admit``."""
+        """Remove a sequence that has left the device tier, but may come back, by ``admit``."""
         self._leave(session, sequence, done=False)
 
     def may_grow(self, session: int, sequence: int, num_needed: int, now_s: float) -> bool:
-        """Whether a live sequence may take so many blocks now; the caller then does.
+        """Return whether a live sequence may take so many blocks now; the caller then does.
 
-        If not, it waits for them, until it is granted them, asks for another number or leaves; but
-        not for what the pool could not give even to this sequence alone.
+        If not, it waits until it is granted them, asks for another number or leaves. It does not
+        wait for more than the pool could give to this sequence alone.
         """
         turns, pool = self._turns, self._pool
         growing = turns.sessions[session].sequences[sequence]
@@ -169,10 +169,10 @@ class AdmissionQueue:
     # What happens when blocks come back, or do not
 
     def next_grant(self, now_s: float) -> Grant | None:
-        """Who gets blocks now. Call it until it returns None, whenever blocks came back.
+        """Return who gets blocks now. Call it until it returns None, whenever blocks came back.
 
-        Growth has been taken note of when this returns. For an admission call ``started`` when it
-        was done, or ``admit`` again when it needs more by now, before the next call.
+        A Growth that is returned no longer waits. After an Admission, before the next call: call
+        ``started`` once it is done, or ``admit`` again if it now needs more.
         """
         oldest = self._turns.oldest_blocked()
         if oldest is not None:
@@ -189,7 +189,7 @@ class AdmissionQueue:
         return Admission(head.session.id, head.sequence, head.num_needed)
 
     def tick(self, now_s: float) -> list[Decision]:
-        """Who must yield, is cut or ended. Call it about four times in a grace period.
+        """Decide who must yield, is cut or ended. Call it about four times in a grace period.
 
         Each sequence of a Cut has left the queue; call ``close`` for each EndSession.
         """
@@ -217,7 +217,7 @@ class AdmissionQueue:
             self._to_the_back(entry)
 
     def _head(self, now_s: float) -> QueueEntry | None:
-        """The first that need not let others pass, or if all do, simply the first."""
+        """Return the first entry that need not let others pass; the first if all have to."""
         for _ in range(len(self._entries)):
             head = next(iter(self._entries.values()))
             if head.is_chosen or not head.session.is_passed_over(now_s):

@@ -1,4 +1,4 @@
-"""Sessions, their live sequences, the clocks of their turns, and who is senior to whom.
+"""Sessions, their live sequences, the clocks of their turns, and the sessions' seniority.
 
 Seniority orders sessions: it is lost, to the most junior place, when a sequence of the session
 ends, is freed or swapped out, or is cut because its turn is over or it is idle. It is kept when a
@@ -15,7 +15,7 @@ from control_plane.admission.decisions import Reason
 
 class Claimant:
     """A session: ``num_doublings`` of its turn, and its live sequences, oldest first. ``is_busy``:
-    while a request of it is between two slices.
+    whether a request of it is between two slices.
     """
 
     __slots__ = ("id", "is_busy", "num_doublings", "penalty_until_s", "seniority", "sequences")
@@ -56,14 +56,14 @@ class Claim:
         self.id: Final = id_
         self.rank = rank  # the lower, the older
         self.ends_s = 0.0  # of its turn; put off while it is blocked
-        self.idles_s = 0.0  # before then it is not idle; to be asked for again when it has come
+        self.idles_s = 0.0  # it is not idle before then; then the pool is asked again
         self.num_doublings = session.num_doublings
         self.num_blocked = 0
         self.blocked_s = 0.0
         self.in_heap = False
         self.deadline_s: float | None = None  # when it is cut, if it was asked to yield
-        self.reason: Reason | None = None  # why it is asked to, as long as it is
-        self.penalty_s = 0.0  # for how long its session lets others pass if it goes for that reason
+        self.reason: Reason | None = None  # why it is asked to yield; None while it is not
+        self.penalty_s = 0.0  # how long its session lets others pass if it is cut for that reason
 
 
 class Turns:
@@ -92,19 +92,19 @@ class Turns:
         del self.sessions[session]
 
     def start(self, session: int, sequence: int, now_s: float) -> None:
-        """A sequence holds device blocks from now on."""
+        """Add a sequence that holds device blocks from now on."""
         owner = self.sessions[session]
         assert sequence not in owner.sequences
         started = owner.sequences[sequence] = Claim(owner, sequence, self._next_rank)
         started.ends_s = now_s + self.length_s(started)
-        owner.penalty_until_s = 0.0  # that time is over, or nobody was there to be let pass
+        owner.penalty_until_s = 0.0  # its penalty is over, or there was nobody to let pass
         self._next_rank += 1
         self.num_live += 1
 
     def end(self, sequence: Claim, *, reason: Reason | None, done: bool) -> None:
-        """A sequence holds no device blocks any more: for a reason, or because its session wanted.
-
-        ``done``: it is not expected back, and if it was not made to go, its turn was long enough.
+        """Remove a sequence that holds no device blocks any more. ``reason``: why it was made to
+        yield; None when its session released it. ``done``: it is not expected back; without a
+        reason, its turn was then long enough.
         """
         session = sequence.session
         self._remove(sequence)
@@ -120,7 +120,7 @@ class Turns:
             self._make_junior(session)
 
     def length_s(self, sequence: Claim) -> float:
-        """How long the sequence's turn is."""
+        """Return how long the sequence's turn is."""
         return self._turn_s * (1 << sequence.num_doublings)
 
     # Blocked growth
@@ -136,7 +136,7 @@ class Turns:
         return self._heap[0][1] if self._heap else None
 
     def block(self, sequence: Claim, num_blocks: int, now_s: float) -> None:
-        """The sequence waits for growth; a later number replaces an earlier one."""
+        """Have the sequence wait for growth; a later number replaces an earlier one."""
         if not sequence.num_blocked:
             sequence.blocked_s = now_s
             if not sequence.in_heap:
@@ -146,7 +146,7 @@ class Turns:
         sequence.num_blocked = num_blocks
 
     def unblock(self, sequence: Claim, now_s: float) -> None:
-        """The sequence does not wait for growth any more, if it did: its clock goes on."""
+        """End the sequence's wait for growth, if it waits: its clock resumes."""
         if sequence.num_blocked:
             self.num_blocked -= sequence.num_blocked
             sequence.num_blocked = 0

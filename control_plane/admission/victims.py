@@ -1,4 +1,4 @@
-"""Who has to yield, so that whoever waits gets blocks: the rules 4, 5, 8 to 10 of the queue."""
+"""Chooses the sequences that yield to those that wait: rules 4, 5 and 8 to 10 of the queue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def decide(
     num_headroom: int,
     now_s: float,
 ) -> list[Decision]:
-    """The decisions of a tick. What they cut is left to the caller."""
+    """Return the decisions of a tick. The caller carries out the cuts."""
     long_ago_s = now_s - config.grace_s
     blocked = [s for s in turns.blocked() if s.blocked_s <= long_ago_s]
     waiting = {s.session for s in blocked}
@@ -80,7 +80,7 @@ def decide(
 def _num_lacking(
     turns: Turns, head: QueueEntry | None, pool: PoolView, num_headroom: int
 ) -> tuple[int, int]:
-    """Blocks to be found for blocked growth, and for that and the head of the queue."""
+    """Return the blocks lacking for blocked growth, and for that and the head of the queue."""
     oldest = turns.oldest_blocked()
     if oldest is not None:
         first = oldest.session.id
@@ -95,8 +95,8 @@ def _num_lacking(
 
 
 def _juniors(turns: Turns, blocked: list[Claim]) -> Iterator[tuple[Claim, Reason]]:
-    """Who yields to blocked growth: the newest of the most junior session first, up to the oldest
-    blocked sequence of the most senior session that is blocked.
+    """Yield the sequences that give way to blocked growth: the newest of the most junior session
+    first, up to the oldest blocked sequence of the most senior session that is blocked.
     """
     if not blocked:
         return
@@ -118,7 +118,7 @@ def _past_turn(
     idle_s: float,
     now_s: float,
 ) -> Iterator[tuple[Claim, Reason]]:
-    """Who is past its turn or idle while another session waits, furthest first."""
+    """Yield sequences past their turn, or idle, while another session waits; furthest first."""
     if not waiting:
         return
     past = []
@@ -139,18 +139,18 @@ def _past_turn(
 
 
 def _over_fair_share(session: Claimant, queue: Mapping[int, QueueEntry], pool: PoolView) -> float:
-    """What the session holds by what is much: a quarter of the pool, and twice its fair share."""
+    """Return its blocks by a quarter of the pool, or by twice its fair share if that is more."""
     most = max(0.25, 2 / _num_sharing(session, queue))
     return pool.num_held_by(session.id) / (most * pool.num_blocks)
 
 
 def _num_sharing(session: Claimant, queue: Mapping[int, QueueEntry]) -> int:
-    """Sessions that share the pool: this one, and those that wait."""
+    """Count the sessions that share the pool: this one, and those that wait."""
     return len(queue) + (session.id not in queue)
 
 
 def _is_idle(pool: PoolView, sequence: Claim, idle_s: float, now_s: float) -> bool:
-    """The pool is asked once in ``idle_s`` about a sequence that goes on."""
+    """Return whether it is idle. Asks the pool once in ``idle_s`` while it makes progress."""
     if sequence.idles_s < now_s:
         progress_s, is_computed = pool.last_progress(sequence.session.id, sequence.id)
         sequence.idles_s = (now_s if is_computed else progress_s) + idle_s
@@ -166,8 +166,8 @@ def _penalty_s(
     idle_s: float,
     now_s: float,
 ) -> float:
-    """As many turns as it held fair shares of the pool. A first turn that is too short for a
-    sequence that goes on costs nothing, unless its session holds much.
+    """Return a turn for each fair share of the pool that the sequence held. A first turn too short
+    for a sequence that makes progress costs nothing, unless its session holds much.
     """
     if reason is Reason.GROWTH:
         return 0.0

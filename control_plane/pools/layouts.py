@@ -29,15 +29,15 @@ def served_layout(message: tpb.Layout, *, field: str) -> Layout:
 
 
 def mismatch(message: tpb.Layout, layout: Layout, pool_id: str) -> LayoutMismatchError:
-    """Of the layout that a caller sent, whose fingerprint is not that of the pool's."""
-    text = "its fingerprint is another; send the whole layout to be told the difference"
+    """Return the error for a caller's layout whose fingerprint is not that of the pool's."""
+    text = "its fingerprint is another; send the whole layout to see the difference"
     if message.groups:
         text = f"it has {Layout.from_proto(message).differences(layout)}"
     return LayoutMismatchError(f"is not that of pool {pool_id!r}: {text}", field="layout")
 
 
 def layout_fingerprint(message: tpb.Layout, *, field: str) -> bytes:
-    """The fingerprint of a layout that is sent whole or by its fingerprint alone. Raises as
+    """Return the fingerprint of a layout that is sent whole or by its fingerprint alone. Raises as
     ``served_layout``.
     """
     if message.model_id or message.groups or message.block_size_tokens:

@@ -6,7 +6,7 @@ layer group.
        └──────────── a shard registers with a new epoch ◄────────────┘
 
 Sessions refer to their pool; the pool knows only their ids and handles. Each build makes a new
-core: generations, counters and the revision go on from the one before.
+core: generations, counters and the revision continue from the one before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOST: Final = tpb.TIER_HOST
 _RETRY_DELAY_S: Final = 0.5
 _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
-_SLICE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
+_SLICE_ENTRIES: Final = 10_000  # freed at once: a few milliseconds
 _SLICE_BLOCKS: Final = 65_536  # of an ended session, released at once: a few milliseconds
 # PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
 _COUNTERS: Final = (
@@ -76,8 +76,8 @@ class Pool:
     native: Native
     """What operations call: the only group, or all of them, which it keeps in step."""
     primary: NativePool
-    """The group that says of a prefix whether it is cached, to those who ask outside of a session:
-    the first without an attention window, in which a prefix is whole.
+    """The group that tells, outside of sessions, whether a prefix is cached: the first without an
+    attention window, in which a prefix is whole.
     """
 
     def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
@@ -95,7 +95,7 @@ class Pool:
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
         # Handles of ended sessions that are being fenced, and since when; of these, the sessions
-        # that still have sequences, and whether they are fenced by now.
+        # that still have sequences, and whether all shards have fenced them.
         self._ended_handles: dict[int, tuple[int, float]] = {}
         self._ending: dict[int, bool] = {}
         self._suspect: dict[int, float] = {}  # of these, those of which a receipt was missing
@@ -155,14 +155,14 @@ class Pool:
 
     @property
     def has_work(self) -> bool:
-        """Whether it is being built, entries that were forgotten are still to be taken apart, or
-        sequences of sessions that ended are to be released.
+        """Whether it is being built, or has forgotten entries to free, or sequences of ended
+        sessions to release.
         """
         return self.is_building or self.is_forgetting or bool(self._ending)
 
     @property
     def has_announcements(self) -> bool:
-        """Whether shards are to be told of blocks that were published or forgotten."""
+        """Whether there are publications or withdrawals to send to shards."""
         return self._has_forgotten or any(core.has_publications for core in self.groups)
 
     def num_blocks(self, tier: tpb.Tier) -> int:
@@ -178,7 +178,7 @@ class Pool:
         self.set_tiers(*(dict.fromkeys(TIERS, 0) for _ in self.layout.groups))
 
     def set_tiers(self, *num_blocks: dict[tpb.Tier, int]) -> None:
-        """Start over with so many blocks of each tier, for each layer group, all free, at the
+        """Start over with these numbers of blocks, by layer group and tier. All are free, at the
         generations known.
         """
         self._adopt(self._made(num_blocks))
@@ -190,7 +190,7 @@ class Pool:
             rebuild.begin(*self._settings(group), now_s=self.now_s)
 
     def end_build(self) -> None:
-        """Use the pool that is built."""
+        """Switch to the cores that were built."""
         self._adopt(self.shards.reports.take())
         self.is_building, self.built = False, True
 
@@ -202,8 +202,9 @@ class Pool:
         ]
 
     def _settings(self, group: int) -> tuple[bytes, bytes, str, int, int, int, int]:
-        """Of a core that goes on from the present one's generations: also those of blocks beyond
-        the size of a smaller shard, as one that kept running must not see them again.
+        """Return the settings of a core that continues the present one's generations, including
+        those of blocks that a smaller shard lacks: a shard that kept running must not see them
+        again.
         """
         config, present = self._config, self.groups[group : group + 1]
         device, host = (b"".join(core.generations(tier) for core in present) for tier in TIERS)
@@ -246,7 +247,7 @@ class Pool:
         )
 
     def _count(self) -> list[int]:
-        """The counters of all cores so far. Tokens are counted in the first group alone."""
+        """Sum the counters of all cores so far. Tokens are counted in the first group alone."""
         counted = list(self._earlier_counters)
         for group, core in enumerate(self.groups):
             for i, value in enumerate(core.counters()):
@@ -257,13 +258,13 @@ class Pool:
         return counted
 
     def roots(self) -> list[bytes]:
-        """The roots of which something is cached or a session is open."""
+        """Return the roots that have cached blocks or open sessions."""
         if len(self.groups) == 1:
             return self.groups[0].roots()
         return list(dict.fromkeys(root for core in self.groups for root in core.roots()))
 
     def set_time(self, now_s: float) -> None:
-        """``now_s``: monotonic seconds."""
+        """Set the time of the pool and its cores. ``now_s``: monotonic seconds."""
         self.now_s = now_s
         for core in self.groups:
             core.set_time(now_s)
@@ -271,22 +272,20 @@ class Pool:
     # Room
 
     def num_watermark_blocks(self) -> int:
-        """Device blocks that admissions leave free while anything is held."""
+        """Return how many device blocks admissions leave free while any block is held."""
         if not self._config.watermark:
             return 0
         num_blocks, _, _, num_held, _ = self.native.usage(_DEVICE)
         return int(self._config.watermark * num_blocks) if num_held else 0
 
     def num_retainable_blocks(self) -> int:
-        """Device blocks that a tenant may retain."""
+        """Return how many device blocks a tenant may retain."""
         return int(self._config.max_retained_share * self.num_blocks(_DEVICE))
 
     # Sessions
 
     def require_can_open(self, tenant: str, root: bytes) -> None:
-        """Another session of this root may be opened. Raises PoolNotReadyError,
-        QuotaExceededError.
-        """
+        """Raise PoolNotReadyError or QuotaExceededError if no session of the root can be opened."""
         most = self._config.max_unfenced_sessions
         if len(self._ended_handles) >= most:
             raise PoolNotReadyError(
@@ -314,8 +313,8 @@ class Pool:
         return handle
 
     def end(self, session: tpb.SessionRef, ordinal: int, *, lacks_receipt: bool = False) -> None:
-        """Remove a session and release all it held, that of many sequences in slices; every shard
-        must fence it. ``lacks_receipt``: it ends because a shard has not receipted a plan in time.
+        """Remove a session and release all it held, many sequences in slices; every shard must
+        fence it. ``lacks_receipt``: it ends because a shard has not receipted a plan in time.
         """
         handle = self._handles.pop(session.session_id)
         self._ended_handles[session.session_id] = handle, self.now_s
@@ -326,7 +325,7 @@ class Pool:
         self.shards.fence(session, ordinal)
 
     def fence_done(self, session_id: int, shard_index: int) -> None:
-        """The shard will never again run a plan of the session, if that has ended."""
+        """Record that the shard will never again run a plan of the session, if that has ended."""
         if self.shards.fence_done(session_id, shard_index):
             self._suspect.pop(session_id, None)
             if session_id in self._ending:
@@ -335,7 +334,9 @@ class Pool:
                 self._fenced(session_id)
 
     def _fenced(self, session_id: int) -> None:
-        """All shards have fenced the session, and none of its sequences is left."""
+        """Release the retired blocks of a session that all shards have fenced, and that has no
+        sequences left.
+        """
         ended = self._ended_handles.pop(session_id, None)
         if ended is not None:  # else it was of an earlier build
             handle, since_s = ended
@@ -343,7 +344,7 @@ class Pool:
             self.statistics.fence_s.add(self.now_s - since_s)
 
     def work_some(self) -> None:
-        """Go on with what was forgotten and with sessions that ended, for a few milliseconds."""
+        """Free forgotten entries and release ended sessions, for a few milliseconds."""
         if self.is_forgetting:
             self.forget_some()
         for session_id, is_fenced in [*self._ending.items()][:1]:
@@ -356,7 +357,7 @@ class Pool:
     # Publications
 
     def announce(self) -> None:
-        """Send what was published and forgotten to the shards, as much as takes milliseconds."""
+        """Queue publications and withdrawals for the shards, a few milliseconds' worth."""
         for group, core in enumerate(self.groups):
             if published := core.take_publications(MAX_PUBLICATIONS):
                 self.shards.send([publish_message(run, group) for run in published])
@@ -371,7 +372,7 @@ class Pool:
             self.shards.withdrawn()
 
     def forget_some(self) -> None:
-        """Take entries apart that were forgotten, for a few milliseconds."""
+        """Free forgotten entries, for a few milliseconds."""
         self._has_forgotten = True
         self.is_forgetting = any(core.forget_some(_SLICE_ENTRIES) for core in self.groups)
         if not self.is_forgetting:  # they may wait for it
@@ -379,9 +380,9 @@ class Pool:
                 follower.wake()
 
     def missed(self, group: int, first_block: int) -> tuple[list[cpb.RegisterResponse], int]:
-        """What a shard that came back may not have been sent of the group's device blocks from one
-        on: publications, and what was forgotten. Returns the messages about some of them, of a
-        megabyte at most, and the first of the rest; 0 when there are none left.
+        """Return messages that a resumed shard may have missed about the group's device blocks from
+        ``first_block`` on: publications and withdrawals, of a megabyte at most. Also returns the
+        first block of the rest, 0 when there are none left.
         """
         core = self.groups[group]
         published, indices, generations, end = core.publications_in(
@@ -395,7 +396,7 @@ class Pool:
     # Descriptions
 
     def revision(self) -> int:
-        """Counts the changes to the prefix index."""
+        """Return the number of changes to the prefix index so far."""
         return self._earlier_revision + self._revision
 
     @property
@@ -403,11 +404,11 @@ class Pool:
         return self.primary.revision
 
     def revision_of(self, native_revision: int) -> int:
-        """The pool's revision for one of the present core."""
+        """Convert a revision of the present core to the pool's."""
         return self._earlier_revision + native_revision
 
     def native_revision_of(self, revision: int) -> int:
-        """The present core's revision for one of the pool; negative for one of an earlier core."""
+        """Convert a pool's revision to the present core's; negative for one of an earlier core."""
         return revision - self._earlier_revision
 
     def keep_changes(self) -> None:
@@ -425,8 +426,8 @@ class Pool:
                 follower.wake()
 
     def usage(self) -> cpb.PoolUsage:
-        """How the blocks of each tier of each layer group are used. The message is changed by the
-        next call.
+        """Return how the blocks of each tier and layer group are used. The next call changes the
+        message.
         """
         for i, message in enumerate(self._usage.tiers):
             counted = self.groups[message.group].usage(message.tier)
@@ -442,7 +443,7 @@ class Pool:
         return self._usage
 
     def counters(self) -> cpb.PoolCounters:
-        """What the pool has done since it registered."""
+        """Return what the pool has done since it registered."""
         counters = cpb.PoolCounters(
             num_cut_sequences=self.statistics.cut_sequences.total(),
             num_granted_admissions=self.num_granted_admissions,
@@ -452,7 +453,7 @@ class Pool:
         return counters
 
     def block_times(self) -> dict[tpb.Tier, BlockTimes]:
-        """How long blocks lived and waited, since the pool registered."""
+        """Return how long blocks lived and waited, since the pool registered."""
         return read_block_times(self._block_times())
 
     def _block_times(self) -> list[float]:
@@ -462,7 +463,7 @@ class Pool:
         return [sum(values) for values in zip(*times, strict=True)]
 
     def info(self, num_sequences: int) -> cpb.DescribePoolResponse:
-        """The pool's description; the caller counts its live sequences."""
+        """Describe the pool; the caller counts its live sequences."""
         return cpb.DescribePoolResponse(
             layout=self.layout.to_proto(),
             shards=self.shards.infos(),

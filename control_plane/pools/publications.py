@@ -1,6 +1,6 @@
-"""Publications as they travel: from the prefix index to data planes, and back in their reports.
+"""Publications on the wire: from the prefix index to data planes, and back in their reports.
 
-Sessions of one root share prefixes, those of different roots never do. A root consists of the
+Sessions of one root share prefixes; those of different roots never do. A root consists of the
 layout's fingerprint, the tenant and the namespace.
 """
 
@@ -31,13 +31,13 @@ Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
 
 
 def root_of(fingerprint: bytes, tenant: str, namespace: str) -> bytes:
-    """The root of the prefixes that a tenant's sessions of one namespace share."""
+    """Return the root of the prefixes that a tenant's sessions of one namespace share."""
     names = [name.encode() for name in (tenant, namespace)]
     return fingerprint + b"".join(_LENGTH.pack(len(name)) + name for name in names)
 
 
 def owner_of(root: bytes) -> tuple[str, str]:
-    """The tenant and the namespace of a root."""
+    """Return the tenant and the namespace of a root."""
     begin = _FINGERPRINT_BYTES + _LENGTH.size
     (num_bytes,) = _LENGTH.unpack_from(root, _FINGERPRINT_BYTES)
     end = begin + num_bytes
@@ -45,7 +45,7 @@ def owner_of(root: bytes) -> tuple[str, str]:
 
 
 def publish_message(run: Run, group: int = 0) -> cpb.RegisterResponse:
-    """Announces published blocks of one root and layer group."""
+    """Return the message that announces published blocks of one root and layer group."""
     root, indices, generations, parent_indices, parent_generations, hashes, token_ids = run
     tenant, namespace = owner_of(root)
     publications = tpb.Publications(
@@ -64,15 +64,17 @@ def publish_message(run: Run, group: int = 0) -> cpb.RegisterResponse:
 
 
 def withdraw_message(indices: bytes, generations: bytes, group: int = 0) -> cpb.RegisterResponse:
-    """Takes back publications of a group's device blocks of these generations."""
+    """Return the message that withdraws publications of a group's device blocks of these
+    generations.
+    """
     return cpb.RegisterResponse(
         withdraw=cpb.WithdrawBlocks(indices=indices, generations=generations, group=group)
     )
 
 
 def reported_root(message: tpb.Publications, *, fingerprint: bytes, num_blocks: int) -> bytes:
-    """The root of reported publications of a device tier of ``num_blocks``, whose columns have not
-    been read yet. Raises InvalidRequestError naming a field of the message.
+    """Return the root of reported publications of a device tier of ``num_blocks``; reads none of
+    their columns. Raises InvalidRequestError naming a field of the message.
     """
     algorithm = message.hash_algorithm
     _require(algorithm == HASH_ALGORITHM, "hash_algorithm", f"must be {HASH_ALGORITHM!r}")

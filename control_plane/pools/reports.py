@@ -1,4 +1,4 @@
-"""What the shards of a pool report of their blocks, column by column into the native core."""
+"""Passes the block reports of a pool's shards to the native core, column by column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
 
 
 class Reports:
-    """What all shards have reported so far, from which the pool is built."""
+    """The reports of all shards so far, from which the pool is built."""
 
     __slots__ = ("_fingerprint", "rebuilds")
 
@@ -29,14 +29,12 @@ class Reports:
         self._fingerprint = layout.fingerprint
 
     def start(self, shard_index: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:
-        """A shard begins to report; what it reported before is dropped. ``num_blocks``: of each
-        layer group.
-        """
+        """Begin a shard's report and drop its earlier one. ``num_blocks``: of each layer group."""
         for rebuild, of_group in zip(self.rebuilds, num_blocks, strict=True):
             rebuild.start_shard(shard_index, *(of_group[tier] for tier in TIERS))
 
     def take(self) -> list[Pool]:
-        """The pools that were built of them, by layer group; nothing is reported then."""
+        """Return the pools that were built, by layer group. No report is left then."""
         return [rebuild.take() for rebuild in self.rebuilds]
 
     def add(
@@ -45,8 +43,8 @@ class Reports:
         num_blocks: Sequence[dict[tpb.Tier, int]],
         part: cpb.BlockReport,
     ) -> None:
-        """Add a part of a shard's report. Raises InvalidRequestError naming a field of it; messages
-        before the one at fault have been added then.
+        """Add a part of a shard's report. Raises InvalidRequestError naming a field of it; the
+        messages before the faulty one are added then.
         """
         at = "report"
         try:
@@ -90,7 +88,7 @@ def _check_group(group: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:
 
 
 def _check_blocks(message: tpb.Blocks, num_blocks: dict[tpb.Tier, int]) -> None:
-    """What can be checked before the columns are read."""
+    """Check a message before its columns are read."""
     if message.tier not in TIERS:
         raise InvalidRequestError(
             f"must be TIER_DEVICE or TIER_HOST, not {message.tier}", field="tier"

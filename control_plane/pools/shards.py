@@ -1,11 +1,11 @@
-"""The data planes of one pool: which are registered, what each has reported and must be sent.
+"""The data planes of one pool: their registrations, their reports and the messages to them.
 
     Hello ──► not resumed ──► asked for its report ──► has reported ──► the pool is built from all
                                    ▲                                    reports, which are dropped
                                    └── another shard restarts ◄─────────────────┘
 
-A report counts only after it was asked for on the stream that it comes on. A session that ended is
-fenced by every shard: until all have done so, ``is_fencing`` holds and its blocks stay retired.
+A report counts only if it was requested on the stream that carries it. Every shard fences a session
+that ended: until all have done so, ``is_fencing`` holds and its blocks stay retired.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
 
-# Of a tenant, of which each shard with files may still have to hear: 1 for each message and for
-# each KiB of token ids. Beyond, all files of the tenant are forgotten instead. One message alone
-# may be larger: shards that are there are told it as it is, and for others all files are kept.
+# Most of a tenant's file forgets that shards have not carried out: 1 for each message and for each
+# KiB of token ids. Beyond it, all files of the tenant are forgotten instead. A single message may
+# be larger: connected shards get it as it is, others a message to forget all the tenant's files.
 MAX_WAITING: Final = 1024
 
 
@@ -54,7 +54,7 @@ class ShardState:
         self.welcomed = False  # has reported since its last Hello that was not resumed
         self.complete = False  # has reported all that the pool is to be built from
         self.asked = True  # for a report, on the present stream
-        # Layer group and device block from which on publications are to be sent again.
+        # Layer group and device block from which publications are to be sent again.
         self.resends_from: tuple[int, int] | None = None
 
     def ask_again(self, reports: Reports) -> None:
@@ -64,8 +64,8 @@ class ShardState:
         self.outgoing.append(cpb.RegisterResponse(report_request=cpb.ReportRequest()))
 
     def add_report(self, part: cpb.BlockReport) -> None:
-        """Add a part of a report. Raises InvalidRequestError naming a field of ``report``; what was
-        reported before is dropped then.
+        """Add a part of a report. Raises InvalidRequestError naming a field of ``report``; if the
+        part is at fault, the next one begins a new report.
         """
         if self.complete:
             raise InvalidRequestError("is complete: report again when asked to", field="report")
@@ -80,7 +80,7 @@ class ShardState:
             self.complete = self.welcomed = True
 
     def take_outgoing(self) -> list[cpb.RegisterResponse]:
-        """The messages to send, in order; none before its first report is complete."""
+        """Return the messages to send, in order; none before its first report is complete."""
         if not self.welcomed:
             return []
         outgoing = list(self.outgoing)
@@ -89,15 +89,15 @@ class ShardState:
         return outgoing
 
     def disconnect(self) -> None:
-        """Its stream has ended. What it missed is sent again when it comes back."""
+        """Mark it as disconnected. What it misses is sent again when it comes back."""
         self.connected = False
         self.resends_from = None
         self.outgoing.clear()
         self.asked = False
 
     def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
-        """Resume it on another stream. ``hello`` may bring a new address. It is to be sent
-        ``missed``, and then publications again.
+        """Resume it on another stream. ``hello`` may bring a new address. Queues ``missed``, then
+        all publications again.
         """
         self.hello, self.connected = hello, True
         self.outgoing = deque(missed)
@@ -106,7 +106,7 @@ class ShardState:
             self.ask_again(self._reports)
 
     def info(self) -> cpb.ShardInfo:
-        """Its description for clients."""
+        """Return its description for clients."""
         hello = self.hello
         return cpb.ShardInfo(
             shard=hello.shard,
@@ -118,14 +118,14 @@ class ShardState:
 
 
 class FileForgets:
-    """Prefixes whose files data planes are to delete, until each has said that it did. Of one pool,
-    which bounds the number of its tenants.
+    """Prefixes of one pool whose files data planes are to delete, until each has confirmed it. The
+    pool bounds the number of tenants.
 
         Forget ──► told at once ──► (blocks withdrawn) ──► told again ──► FilesForgotten ──► done
 
-    The second time counts: until blocks are withdrawn, a plan made before may have them written
+    The second message counts: until blocks are withdrawn, an earlier plan may have them written
     again. It is repeated to a shard that comes back, also as another process, because files outlive
-    both.
+    connections and processes.
     """
 
     def __init__(self) -> None:
@@ -138,11 +138,11 @@ class FileForgets:
 
     @property
     def has_early(self) -> bool:
-        """Whether some are to be told again, once what they are of is withdrawn."""
+        """Whether some are to be sent again, once their blocks are withdrawn."""
         return bool(self._early)
 
     def add(self, message: cpb.ForgetFiles) -> list[cpb.RegisterResponse]:
-        """What shards with files are to be told at once."""
+        """Add a message; returns what to send shards with files at once."""
         tenant = message.tenant
         held = self._sizes.get(tenant, 0)
         if held and held + _size(message) > MAX_WAITING:
@@ -156,9 +156,9 @@ class FileForgets:
         return [_response(message)]
 
     def second_notices(self, shards: Iterable[int]) -> list[cpb.RegisterResponse]:
-        """What the shards with files are to be told when blocks have been withdrawn."""
+        """Return what to send shards with files once blocks have been withdrawn."""
         of_shards = frozenset(shards)
-        if of_shards != self._shards:  # the pool may be divided in another way by now
+        if of_shards != self._shards:  # the pool may now be divided in another way
             self._shards = of_shards
             for forget_id, (waiting, _) in [*self._waiting.items()]:
                 waiting &= of_shards
@@ -174,13 +174,13 @@ class FileForgets:
         return [_response(message) for message in messages]
 
     def done(self, forget_id: int, shard_index: int) -> None:
-        """A shard has deleted the files."""
+        """Record that a shard has deleted the files."""
         if forget_id in self._waiting:
             self._waiting[forget_id][0].discard(shard_index)
             self._drop_if_done(forget_id)
 
     def of_shard(self, shard_index: int) -> list[cpb.RegisterResponse]:
-        """What a shard may not have heard."""
+        """Return the messages that a shard has not confirmed."""
         return [
             _response(message)
             for waiting, message in self._waiting.values()
@@ -188,7 +188,7 @@ class FileForgets:
         ]
 
     def _kept(self, message: cpb.ForgetFiles) -> cpb.ForgetFiles:
-        """What is told to shards that come back."""
+        """Return the message to repeat to shards that come back."""
         if _size(message) <= MAX_WAITING:
             return message
         kept = cpb.ForgetFiles(
@@ -239,7 +239,7 @@ class PoolShards:
         self.file_forgets = FileForgets()
 
     def add(self, hello: cpb.Hello) -> ShardState:
-        """A shard registers, to report next."""
+        """Add a shard, which is to report next."""
         state = self.states[hello.shard.index] = ShardState(hello, self.reports)
         state.outgoing.extend(self.fences_for(hello.shard.index))
         state.outgoing.extend(self.forgets_for(hello))
@@ -258,7 +258,7 @@ class PoolShards:
         self._was_notified = True
 
     def ask_again(self, *, but: int) -> None:
-        """Ask all shards but one to report again; what they reported before is dropped."""
+        """Ask all shards but one to report again; drops their earlier reports."""
         self.reports = Reports(self.layout, self.num_shards)
         self._was_notified = True
         for i, state in self.states.items():
@@ -293,7 +293,7 @@ class PoolShards:
         return set(self._fencing)
 
     def not_fenced_by(self, session_id: int) -> set[int]:
-        """Shards that have not fenced an ended session yet."""
+        """Return the shards that have not fenced an ended session yet."""
         waiting, _ = self._fencing.get(session_id, (set[int](), None))
         return waiting
 
@@ -303,11 +303,11 @@ class PoolShards:
         return [self.states[i].hello.epoch for i in range(self.num_shards)]
 
     def infos(self) -> list[cpb.ShardInfo]:
-        """Each shard's description, by shard index."""
+        """Return each shard's description, by shard index."""
         return [self.states[i].info() for i in sorted(self.states)]
 
     def what_is_missing(self) -> str:
-        """Why sessions cannot be opened."""
+        """Return why sessions cannot be opened."""
         missing = [str(i) for i in range(self.num_shards) if i not in self.states]
         lost = [str(i) for i, state in sorted(self.states.items()) if not state.connected]
         silent = [str(i) for i, state in sorted(self.states.items()) if not state.complete]
@@ -321,12 +321,12 @@ class PoolShards:
             return f"shards {', '.join(silent)} have not reported their blocks yet"
         unfenced = sorted({i for waiting, _ in self._fencing.values() for i in waiting})
         if not unfenced:
-            return "what its shards reported is still being entered"
+            return "it is still being built from its shards' reports"
         return f"shards {', '.join(map(str, unfenced))} have not stopped sessions that ended yet"
 
     def overlapping(self, shard: tpb.Shard) -> list[int]:
-        """Indices of the other shards that hold a part of what this one would, and are not copies
-        of it.
+        """Return the indices of the other shards that hold a part of what this one would, and are
+        not copies of it.
         """
         new = Shard.from_proto(shard)
         return [
@@ -338,7 +338,7 @@ class PoolShards:
     # Messages
 
     def take_notified(self) -> list[int]:
-        """The shards for which messages wait, if any were queued since the last call."""
+        """Return the shards that have messages, if any were queued since the last call."""
         if not self._was_notified:
             return []
         self._was_notified = False
@@ -362,8 +362,8 @@ class PoolShards:
             self._send_to_files(self.file_forgets.add(message))
 
     def withdrawn(self) -> None:
-        """All blocks that were forgotten have been withdrawn. A shard that is still to hear of
-        some is told after them: ``forgets_for``.
+        """Send file forgets again, after all forgotten blocks were withdrawn. A shard that still
+        resumes gets them after its withdrawals, by ``forgets_for``.
         """
         if self.file_forgets.has_early:
             messages = self.file_forgets.second_notices(self.file_tiers)
@@ -380,28 +380,28 @@ class PoolShards:
                 self.states[i].outgoing.extend(messages)
 
     def forgets_for(self, hello: cpb.Hello) -> list[cpb.RegisterResponse]:
-        """Which files a shard is to delete, once it knows what was withdrawn."""
+        """Return the files that a shard is to delete, after its withdrawals."""
         return self.file_forgets.of_shard(hello.shard.index) if hello.has_file_tier else []
 
     def fences_for(self, index: int) -> list[cpb.RegisterResponse]:
-        """The fences that a shard has not carried out yet."""
+        """Return the fences that a shard has not carried out yet."""
         return [message for waiting, message in self._fencing.values() if index in waiting]
 
     # Sessions
 
     def next_ordinal(self) -> int:
-        """The ordinal of a new session: sessions opened since the key was made, with it."""
+        """Return the ordinal of a new session: its number, from 1, since the key was made."""
         self._num_sessions += 1
         return self._num_sessions
 
     def fence(self, session: tpb.SessionRef, ordinal: int) -> None:
-        """The session ended: every shard must stop it."""
+        """Have every shard fence a session that ended."""
         message = cpb.RegisterResponse(fence=cpb.Fence(session=session, ordinal=ordinal))
         self._fencing[session.session_id] = (set(self.states), message)
         self.send([message])
 
     def fence_done(self, session_id: int, index: int) -> bool:
-        """A shard has stopped the session; returns whether it was the last to do so."""
+        """Record that a shard has fenced the session; returns whether it was the last to do so."""
         waiting, _ = self._fencing.get(session_id, (None, None))
         if waiting is None:
             return False
@@ -412,7 +412,7 @@ class PoolShards:
         return True
 
     def start_over(self, num_shards: int, layout: Layout) -> None:
-        """Forget all shards, and what they still had to fence, and begin with a new key."""
+        """Forget all shards and their unfinished fences, and begin with a new key."""
         self.num_shards, self.layout = num_shards, layout
         self.key = self._new_key()
         self.states.clear()
@@ -423,8 +423,8 @@ class PoolShards:
     # Parts of the pool
 
     def _hold_everything(self) -> bool:
-        """Shards that do not overlap hold everything when their parts add up to it, and copies
-        beside the first of a part are numbered without gaps.
+        """Return whether the shards, which do not overlap, add up to all KV heads of all layers
+        and the copies of each part are numbered without gaps.
         """
         if len(self.states) < self.num_shards:
             return False
@@ -437,7 +437,7 @@ class PoolShards:
         return num_held == num_layers * most_kv_heads(self.layout)
 
     def _layers(self, shard: Shard) -> set[int]:
-        """The model layers that a shard holds."""
+        """Return the model layers that a shard holds."""
         held = range(shard.first_layer, shard.first_layer + shard.num_layers)
         return {x for group in self.layout.groups for x in group.layers if x in held}
 
@@ -451,7 +451,7 @@ class PoolShards:
 
 
 def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
-    """Blocks of each tier of a shard, by layer group."""
+    """Return the blocks of each tier of a shard, by layer group."""
     return [
         {tpb.TIER_DEVICE: group.num_device_blocks, tpb.TIER_HOST: group.num_host_blocks}
         for group in (hello.groups or [hello])
@@ -459,5 +459,5 @@ def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
 
 
 def total_blocks(hello: cpb.Hello) -> int:
-    """Blocks of a shard, of all layer groups and both tiers."""
+    """Count the blocks of a shard, of all layer groups and both tiers."""
     return sum(sum(of_group.values()) for of_group in num_blocks_of(hello))

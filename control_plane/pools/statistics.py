@@ -1,4 +1,4 @@
-"""What a pool has done besides what its native core counts: for metrics."""
+"""Counts of a pool for metrics, beyond those of its native core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOCATION_BOUNDS_S: Final = (
     *(0.000005, 0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
 )
-# From a fence on loopback, or the next turn of the queue, to what an operator looks into.
+# From a fence on loopback, or the queue's next grant, to waits that an operator looks into.
 WAIT_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 DURATION_BOUNDS_S: Final = tuple(duration_bounds_s())
 # In the order of the native core.
@@ -51,8 +51,8 @@ class PoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
-    """Of one tier. ``num_evictions``: by reason. ``lifetime``, ``idle``, ``reuse_gap``: in
-    seconds; see ``csrc/blocks/memory/block_times.h``.
+    """Evictions and times of one tier's blocks. ``num_evictions``: by reason. ``lifetime``,
+    ``idle``, ``reuse_gap``: in seconds; see ``csrc/blocks/memory/block_times.h``.
     """
 
     num_evictions: dict[str, int]
@@ -62,7 +62,7 @@ class BlockTimes:
 
 
 def read_block_times(values: list[float]) -> dict[tpb.Tier, BlockTimes]:
-    """The native core's ``block_times``, or sums of several."""
+    """Read the native core's ``block_times``, or sums of several, by tier."""
     numbers = iter(values)
     times = {}
     for tier in TIERS:

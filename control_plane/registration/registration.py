@@ -1,5 +1,4 @@
-"""Registration: what happens when data planes register, report, disconnect and return; and how a
-pool is built from what they report.
+"""Registration: data planes register, report, disconnect and return; pools are built from reports.
 
 A shard belongs to the latest process that claimed it: epochs rise, and one that is lower than the
 registered one is refused. A process that returns is resumed when nothing that both sides hold has
@@ -10,8 +9,8 @@ Metadata is soft state: whoever holds the memory holds its metadata too. So a po
 reports of which block holds which prefix; the native core does it, a slice at a time
 (``csrc/blocks/recovery/rebuild.h``).
 
-- Generations go on from the highest that any shard or this control plane knows of a block, also for
-  blocks that the smallest shard does not have: it may be replaced by a larger one.
+- Generations continue from the highest that any shard or this control plane knows of a block, also
+  for blocks that the smallest shard does not have: it may be replaced by a larger one.
 - A publication is restored only if it is of the block's final generation and all shards report the
   same, since a block holds its prefix only where every shard holds its part of it.
 - Its parent is exactly the block that it names, of that block's final generation, and restored too.
@@ -55,7 +54,7 @@ _SMALL_BLOCKS: Final = 4096
 
 
 class Registration:
-    """Handles what data planes send, for all pools."""
+    """Handles the messages of data planes, for all pools."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class Registration:
         self._config = config
         self._new_key = new_key
         self._end_sessions = end_sessions
-        self.touched: set[Pool] = set()  # what their shards are to be told may have changed
+        self.touched: set[Pool] = set()  # may have new messages, announcements or work
         self._working: set[Pool] = set()  # have work that is done in slices
         self._announcing: set[Pool] = set()  # have something to announce
 
@@ -148,15 +147,15 @@ class Registration:
         begin_if_complete(pool)
 
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
-        """A shard's stream has ended. Sessions go on: engines carry their plans."""
+        """Record that a shard's stream has ended. Sessions continue: engines carry their plans."""
         pool = self._pools.get(pool_id)
         state = pool.shards.states.get(shard_index) if pool is not None else None
         if state is not None and state.hello.epoch == epoch:
             state.disconnect()
 
     def forget_lost_pools(self, now_s: float) -> list[str]:
-        """Forget the pools that nobody has used for long; returns their ids. ``now_s``: monotonic
-        seconds.
+        """Forget the pools that have been abandoned for ``pool_expiry_s``; returns their ids.
+        ``now_s``: monotonic seconds.
         """
         forgotten = []
         for pool in [*self._pools.values()]:
@@ -173,7 +172,7 @@ class Registration:
         return forgotten
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
-        """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        """Record that a shard has fenced a session. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
         if done.session.incarnation == self._incarnation():
             self.touched.add(pool)
@@ -183,12 +182,12 @@ class Registration:
     def files_forgotten(
         self, pool_id: str, shard_index: int, epoch: int, done: cpb.FilesForgotten
     ) -> None:
-        """A shard has deleted files. Raises PoolNotFoundError, StaleEpochError."""
+        """Record that a shard has deleted files. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
         pool.shards.file_forgets.done(done.forget_id, shard_index)
 
     def take_notified(self) -> list[tuple[str, int]]:
-        """The shards (pool, index) for which messages wait, of the pools touched since the last
+        """Return the shards (pool, index) that have messages, of the pools touched since the last
         call.
         """
         notified = []
@@ -204,12 +203,12 @@ class Registration:
         return notified
 
     def has_announcements(self) -> bool:
-        """Whether ``announce`` has something to do, once ``take_notified`` has been called."""
+        """Return whether ``announce`` has work. Call ``take_notified`` before."""
         return bool(self._announcing)
 
     def announce(self) -> None:
-        """Tell shards what was published and forgotten, for a few milliseconds. No step waits for
-        this, and what many steps published goes together.
+        """Queue publications and withdrawals for shards, for a few milliseconds. No step waits for
+        this, and the publications of many steps go together.
         """
         for pool in [*self._announcing]:
             self.touched.add(pool)
@@ -218,12 +217,12 @@ class Registration:
                 self._announcing.remove(pool)
 
     def has_work(self) -> bool:
-        """Whether ``work`` has something to do, once ``take_notified`` has been called."""
+        """Return whether ``work`` has something to do. Call ``take_notified`` before."""
         return bool(self._working)
 
     def work(self) -> bool:
-        """Go on for a few milliseconds with what takes long: pools that are built from reports, and
-        prefixes that were forgotten. Returns whether some of it is left.
+        """Continue long work for a few milliseconds: building pools, freeing forgotten prefixes,
+        releasing ended sessions. Returns whether some is left.
         """
         self._working.update([pool for pool in self.touched if pool.has_work])
         for pool in [*self._working]:
@@ -237,7 +236,7 @@ class Registration:
         return self.has_work()
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
-        """The messages to send to a shard, in order. Each is returned once; see ``take_missed``."""
+        """Return the messages to send to a shard, in order, each once; see ``take_missed``."""
         pool = self._pools.get(pool_id)
         if pool is None:
             return []
@@ -246,8 +245,8 @@ class Registration:
         return state.take_outgoing() if state is not None else []
 
     def take_missed(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse] | None:
-        """Some of what a shard that was resumed may have missed, of a megabyte at most, behind what
-        ``take_outgoing`` returns. To be called again when that was sent; None when it is all.
+        """Return what ``take_outgoing`` does, and then messages that a resumed shard may have
+        missed, of a megabyte at most. Call it again when they were sent; None when none are left.
         """
         pool = self._pools.get(pool_id)
         state = None if pool is None else pool.shards.states.get(shard_index)
@@ -274,7 +273,7 @@ class Registration:
         return pool, state
 
     def _can_resume(self, pool: Pool, hello: cpb.Hello) -> bool:
-        """Whether this is the process that registered and reported before, nothing changed."""
+        """Return whether the same process registered and reported before, and nothing changed."""
         state = pool.shards.states.get(hello.shard.index)
         if state is None or not state.welcomed:
             return False
@@ -303,19 +302,19 @@ class Registration:
             shards.start_over(hello.shard.num_shards, layout)
         elif earlier is not None and earlier.hello.epoch != hello.epoch:
             for session_id in shards.fenced_sessions:
-                pool.fence_done(session_id, index)  # the process that was to do it is gone
+                pool.fence_done(session_id, index)  # the process that was to fence it is gone
         if pool.built or pool.is_building:
             shards.ask_again(but=index)
         pool.close()
 
 
 def _holds(hello: cpb.Hello, pool: Pool) -> bool:
-    """Whether the process shows that it holds the pool's key."""
+    """Return whether the process proves that it holds the pool's key."""
     return hmac.compare_digest(hello.key_id, signing.key_id(pool.key))
 
 
 def _is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
-    """Whether both are of one process, which holds the same part of the same pool."""
+    """Return whether both are of one process that holds the same part of the same pool."""
     return (
         hello.epoch == known.epoch
         and hello.shard == known.shard
@@ -327,7 +326,7 @@ def _is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
 
 
 def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
-    """Whether the shard divides the pool in another way, or holds other data, than those before.
+    """Return whether the shard divides the pool otherwise, or holds other data, than those before.
 
     Raises InvalidRequestError or LayoutMismatchError when it does, and another shard is connected.
     """
@@ -370,7 +369,7 @@ def _check_epoch(hello: cpb.Hello, registered: cpb.Hello) -> None:
 
 
 def _validate(hello: cpb.Hello) -> Layout:
-    """The hello's layout. Raises InvalidRequestError naming the field at fault."""
+    """Check a hello; returns its layout. Raises InvalidRequestError naming the field at fault."""
     shard = hello.shard
     longest = MAX_POOL_ID_CHARACTERS
     _require(1 <= len(hello.pool_id) <= longest, "pool_id", f"1 to {longest} characters")
@@ -426,8 +425,8 @@ def _require(ok: bool, field: str, wanted: str) -> None:
 
 
 def begin_if_complete(pool: Pool) -> None:
-    """Begin to build the pool once its shards hold everything, have reported, and fenced all
-    sessions that ended; ``build_some`` goes on, until the pool is built. A small one is built now.
+    """Begin to build the pool once its shards hold everything, have reported, and have fenced all
+    ended sessions. ``build_some`` continues until the pool is built; a small one is built now.
     """
     shards = pool.shards
     if pool.built or pool.is_building or shards.is_fencing or not shards.are_complete:
@@ -439,7 +438,7 @@ def begin_if_complete(pool: Pool) -> None:
 
 
 def build_some(pool: Pool) -> bool:
-    """Go on with a build for a few milliseconds; returns whether the pool is built now."""
+    """Continue a build for a few milliseconds; returns whether the pool is built now."""
     if all(rebuild.step(_SLICE_BLOCKS) for rebuild in pool.shards.reports.rebuilds):
         pool.end_build()
     return pool.built

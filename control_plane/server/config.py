@@ -29,8 +29,8 @@ class ControlPlaneConfig(ServingConfig):
     max_message_bytes: int = max_message_setting(1 << 23)  # a prompt of two million tokens
     plane_bind: str = setting(
         "",
-        help="Another address, host:port, whose connections are counted apart: where only data"
-        " planes can reach it, no number of other callers keeps them out.",
+        help="Another address, host:port, whose connections are counted apart: if only data planes"
+        " can reach it, other callers cannot crowd them out.",
     )
     page_port: int = setting(
         -1,
@@ -171,15 +171,14 @@ class ControlPlaneConfig(ServingConfig):
     )
     election_ttl_s: int = setting(
         5,
-        help="How long a leader that cannot be reached goes on leading.",
+        help="How long a leader that cannot be reached keeps leading.",
         unit="s",
         minimum=1,
         maximum=3600,
     )
     advertise: str = setting(
         "",
-        help="Address of this process for those that stand by, host:port; empty means the one"
-        " bound.",
+        help="Address of this process for standbys, host:port; empty means the one bound.",
     )
     incarnation: int = setting(
         0,
@@ -191,7 +190,7 @@ class ControlPlaneConfig(ServingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.election and self.incarnation:
-            raise InvalidRequestError("is the election's to give", field="incarnation")
+            raise InvalidRequestError("must be 0: the election gives it", field="incarnation")
         if self.advertise:
             check_address(self.advertise, "advertise")
         if self.plane_bind:
@@ -200,7 +199,7 @@ class ControlPlaneConfig(ServingConfig):
 
     @property
     def core(self) -> CoreConfig:
-        """The part that the core needs."""
+        """The core's part of the settings."""
         return CoreConfig(
             lease_s=self.lease_s,
             max_plans_in_flight=self.max_plans_in_flight,

@@ -1,6 +1,6 @@
 """All metrics of the control plane; docs/metrics.md lists them.
 
-What the core keeps is read from it at each scrape; events are counted as they happen.
+The core's state is read at each scrape; events are counted as they happen.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _MISSING_RECEIPTS: Final = _gauge(
 )
 _OLDEST_RETIRED: Final = _gauge(
     "oldest_retired_age_seconds",
-    "How long the blocks have been retired that have been so longest; 0 for none.",
+    "For how long the longest retired blocks have been retired; 0 for none.",
 )
 _FOLLOWERS: Final = _gauge("followers", "Streams that follow the prefix index.")
 
@@ -93,8 +93,8 @@ _OPERATIONS: Final = Declaration(
 _REFUSED_ITEMS: Final = Declaration(
     "counter",
     "kvplane_refused_items_total",
-    "Of these, items that were not done: LATER and NEVER by what is in the way, FAILED by the "
-    "error's reason.",
+    "Of these, items that were not done: LATER and NEVER by the shortage's reason, FAILED by the "
+    "error's.",
     ("operation", "status", "reason"),
 )
 _PLANS: Final = Declaration("counter", "kvplane_plans_total", "Plans sent.")
@@ -163,14 +163,14 @@ _GRANTED: Final = _counter(
 )
 _CUT: Final = _counter(
     "cut_sequences",
-    "Sequences cut: for those that grow, at the end of a turn, or because they did nothing.",
+    "Sequences cut: for those that grow, at the end of a turn, or because they were idle.",
     "reason",
 )
 _EXPIRED: Final = _counter("sessions_expired", "Sessions whose lease ran out.")
 _RECLAIMED: Final = _counter(
     "reclaimed_blocks",
     "Blocks in the tables of sessions when they ended: closed, expired, a shard's new epoch, or a "
-    "receipt that a shard did not give.",
+    "shard's missing receipt.",
     "cause",
 )
 _ABORTS: Final = _counter("aborts", "Plans aborted by request.")
@@ -241,7 +241,7 @@ class ControlPlaneMetrics(PlaneMetrics):
                 self.operations.inc(kind, "ok", by=num_done)
 
     def count_plain_step(self, answer: PlainAnswer, duration_s: float) -> None:
-        """The same of a plain step, of which all items were done."""
+        """Count a plain step of which all items were done, its operation and its plan."""
         self._step_duration.add(duration_s)
         self.num_plans += answer.has_plan
         if answer.kind:
@@ -254,7 +254,7 @@ class ControlPlaneMetrics(PlaneMetrics):
     def read_pools_on(
         self, loop: asyncio.AbstractEventLoop, observe: Callable[[], Observed]
     ) -> None:
-        """The same, of an ``observe`` that must run on ``loop``: scrapes come on a thread."""
+        """Export what ``observe`` says, run on ``loop``: scrapes come on another thread."""
 
         async def read() -> Observed:
             return observe()

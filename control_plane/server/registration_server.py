@@ -1,11 +1,10 @@
-"""The registration streams of data planes: Hello, Welcome, the block report, then
-messages both ways while both processes run.
+"""The registration streams of data planes: Hello, Welcome, the block report, then messages both
+ways while both processes run.
 
-Each shard has at most one live stream. Another one supersedes it, and ends it, when it comes from a
-process that shows by the pool's key that it is the same, or when nothing was heard on it for longer
-than a heartbeat. Nothing here
-polls: ``flush`` is called after everything that may have made the core queue messages, and wakes
-only the streams that have some.
+Each shard has at most one live stream. A new one supersedes and ends it if the new one's process
+proves by the pool's key that it is the same, or if nothing was heard on the old one for longer than
+a heartbeat. Nothing here polls: ``flush`` is called after everything that may have made the core
+queue messages, and wakes only the streams that have some.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Registrar:
     def __init__(
         self, core: ControlPlane, *, heartbeat_s: float, max_waiting_messages: int = 4096
     ) -> None:
-        """``max_waiting_messages``: for one stream, beyond those that it begins with."""
+        """``max_waiting_messages``: of one stream, beyond those that it begins with."""
         self._core = core
         self._max_waiting = max_waiting_messages
         self._heartbeat_s = heartbeat_s
@@ -64,9 +63,9 @@ class Registrar:
         """Answer one stream until either side ends it.
 
         Raises what the core raises for the Hello or the report; NotPermittedError when the caller
-        may not register for the pool; DeadlineExceededError when
-        heartbeats stop; StaleEpochError when another process takes the shard over, CancelledError
-        when the same one does by a new stream.
+        may not register for the pool; DeadlineExceededError when heartbeats stop; StaleEpochError
+        when another process takes the shard over, CancelledError when the same one opens a new
+        stream.
         """
         hello = await self._hello(requests, caller)
         stream = self._open(hello)
@@ -81,7 +80,7 @@ class Registrar:
                     return
                 elif (missed := self._core.take_missed(*stream.key)) is not None:
                     stream.outbox.extend(missed)
-                    await asyncio.sleep(0)  # others are not to wait for all of it
+                    await asyncio.sleep(0)  # others must not wait for all of it
                 else:
                     await stream.changed.wait()
                     stream.changed.clear()
@@ -95,8 +94,8 @@ class Registrar:
             self._close(stream)
 
     def heartbeat_ages(self) -> dict[tuple[str, int], float]:
-        """Seconds since the last message of each data plane that is registered, by pool and shard
-        index.
+        """Return the seconds since the last message of each registered data plane, by pool and
+        shard index.
         """
         now_s = time.monotonic()
         return {key: now_s - stream.heard_s for key, stream in self._streams.items()}
@@ -119,8 +118,8 @@ class Registrar:
         self.flush()
 
     def _send(self, stream: _Stream, messages: list[pb.RegisterResponse]) -> None:
-        """Queue messages, or cut the stream of a data plane that does not read: it gets what it
-        missed when it comes back.
+        """Queue messages, or cut the stream of a data plane that does not read: it gets the
+        messages that it missed when it comes back.
         """
         stream.outbox.extend(messages)
         stream.changed.set()
@@ -168,12 +167,12 @@ class Registrar:
         return stream
 
     def _require_free(self, hello: pb.Hello) -> None:
-        """Raise PoolNotReadyError while another process holds the shard and is heard of: epochs are
-        public, so a higher one does not show that this is its successor.
+        """Raise PoolNotReadyError while another process holds the shard and sends messages: epochs
+        are public, so a higher one does not prove that this is its successor.
         """
         old = self._streams.get((hello.pool_id, hello.shard.index))
         if old is None or hello.epoch < old.epoch or self._core.holds_key(hello):
-            return  # of these the core says whether they may register
+            return  # the core decides whether these may register
         if time.monotonic() - old.heard_s < _ALIVE_HEARTBEATS * self._heartbeat_s:
             raise PoolNotReadyError(
                 f"a process of epoch {old.epoch} holds the shard and is connected: another one can "
@@ -227,7 +226,7 @@ class Registrar:
                 await asyncio.wait({read}, timeout=silence_s)
                 if read.done():
                     return read.result()
-                # Where this process was held up, messages may wait that it has not read.
+                # If this process was held up, unread messages may wait.
                 if loop.time() - due_s < self._heartbeat_s:
                     raise DeadlineExceededError(f"no heartbeat for {silence_s:g} s")
         finally:
@@ -264,5 +263,5 @@ class _Stream:
         self.outbox.clear()
         self.changed.set()
         if self.cut is None and self._task is not None:
-            # It may wait for ever to send a message to a peer that does not read.
+            # Sending a message to a peer that does not read may block for ever.
             self.cut = asyncio.get_running_loop().call_later(_CUT_AFTER_S, self._task.cancel)

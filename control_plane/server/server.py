@@ -1,5 +1,5 @@
 """The whole control plane: core, servicer, gRPC server, metrics, and the task that ends leases; and
-the program, which runs it until it is told to stop.
+the program, which runs it until a signal.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ _OF_MAX_OPERATIONS: Final = (
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run with the settings of ``argv`` and ``environ``; the exit code. Exits for bad settings."""
+    """Run with the settings of ``argv`` and ``environ``; returns the exit code, or exits for bad
+    settings.
+    """
     config = parse(ControlPlaneConfig, PROGRAM, argv, environ)
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
         tracing.setup("kvplane-control-plane", environ)
         event_loop.run(_serve(config))
-    except InvalidRequestError as error:  # an election or traces that cannot be had here
+    except InvalidRequestError as error:  # an election or traces that are not available here
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return EXIT_BAD_SETTINGS
     except (OSError, PlaneUnavailableError) as error:
@@ -89,7 +91,7 @@ class ControlPlaneServer(PlaneServer):
     """
 
     leading: asyncio.Task[None] | None = None
-    """Where there is an election: ends with PlaneUnavailableError."""
+    """Set if there is an election: ends with PlaneUnavailableError."""
     ticks: asyncio.Task[None]
     work: asyncio.Task[None]
 
@@ -161,7 +163,7 @@ class ControlPlaneServer(PlaneServer):
 
     async def run_until_signal(self) -> None:
         """Serve until SIGTERM or SIGINT, then stop. Raises PlaneUnavailableError when another may
-        lead, and what an election raises that cannot be held.
+        lead, and the error of an election that failed.
         """
         ends: list[asyncio.Task[None]] = [asyncio.create_task(wait_for_signal())]
         if self.leading is not None:
@@ -202,7 +204,7 @@ class ControlPlaneServer(PlaneServer):
 
 
 async def _tick(core: ControlPlane, service: ControlPlaneService) -> None:
-    """End leases that run out and sequences whose blocks others wait for."""
+    """End expired leases, and cut sequences whose blocks others wait for, until cancelled."""
     while True:
         delay_s = _LONGEST_TICK_S
         try:
@@ -214,9 +216,9 @@ async def _tick(core: ControlPlane, service: ControlPlaneService) -> None:
 
 
 def elector_of(election: str, address: str, *, ttl_s: int) -> Elector:
-    """The elector that the settings name. ``election``: "file:/path",
+    """Return the elector that the settings name. ``election``: "file:/path",
     "kubernetes://namespace/name", or of a scheme that an installed package knows. ``address``: of
-    this process. Raises InvalidRequestError of the field "election".
+    this process. Raises InvalidRequestError for the field "election".
     """
     parts = urlsplit(election)
     name = parts.path.strip("/")

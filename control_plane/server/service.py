@@ -44,15 +44,15 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 LARGE_REQUEST_BYTES: Final = 1 << 20
-"""A request of more than this waits for those before it before it begins."""
+"""A request of more than this begins only after the long requests before it."""
 TURNS_OF_A_CALL: Final = 2
 """Turns of the event loop that a call takes from its arrival to its answer."""
 
 
 class LongRequests:
-    """Requests that have more slices, in the order in which they came: one slice of the first, then
-    a turn of the event loop. What has begun runs to its end, whoever waits for it; what has not is
-    dropped with its caller, who could make many such requests pile up.
+    """Runs requests of several slices in the order in which they came: a slice of the first, then
+    ``TURNS_OF_A_CALL`` turns of the event loop. A request that has begun runs to its end, even if
+    its caller leaves; others are dropped with their caller, or a caller could pile up many.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
@@ -63,17 +63,17 @@ class LongRequests:
         self._begun: int | None = None  # the session whose request has the lane
 
     def is_running(self, session_id: int) -> bool:
-        """Whether the session has such a request."""
+        """Return whether the session has such a request."""
         return session_id in self._running
 
     async def wait(self, session_id: int) -> None:
-        """Until the session has no such request: its requests run one after another."""
+        """Wait until the session has no such request: its requests run one after another."""
         while (task := self._running.get(session_id)) is not None:
             await asyncio.wait([task])
 
     async def run(self, session_id: int, slices: Slices[Any], *, has_begun: bool) -> Any:
-        """What the slices return or raise. The session has no other such request. ``has_begun``:
-        whether a slice of it has run.
+        """Return or raise what the slices do. The session must have no other such request.
+        ``has_begun``: whether a slice of it has run.
         """
         task = self._running[session_id] = asyncio.create_task(self._run(session_id, slices))
         # Not at the end of the task: one that is cancelled at once does not even begin.
@@ -96,7 +96,7 @@ class LongRequests:
     def _forget(self, session_id: int, task: asyncio.Task[Any]) -> None:
         del self._running[session_id]
         if not task.cancelled():
-            task.exception()  # whoever asked may have gone: it is told to nobody then
+            task.exception()  # mark it as read: the caller may have gone
             self._ended()
 
 
@@ -146,7 +146,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                 task.add_done_callback(self._notices.discard)
 
     def _flush_soon(self) -> None:
-        """``flush`` when the answers of this turn of the event loop are written, once for all."""
+        """Call ``flush`` once all answers of this turn of the event loop are written."""
         if not self._is_flush_due:
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush_now)
@@ -347,7 +347,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         return pb.StepResponse(number=number, error=to_wire(error))
 
     async def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse | bytes:
-        """The answer, a large one encoded."""
+        """Return a step's answer, a large one encoded."""
         begin = time.perf_counter()
         with tracing.span(
             "kvplane.control_plane.step",
@@ -363,7 +363,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         return answer.encoded if is_large else response
 
     def _plain_step(self, request: PlainStep, tenant: str) -> bytes | None:
-        """The encoded answer; None where the request has to be a message."""
+        """Return a plain step's encoded answer; None when the request must be read as a message."""
         if tracing.is_on():
             return None
         begin = time.perf_counter()
@@ -380,8 +380,8 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         return answer.encoded
 
     async def _run(self, request: Request, tenant: str) -> Any:
-        """The core's answer to a request that has a number, after those of its session that came
-        before.
+        """Return the core's answer to a request that has a number, after its session's earlier
+        requests.
         """
         session_id = request.session.session_id
         await self._long.wait(session_id)
@@ -394,7 +394,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                 except StopIteration as end:
                     return end.value
             return await self._long.run(session_id, slices, has_begun=has_begun)
-        finally:  # one that failed as a whole may have applied its receipts
+        finally:  # a request that failed as a whole may have applied its receipts
             self.flush()
 
 
@@ -404,8 +404,7 @@ def _session_id(request: pb.StepRequest | PlainStep) -> int:
 
 class _WatchServer:
     """The streams of all followers of prefix indexes. A follower is woken when the index has
-    changed, and takes what there is to tell when its stream has room again; see
-    ``control_plane.watching``.
+    changed, and takes the changes when its stream has room again; see ``control_plane.watching``.
     """
 
     def __init__(self, core: ControlPlane) -> None:
@@ -414,7 +413,7 @@ class _WatchServer:
         self._stopping = False
 
     async def serve(self, request: pb.WatchRequest, tenant: str) -> AsyncIterator[pb.WatchResponse]:
-        """Tell one follower, until it goes. Raises what ``ControlPlane.follow`` and
+        """Serve one follower until it leaves. Raises what ``ControlPlane.follow`` and
         ``Follower.take`` raise, and PlaneUnavailableError when the control plane stops.
         """
         changed = asyncio.Event()
@@ -447,7 +446,7 @@ class _StepStream:
         self._lock = asyncio.Lock()
 
     async def write(self, response: pb.StepResponse | bytes) -> None:
-        """Write a message, or an encoded one, after those before it."""
+        """Write a message, or an encoded one, after earlier ones."""
         await self._lock.acquire()  # `async with` would make two coroutines more for each answer
         try:
             await self._context.write(response)

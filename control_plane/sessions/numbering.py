@@ -1,4 +1,4 @@
-"""The numbers of one session's requests: each is used once, whatever comes of it.
+"""The numbers of one session's requests: each is used once, even if its request fails.
 
     number == last + 1      the next: it runs
     number remembered       the answer that it got, also an error; STEP_CONFLICT for other content
@@ -33,19 +33,19 @@ _WITH_TOKENS: Final = (cpb.StepRequest, cpb.SubmitReceiptsRequest)
 
 
 class Answer:
-    """What came of a number: a message, or why the request failed as a whole."""
+    """The answer to a number: a message, or why the request failed as a whole."""
 
     __slots__ = ("_error", "_message", "content")
 
     def __init__(self, content: bytes, message: Any, error: KvplaneError | None) -> None:
-        """``message``: or an encoded StepResponse."""
+        """``message``: a message or an encoded StepResponse."""
         self.content = content
         self._message = message
         # A copy without a traceback, which would keep the request alive.
         self._error = None if error is None else _copy(error)
 
     def result(self) -> Any:
-        """The message. Raises the error instead when there is one."""
+        """Return the message. Raises the error instead when there is one."""
         if self._error is not None:
             raise _copy(self._error)
         if isinstance(self._message, bytes):
@@ -64,7 +64,7 @@ class Numbering:
         self._answers: OrderedDict[int, Answer] = OrderedDict()
 
     def repeated(self, number: int, content: bytes) -> Answer | None:
-        """The answer that the number got, or None when it is the next one.
+        """Return the answer that the number got, or None when it is the next one.
 
         Raises InvalidRequestError, StepOutOfOrderError, StepConflictError; none uses a number.
         """
@@ -91,15 +91,15 @@ class Numbering:
         self.last += 1
 
     def remember(self, content: bytes, message: Any, error: KvplaneError | None = None) -> None:
-        """Remember what came of the last number: a message, or an encoded StepResponse."""
+        """Remember the last number's answer: a message or encoded StepResponse, or an error."""
         self._answers[self.last] = Answer(content, message, error)
         while len(self._answers) > self._num_kept:
             self._answers.popitem(last=False)
 
 
 def content_of(request: Any) -> bytes:
-    """A digest of the method, the number and everything else in the request but its session and
-    its receipts, to which a repeat may add.
+    """Return a digest of the method, the number and everything else in the request but its session,
+    its traceparent and its receipts: a repeat may bring others.
     """
     # Part by part: a copy of the request without its receipts would cost more than the rest.
     kind = type(request)

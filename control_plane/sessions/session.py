@@ -30,11 +30,11 @@ END_CAUSES: Final[dict[type[KvplaneError], str]] = {
     StaleEpochError: "epoch",
     MissingReceiptError: "receipt",
 }
-"""Why sessions end, for metrics, by what their callers are then told."""
+"""Why sessions end, for metrics, by the error that their callers then get."""
 
 
 def random_session_id() -> int:
-    """One that nobody can guess."""
+    """Return a session id that nobody can guess."""
     return 1 + secrets.randbelow(_MAX_SESSION_ID)
 
 
@@ -80,7 +80,7 @@ class Session:
         num_answers: int,
     ) -> None:
         """Open it in the pool. ``root``: of the prefixes that it shares. ``num_answers``: how many
-        are remembered. Raises QuotaExceededError.
+        answers are remembered. Raises QuotaExceededError.
         """
         self.ref = ref
         self.id = ref.session_id
@@ -110,7 +110,7 @@ class Session:
         return self.native.resync_due(self.handle)
 
     def num_held(self) -> int:
-        """Blocks in its tables, of all layer groups and both tiers."""
+        """Count the blocks in its tables, of all layer groups and both tiers."""
         return sum(group.num_blocks_held(self.handle) for group in self.pool.groups)
 
     def end(self, *, lacks_receipt: bool = False) -> None:
@@ -121,13 +121,13 @@ class Session:
     # Plans
 
     def oldest_plan_s(self) -> float | None:
-        """When the oldest plan in flight was made."""
+        """Return when the oldest plan in flight was made; None if there is none."""
         for record in self.plans.values():
             return record.made_s
         return None
 
     def receipt_of(self, number: int, shard_index: int) -> bytes | None:
-        """The encoded receipt by a shard of a plan in flight; None when there is none of these."""
+        """Return a shard's encoded receipt of a plan in flight; None if either does not exist."""
         record = self.plans.get(number)
         if record is None or not 0 <= shard_index < len(self.epochs):
             return None
@@ -152,7 +152,7 @@ class Session:
 
 
 def _varint(value: int) -> bytes:
-    """In protobuf's encoding."""
+    """Encode a value as protobuf's varint."""
     if value < 1 << 14:  # in two bytes at most, as most are
         return bytes((value & 0x7F | 0x80, value >> 7) if value > 0x7F else (value,))
     encoded = bytearray()
@@ -181,7 +181,7 @@ class EndedSessions:
         self._reasons: OrderedDict[int, tuple[str, type[KvplaneError]]] = OrderedDict()
 
     def add(self, session: Session, reason: type[KvplaneError]) -> None:
-        """The session ended; later calls raise ``reason``."""
+        """Add a session that ended; later calls raise ``reason``."""
         self._reasons[session.id] = (session.tenant, reason)
         while len(self._reasons) > self._max_sessions:
             self._reasons.popitem(last=False)
@@ -192,7 +192,7 @@ class EndedSessions:
         return owner is not None and tenant in (None, owner)
 
     def error(self, session_id: int, tenant: str) -> KvplaneError:
-        """What to raise for a session that is not open, or not the tenant's."""
+        """Return the error for a session that is not open, or not the tenant's."""
         owner, reason = self._reasons.get(session_id, (tenant, SessionNotFoundError))
         if owner != tenant:
             reason = SessionNotFoundError

@@ -1,9 +1,9 @@
-"""Shards that do not say that a plan ran, though another shard did.
+"""Shards that have not receipted a plan that another shard has.
 
-A plan has run when all shards have receipted it. Where one is late, either its receipt was lost on
-the way, which its session alone pays for, or the shard does not work. The session cannot tell, and
-must not be believed: it could stop the others. So it ends, and the shard itself is asked to fence
-it. A shard that does not do that in time either makes the whole pool useless.
+A plan has run when all shards have receipted it. When one is late, either its receipt was lost on
+the way, which costs only the session, or the shard does not work. The session cannot tell which,
+and must not be believed: it could stop the others. So it ends, and the shard is asked to fence it.
+A shard that does not do that in time either makes the whole pool useless.
 
     receipt missing for receipt_timeout_s ──► the session ends ──► its fence
                            all sessions end, none is opened ◄── missing for receipt_timeout_s
@@ -18,7 +18,7 @@ from control_plane.sessions.session import Session
 
 
 def num_missing_receipts(num_shards: int, sessions: Sequence[Session]) -> list[int]:
-    """Plans that another shard has receipted and this one has not, by shard index."""
+    """Count the plans that each shard has not receipted and another has, by shard index."""
     num_missing = [0] * num_shards
     for session in sessions:
         highest = max(session.receipted)
@@ -28,7 +28,7 @@ def num_missing_receipts(num_shards: int, sessions: Sequence[Session]) -> list[i
 
 
 def lost_sessions(pool: Pool, sessions: Sequence[Session], timeout_s: float) -> list[Session]:
-    """The sessions of a pool that end because of a silent shard. The time is the pool's."""
+    """Return a pool's sessions that end because of a silent shard, at the pool's time."""
     if pool.shards.num_shards == 1:
         return []
     if pool.silent_shards:

@@ -50,7 +50,7 @@ class DeviceBlocks:
         return max(at_s for at_s, _ in each), any(is_computed for _, is_computed in each)
 
     def retired_since(self, session: int) -> float | None:
-        """When the session's oldest plan in flight was made, if blocks wait for its receipt."""
+        """Return when the session's oldest plan in flight was made, if blocks wait for receipts."""
         if not self._pool.native.num_own_retired(self._handle(session), _DEVICE):
             return None
         return self._members[session].session.oldest_plan_s()

@@ -1,4 +1,4 @@
-"""Which live sequences of a session are forks of one admission.
+"""Groups the live sequences of a session by the admission that they are forks of.
 
 For the queue they are one sequence: they hold the same blocks. Fork, free and swap cost a
 dictionary entry for each sequence here; appends cost nothing.
@@ -40,32 +40,32 @@ class Families:
         self._last_key = 0
 
     def new_key(self) -> int:
-        """A key for an admission."""
+        """Return a key for an admission, never used before."""
         self._last_key += 1
         return self._last_key
 
     def of(self, sequence_id: int) -> Family:
-        """The family of a sequence."""
+        """Return the family of a sequence."""
         return self._by_id[sequence_id]
 
     def by_key(self, key: int) -> Family:
-        """The family that the queue calls ``key``."""
+        """Return the family that the queue calls ``key``."""
         return self._by_key[key]
 
     def add(self, key: int, sequence_ids: Iterable[int]) -> None:
-        """These sequences were admitted together."""
+        """Add sequences that were admitted together."""
         family = self._by_key[key] = Family(key, sequence_ids)
         self._by_id.update(dict.fromkeys(family.members, family))
 
     def fork(self, parent_id: int, sequence_id: int) -> None:
-        """A sequence was forked."""
+        """Add a fork of a sequence to its family."""
         family = self._by_id[sequence_id] = self._by_id[parent_id]
         family.members.add(sequence_id)
         if parent_id in family.swapped:
             family.swapped.add(sequence_id)
 
     def remove(self, sequence_id: int) -> Family:
-        """A sequence is gone; returns its family, which may be empty now."""
+        """Remove a sequence; returns its family, which may be empty now."""
         family = self._by_id.pop(sequence_id)
         family.members.remove(sequence_id)
         family.swapped.discard(sequence_id)
@@ -74,5 +74,5 @@ class Families:
         return family
 
     def all(self) -> list[Family]:
-        """Every family."""
+        """Return every family."""
         return list(self._by_key.values())

@@ -1,4 +1,4 @@
-"""What sharing a pool means for one session: its families, its position in the queue, its news."""
+"""One session among those that share a pool: its families, its position in the queue, its news."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_REVOKED: Final = 4096
 
 @dataclass(slots=True)
 class QueuedAdmission:
-    """What a session is queued for: an admission, which step ``number`` asked for, or with no
-    message a swap-in. ``since_s``: when it came to the queue. ``lapses_s``: when a swap-in that has
-    come to its turn loses it.
+    """A session's entry in the queue: an admission of step ``number``, or without a message a
+    swap-in. ``since_s``: when it was queued. ``lapses_s``: when a swap-in at the head of the queue
+    loses its place.
     """
 
     key: int
@@ -30,7 +30,7 @@ class QueuedAdmission:
     lapses_s: float | None = None
 
     def names(self, sequence_id: int) -> bool:
-        """Whether the id is to be that of one of the admission's sequences."""
+        """Return whether the id is one of those that the admission is to start."""
         message = self.message
         return message is not None and (
             sequence_id == message.sequence_id
@@ -38,14 +38,14 @@ class QueuedAdmission:
         )
 
     def is_of(self, sequence_id: int) -> bool:
-        """Whether it is the admission of this sequence."""
+        """Return whether it is the admission of this sequence."""
         return self.message is not None and self.message.sequence_id == sequence_id
 
 
 class Member:
     """A session among those that share its pool.
 
-    ``news``: what its next answer tells, None when nothing happened. ``is_drafted``: whether its
+    ``news``: for its next answer, None when nothing happened. ``is_drafted``: whether its
     next plan carries what happened outside of its steps. ``wanted``: for each family whose growth
     is blocked, the sequence that asked.
     """
@@ -73,13 +73,13 @@ class Member:
         self.revoked: OrderedDict[int, None] = OrderedDict()
 
     def take_news(self) -> cpb.News | None:
-        """The news, which the next answer tells."""
+        """Return the news for the next answer, and clear them."""
         news, self.news = self.news, None
         self._with_news.discard(self.session.id)
         return news
 
     def notify_granted(self, message: cpb.Admit, num_cached: int, num_blocks: int) -> None:
-        """The admission that waited was granted."""
+        """Add to the news that the admission that waited was granted."""
         self._news().granted.add(
             sequence_id=message.sequence_id,
             fork_sequence_ids=message.fork_sequence_ids,
@@ -88,7 +88,7 @@ class Member:
         )
 
     def notify_cut(self, sequence_id: int, reason: cpb.CutReason) -> None:
-        """A sequence was cut."""
+        """Add to the news that a sequence was cut."""
         news = self._news()
         news.cut_sequence_ids += columns.pack(INT64, [sequence_id])
         news.cut_reasons += columns.pack(UINT8, [reason])
@@ -98,7 +98,7 @@ class Member:
             self.revoked.popitem(last=False)
 
     def notify_pressure(self, family: Family, num_blocks: int, time_left_s: float) -> None:
-        """The session is asked to release what a family holds."""
+        """Add to the news that the session is asked to release what a family holds."""
         pressure = self._news().pressure
         pressure.num_blocks += num_blocks
         pressure.sequence_ids += columns.pack(INT64, sorted(family.members - family.swapped))

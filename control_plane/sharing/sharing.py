@@ -1,4 +1,4 @@
-"""Who gets the blocks of one pool: the queue's decisions, and what they do to sessions.
+"""Shares the blocks of one pool: asks the queue, and applies its decisions to sessions.
 
     operation of a session ──► the core has room, nobody waits ──► done
                            └─► otherwise the queue is asked ──► done, LATER, or queued
@@ -6,7 +6,7 @@
 
 While nobody waits and no growth is blocked, an operation costs no more than the core's own call.
 Blocks that a blocked sequence is granted are in its table before it asks again. A swap-in keeps its
-place for as long as it is asked for: the core moves blocks only within a step.
+place while its session repeats it: the core moves blocks only within a step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEVICE: Final = tpb.TIER_DEVICE
 _ON_DEVICE: Final = bytes([_DEVICE])
 LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
 _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
-# No pool has so many blocks: the core refuses, and says how many are needed.
+# A headroom larger than any pool: the core refuses, and says how many blocks are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
 _ONES: Final = columns.pack(INT32, [1] * 4096)
@@ -67,15 +67,15 @@ class Sharing:
         config: AdmissionConfig,
     ) -> None:
         self.members: dict[int, Member] = {}
-        self.with_news: set[int] = set()  # sessions that were not told yet
+        self.with_news: set[int] = set()  # sessions whose news were not taken yet
         self._pool = pool
         self._config = config
         self._queue = AdmissionQueue(DeviceBlocks(pool, self.members), config)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits: an operation is the core's own call, and ``started`` if that was an
-        admission.
+        """Whether nobody waits: then an operation may be the core's own call, for an admission with
+        ``started`` after it.
         """
         return self._queue.is_idle
 
@@ -99,9 +99,9 @@ class Sharing:
         self.with_news.discard(session_id)
 
     def set_busy(self, session_id: int, is_busy: bool) -> None:
-        """Whether a request of the session is between two slices: until it has ended the session is
-        neither granted anything nor cut. What was due by then is done at its end, however soon the
-        session's next request begins.
+        """Set whether a request of the session is between two slices. Until the request has ended
+        the session is neither granted anything nor cut. Grants and cuts that are due then are made
+        at its end, however soon the session's next request begins.
         """
         if session_id in self.members:  # it may have ended
             self._queue.set_busy(session_id, is_busy)
@@ -109,7 +109,7 @@ class Sharing:
                 self.tick()  # sessions that it finds to be ended, the next tick finds again
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
-        """Sessions with news that were not taken yet, and the news."""
+        """Return the sessions whose news were not taken yet, and the news."""
         notices = [(i, self.members[i].news) for i in self.with_news]
         self.with_news.clear()
         return [(i, news) for i, news in notices if news is not None]
@@ -119,7 +119,7 @@ class Sharing:
     def admit(
         self, member: Member, message: cpb.Admit, admit: Callable[[int], Done | Failure]
     ) -> tuple[Done | Failure, MustWait | None]:
-        """What ``admit(headroom)`` of the core does, and the place of an admission that waits.
+        """Return the result of the core's ``admit(headroom)``, and why the admission has to wait.
 
         Raises SequenceExistsError when another admission that waits has the id.
         """
@@ -142,11 +142,13 @@ class Sharing:
         return done, must_wait
 
     def why_later(self, member: Member, failure: Failure) -> MustWait | None:
-        """Of ``admit``, without ``wait`` and while nobody waits, that the core answered LATER."""
+        """Return why an admission waits that the core answered LATER: one made while the queue was
+        idle, without ``wait``.
+        """
         return self._ask(member, member.families.new_key(), failure[2], wait=False)
 
     def append(self, member: Member, message: cpb.Append) -> tuple[bytes, list[Failure] | None]:
-        """Extend sequences, the oldest ones that wait for blocks first."""
+        """Extend sequences; no growth passes an older one that waits for blocks."""
         native, handle = member.session.native, member.session.handle
         is_blocked = self._queue.is_growth_blocked
         num_obtainable = 0 if is_blocked else native.num_obtainable(handle, _DEVICE)
@@ -171,7 +173,7 @@ class Sharing:
         )
 
     def fork(self, member: Member, message: cpb.Fork) -> tuple[bytes, list[Failure] | None]:
-        """Fork sequences. The ids of an admission that waits are taken."""
+        """Fork sequences. The ids of an admission that waits are not available."""
         native, handle, waiting = member.session.native, member.session.handle, member.queued
         ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
         parents = columns.read(
@@ -201,8 +203,8 @@ class Sharing:
     def freed(
         self, member: Member, sequence_ids: bytes, failures: list[Failure] | None
     ) -> list[Failure] | None:
-        """Sequences were freed, all but those refused. To free one that waits withdraws it, and one
-        that was cut is not refused.
+        """Remove sequences that the core freed, all but those in ``failures``; return the failures
+        that remain. Freeing an admission that waits withdraws it; freeing a cut sequence succeeds.
         """
         ids = columns.read(INT64, sequence_ids, "sequence_ids")
         refused = {failure[0]: failure for failure in failures or ()}
@@ -214,7 +216,7 @@ class Sharing:
         return list(refused.values()) or None
 
     def swapped_out(self, member: Member, sequence_ids: bytes) -> None:
-        """Sequences were swapped out."""
+        """Record that sequences were swapped out."""
         for sequence_id in columns.read(INT64, sequence_ids, "sequence_ids"):
             family = member.families.of(sequence_id)
             family.swapped.add(sequence_id)
@@ -245,8 +247,8 @@ class Sharing:
         return done, must_wait
 
     def aborted(self, member: Member, sequences: cpb.SequenceStates) -> None:
-        """Plans were aborted: sequences may be on other tiers than they were. ``sequences``: all of
-        the session.
+        """Record the tiers of sequences after an abort, which may have changed them. ``sequences``:
+        all of the session.
         """
         on_host: set[int] = set()
         if sequences.tiers.strip(_ON_DEVICE):
@@ -260,7 +262,7 @@ class Sharing:
     # What is done for sessions outside of their steps
 
     def serve(self) -> None:
-        """Give blocks that came back to those who wait. Call it whenever some may have."""
+        """Grant blocks to those that wait. Call it whenever blocks may have come back."""
         if self._queue.is_idle:
             return
         while (grant := self._queue.next_grant(self._pool.now_s)) is not None:
@@ -270,8 +272,8 @@ class Sharing:
                 return
 
     def tick(self) -> tuple[float, list[Session]]:
-        """Cut who has to yield. Returns after how many seconds to call it again, and the sessions
-        to end because their missing receipts keep blocks from others.
+        """Cut sequences that have to yield. Returns the seconds until the next call is due, and the
+        sessions to end because their missing receipts keep blocks from others.
         """
         now_s, ended = self._pool.now_s, list[Session]()
         if self._queue.is_idle:
@@ -319,7 +321,7 @@ class Sharing:
     def started(
         self, member: Member, key: int, ids: list[int], num_looked_up: int, num_cached: int
     ) -> None:
-        """Sequences were admitted together, the first of which was looked up by so many tokens.
+        """Record sequences admitted together. ``num_looked_up``: tokens looked up for the first.
         ``key``: a new one of the member's families, or that of the admission that waited.
         """
         member.families.add(key, ids)
@@ -337,7 +339,7 @@ class Sharing:
     def _append_in_turn(
         self, member: Member, message: cpb.Append
     ) -> tuple[bytes, list[Failure] | None]:
-        """Item by item: no growth passes an older one that is blocked."""
+        """Extend sequences item by item: no growth passes an older one that is blocked."""
         native, handle = member.session.native, member.session.handle
         num = columns.count(INT64, message.sequence_ids)
         given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
@@ -371,7 +373,7 @@ class Sharing:
         return bytes(done), failures or None
 
     def _may_grow(self, member: Member, sequence_id: int, num_needed: int) -> bool:
-        """Ask the queue for the growth of a sequence, which else waits for it."""
+        """Return whether the queue lets a sequence grow now; otherwise it waits."""
         key = member.families.of(sequence_id).key
         if self._queue.may_grow(member.session.id, key, num_needed, self._pool.now_s):
             member.wanted.pop(key, None)
@@ -388,7 +390,7 @@ class Sharing:
             member.is_drafted = True
 
     def _grant(self, member: Member, grant: Admission) -> bool:
-        """Admit the head of the queue; whether the next can be served now."""
+        """Admit the head of the queue; returns whether the next can be served now."""
         session, waiting = member.session, member.queued
         assert waiting is not None, "the queue has a place that its session does not know of"
         message = waiting.message
@@ -436,7 +438,7 @@ class Sharing:
         member.is_drafted = True
 
     def _gone(self, member: Member, family: Family) -> None:
-        """A sequence of the family was freed."""
+        """Settle a family of which a sequence was freed."""
         if family.members:
             self._settle(member, family)
             return
@@ -463,7 +465,9 @@ class Sharing:
         self._queue.started(session_id, family.key, self._pool.now_s)
 
     def _forgotten(self, member: Member, sequence_id: int) -> bool:
-        """Whether the id was of an admission that waited, or of a sequence that was cut."""
+        """Withdraw the admission that waits for the id, or forget that its sequence was cut.
+        Returns whether it was either.
+        """
         waiting = member.queued
         if waiting is not None and waiting.message is not None and waiting.names(sequence_id):
             self._queue.withdraw(member.session.id, waiting.key)
@@ -473,7 +477,7 @@ class Sharing:
 
 
 def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
-    """The ids of an admission that waits are taken."""
+    """Raise SequenceExistsError if the message has an id of the admission that waits."""
     forks = columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
     for i, sequence_id in enumerate([message.sequence_id, *forks]):
         if waiting.names(sequence_id):
@@ -482,7 +486,7 @@ def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
 
 
 def most_growth(message: cpb.Append, block_size_tokens: int) -> int:
-    """No append takes more blocks than this, as far as can be said without a look at it."""
+    """Return a bound on the blocks that the append takes, from its columns alone."""
     num = columns.count(INT64, message.sequence_ids)
     if message.num_slots == _ONES[: 4 * num] and not message.num_lookahead_slots:
         return 2 * num

@@ -3,8 +3,8 @@
 Each sequence is cut to what receipts say was written, so every plan in flight loses its spans: all
 are aborted together. Their transfers are undone: tables refer to the sources again, which were
 pinned for this, in place of the copies. Forks and frees stay. The data plane learns of the abort
-from the next plan, which says what all tables are: what it has of them is named, and not sent
-again. Until that has run, blocks released here stay retired.
+from the next plan, which says what all tables are: entries that the data plane has are named, not
+sent again. Until that plan has run, blocks released here stay retired.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def abort_from(session: Session, plan_number: int) -> Slices[None]:
 
 
 def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> Slices[None]:
-    """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher, says
-    what all tables are, and unless it ``keeps_tables`` has all of them whole.
+    """Cut every sequence to its written tokens. The next plan, numbered ``next_plan`` or higher,
+    says what all tables are; unless ``keeps_tables``, it contains all of them whole.
     """
     for number in session.plans:
         session.void(number)

@@ -1,6 +1,6 @@
 """Deferred tokens: token ids of slots that were reserved without them.
 
-All of a request's are checked before any is applied.
+All tokens of a request are checked before any is applied.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items:
         return
     item = kept[failure[0]]
     error = error_of(member, DEFERRED_TOKENS, failure)
-    if error.field == "token_ids":  # its index is that of the item's first token
+    if error.field == "token_ids":  # indexed by the item's first token
         num_tokens = columns.read(INT32, given.num_tokens, "num_tokens")
         item = sum(num_tokens[:item])
     raise type(error)(error.message, field=f"deferred_tokens.{error.field}[{item}]")
@@ -60,8 +60,8 @@ def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items:
 def _without(
     message: cpb.DeferredTokens, revoked: Container[int]
 ) -> tuple[cpb.DeferredTokens, Sequence[int]]:
-    """The message without the tokens of sequences that were cut, which their session may not know
-    yet, and the items that are left. Columns that cannot be read are left as they are.
+    """Return the message without the tokens of cut sequences, and the items that are left: the
+    session may not know of the cut yet. Columns that cannot be read are left as they are.
     """
     ids = columns.read(INT64, message.sequence_ids, "deferred_tokens.sequence_ids")
     kept = [i for i, sequence_id in enumerate(ids) if sequence_id not in revoked]

@@ -1,4 +1,4 @@
-"""Why items of an operation were not done: what the native core says, as messages."""
+"""Converts the native core's failures of items into messages."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def add_failures(
     operation: Operation,
     failures: list[Failure],
 ) -> None:
-    """Add the items that the core did not do. ``at`` is where the operation stands in the request,
-    such as "operations[2].append".
+    """Add the items that the core did not do. ``at``: the operation's field in the request, such as
+    "operations[2].append".
     """
     for failure in failures:
         item = 0 if operation.is_one_item else failure[0]
@@ -70,13 +70,13 @@ def add_error(result: cpb.OperationResult, at: str, error: KvplaneError) -> None
 
 
 def error_of_columns(error: ColumnError, *, at: str = "") -> InvalidRequestError:
-    """Of a column that the core cannot read. ``at`` prefixes the column's name in the field."""
+    """Return the error for a column that the core cannot read. ``at`` prefixes its name."""
     column, index, text = error.args
     return InvalidRequestError(text, field=f"{at}{column}" + (f"[{index}]" if index >= 0 else ""))
 
 
 def shortage_status(failure: Failure) -> cpb.OperationStatus | None:
-    """LATER or NEVER; None when the item is wrong."""
+    """Return LATER or NEVER; None when the item is wrong."""
     if failure[1] in _NEVER:
         return cpb.OPERATION_STATUS_NEVER
     return cpb.OPERATION_STATUS_LATER if failure[1] in _REASONS else None
@@ -85,7 +85,7 @@ def shortage_status(failure: Failure) -> cpb.OperationStatus | None:
 def shortage_of(
     session: Session, failure: Failure, must_wait: MustWait | None = None
 ) -> cpb.Shortage:
-    """What is missing, when there is no room. ``position``: why the queue has it wait."""
+    """Describe the lack of room. ``must_wait``: why the queue has the operation wait, if so."""
     _, code, num_needed, num_available, tier = failure
     shortage = cpb.Shortage(
         tier=cast(tpb.Tier, tier),
@@ -115,7 +115,7 @@ def shortage_of(
 
 
 def error_of(member: Member, operation: Operation, failure: Failure) -> KvplaneError:
-    """Why an item is wrong; the field is a column of the operation."""
+    """Return why an item is wrong; the field is a column of the operation."""
     _, code, a, b, c = failure
     ids, parents = operation.id_field, operation.parent_field
     match code:
@@ -155,7 +155,7 @@ def error_of(member: Member, operation: Operation, failure: Failure) -> KvplaneE
 
 
 def _position_error(operation: Operation, failure: Failure) -> KvplaneError:
-    """Of positions and tokens that do not fit the sequence."""
+    """Return the error for positions or tokens that do not fit the sequence."""
     _, code, a, b, c = failure
     match code:
         case _native.POSITION:
@@ -173,7 +173,7 @@ def _position_error(operation: Operation, failure: Failure) -> KvplaneError:
             )
         case _native.TRIMMED:
             return InvalidRequestError(
-                f"positions of sequence {a} before {b} were given up behind the attention window",
+                f"positions of sequence {a} before {b} were freed behind the attention window",
                 field="num_tokens",
             )
         case _native.NOT_KNOWN:

@@ -1,7 +1,7 @@
 """Answers that hold a plan of some megabytes, encoded with one copy of it.
 
-A message would copy the plan when it is given it, and twice more when it is encoded. On a machine
-that must first find the pages, each copy takes as long as hashing the plan.
+A message would copy the plan when it is set, and twice more when it is encoded. Where new pages
+must first be mapped, each copy takes as long as hashing the plan.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LargeAnswer(NamedTuple):
 
 
 def large_answer(response: cpb.StepResponse, payload: bytes) -> LargeAnswer:
-    """The answer whose plan, which is signed, has this payload. Its fields are in the order in
-    which a message writes them.
+    """Return the answer with this payload in its signed plan. Fields are in the order in which a
+    message writes them.
     """
     result = response.result
     before = cpb.StepResult(results=result.results).SerializeToString()
@@ -47,7 +47,7 @@ def _size(parts: list[bytes]) -> int:
 
 
 def _header(message: type, field: str, num_bytes: int) -> bytes:
-    """What a field of so many bytes begins with."""
+    """Return the tag and length before a field of ``num_bytes``."""
     number = message.DESCRIPTOR.fields_by_name[field].number  # type: ignore[attr-defined]
     return _varint(number << 3 | _DELIMITED) + _varint(num_bytes)
 

@@ -88,8 +88,8 @@ class Step:
     def refuse(
         self, result: cpb.OperationResult, failure: Failure, must_wait: MustWait | None
     ) -> Failures:
-        """Returns the failure of an operation of one item, or adds why it has to wait, if the queue
-        says so.
+        """Return the failure of an operation of one item; if the queue has it wait, add why to
+        ``result`` instead.
         """
         if must_wait is None:
             return [failure]
@@ -98,7 +98,7 @@ class Step:
         return None
 
     def _timed(self, operation: Operation, slices: Slices[Failures]) -> Slices[Failures]:
-        """Count the time of the slices, without what runs between them."""
+        """Run the slices, and count the time that they take themselves."""
         spent_s = 0.0
         try:
             while True:
@@ -250,7 +250,7 @@ class _Swap(Operation):
     names_each_once = True
 
     def begin(self, step: Step, message: Any, tier: tpb.Tier, headroom: int) -> int | Failure:
-        """Take all the room that the swap needs, and move nothing yet."""
+        """Allocate all blocks that the swap needs, and move nothing yet."""
         if not message.sequence_ids:
             raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
         return step.native.swap(step.handle, message.sequence_ids, tier, headroom, 0, step.check_as)
@@ -453,8 +453,8 @@ _UNKNOWN: Final = _Unknown()
 
 
 def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Named]:
-    """The operations of a request. Raises InvalidRequestError when they change more than ``most``
-    sequences in all, each counted as one at least.
+    """Return the operations of a request. Raises InvalidRequestError when they change more than
+    ``most`` sequences in all, each counted as one at least.
     """
     named: list[Named] = []
     num_items = len(operations)
@@ -476,11 +476,11 @@ def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Name
 
 
 def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
-    """No plan may be made now. Raises TooManyPlansInFlightError if one might."""
+    """Raise TooManyPlansInFlightError if an operation may need a plan: none may be made now."""
     session = member.session
     may_plan = any(operation.may_plan(message) for operation, message in operations)
     if session.resync_due or member.is_drafted or may_plan:
         raise TooManyPlansInFlightError(
-            f"{len(session.plans)} plans wait for their receipts: run them, and hand in receipts "
+            f"{len(session.plans)} plans wait for their receipts: run them, and submit receipts "
             "with add_receipt or SubmitReceipts"
         )

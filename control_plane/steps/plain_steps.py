@@ -4,8 +4,8 @@ append or the admission of one sequence.
     bytes ──► PlainStep ──► one call of the core ──► plan, which is signed ──► bytes
                   └─► None: the request is read as a message and run by ``Requests``
 
-``Requests`` is the reference: the two come to the same state and the same answers. What is not
-plain is left to it, with nothing changed but receipts, which may be given again.
+``Requests`` is the reference: both reach the same state and return the same answers. Requests that
+are not plain are left to it, with nothing changed but receipts, which may be applied again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvplane.wire import signing
 
 
 class PlainAnswer(NamedTuple):
-    """An encoded StepResponse with a result. ``kind``: of the operation, empty without one.
+    """An encoded StepResponse with a result. ``kind``: the operation's, empty without one.
     ``num_done``: its items. ``response``: the same as a message, if items were refused.
     """
 
@@ -58,8 +58,8 @@ class PlainSteps:
         self._are_allowed = may_be_plain(config)
 
     def answer(self, session: Session, request: PlainStep) -> PlainAnswer | None:
-        """Run a step under its number. None when it is for ``Requests``, with nothing changed but
-        perhaps receipts.
+        """Run a step under its number. Returns None when it is for ``Requests``; nothing has then
+        changed but perhaps receipts.
         """
         number, numbers, config = request.number, session.numbers, self._config
         if not self._are_allowed or number != numbers.last + 1:
@@ -115,9 +115,8 @@ class PlainSteps:
         failure: Failure,
         spent_s: float,
     ) -> PlainAnswer | None:
-        """The answer to an admission for which there is no room now: those who ask for it again and
-        again cost no more than the search for its prefix. None when it was refused for another
-        reason.
+        """Answer an admission for which there is no room now, so that repeating it costs no more
+        than the search for its prefix. Returns None when it was refused for another reason.
         """
         if failure[1] not in LATER:
             return None
@@ -139,7 +138,7 @@ class PlainSteps:
 
 
 def _with_failures(answer: PlainAnswer, member: Member, failures: list[Failure]) -> PlainAnswer:
-    """The answer to an append of which some items were refused."""
+    """Return the answer to an append of which some items were refused."""
     response = cpb.StepResponse.FromString(answer.encoded)
     (result,) = response.result.results
     add_failures(result, member, "operations[0].append", OPERATIONS["append"], failures)
@@ -147,8 +146,8 @@ def _with_failures(answer: PlainAnswer, member: Member, failures: list[Failure])
 
 
 def _receipted(session: Session, request: PlainStep) -> list[int] | None:
-    """The highest plan receipted by each shard with the request's receipts. None unless each is of
-    a plan in flight, and to the byte what its data plane signs.
+    """Return the highest plan receipted by each shard, with the request's receipts. None unless
+    each is of a plan in flight, and byte for byte what its data plane signs.
     """
     highest = list(session.receipted)
     for number, shard, payload, signature in request.receipts:

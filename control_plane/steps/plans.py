@@ -22,9 +22,9 @@ def finish_plan(
     most_bytes: int | None = None,
 ) -> Slices[bytes]:
     """End the step that was begun. Its plan, if there is anything to carry out, is in flight from
-    now on and goes into ``answer``. ``traceparent``: what data planes trace it in, if it is one.
+    now on and goes into ``answer``. ``traceparent``: for data planes' spans; ignored if malformed.
 
-    A payload of more than ``most_bytes`` is returned, and left out of ``answer``.
+    Returns a payload of more than ``most_bytes``, and leaves it out of ``answer``.
     """
     session = member.session
     while session.native.prepare(session.handle, SLICE_ENTRIES):
@@ -48,14 +48,14 @@ def finish_plan(
 
 
 def begin_plan(session: Session, number: int, digest: bytes) -> bytes:
-    """The plan is in flight from now on; returns its signature."""
+    """Record that the plan is in flight; returns its signature."""
     session.plans[number] = PlanRecord(digest, session.pool.now_s)
     session.last_plan = number
     return signing.sign_digest(session.pool.key, signing.PLAN, digest)
 
 
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
-    """What the session may do at data planes, signed with the pool's key."""
+    """Return the session's grant for data planes, signed with the pool's key."""
     pool = session.pool
     payload = tpb.SessionGrant(
         version=protocol.PAYLOAD_VERSION,

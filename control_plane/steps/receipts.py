@@ -1,7 +1,7 @@
 """Receipts: data planes' signed statements that plans ran.
 
-All of a request are checked before one is applied. A data plane runs a session's plans in order and
-refuses one whose predecessor has not run, so the receipt of a plan stands for all before it.
+All receipts of a request are checked before one is applied. A data plane runs a session's plans in
+order and refuses one whose predecessor has not run, so a plan's receipt stands for all before it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
         except DecodeError as error:
             raise InvalidRequestError("is not a Receipt", field=f"{at}.payload") from error
         number, shard = receipt.plan_number, receipt.shard_index
-        # Nearly all are the receipt of a plan in flight, to the byte.
+        # Nearly all are byte for byte the receipt of a plan in flight.
         if payload != session.receipt_of(number, shard):
             _check(session, receipt, at)
         if number in session.plans:
@@ -85,7 +85,7 @@ def _check(session: Session, receipt: tpb.Receipt, at: str) -> None:
 
 
 def apply_receipts(session: Session, highest: list[int]) -> None:
-    """Shards have run plans up to these, by their index; all but what the native core does."""
+    """Record the highest plan that each shard has run, by its index; not in the native core."""
     session.receipted = highest
     session.done = done = max(session.done, min(highest))
     for number in [number for number in session.plans if number <= done]:

@@ -1,6 +1,6 @@
 """The requests that have numbers: step, submit_receipts, abort_plan and resync.
 
-Each applies its receipts first. Each is work in slices: most end in their first one. Between two
+Each applies its receipts first. Each runs in slices: most end in their first one. Between two
 slices other sessions' requests run, and nothing changes its own session but the session's end.
 """
 
@@ -35,7 +35,7 @@ Request = cpb.StepRequest | cpb.SubmitReceiptsRequest | cpb.AbortPlanRequest | c
 
 
 class _Step(NamedTuple):
-    """What a step came to. ``payload``: its plan's, where that is large and not in the message."""
+    """The outcome of a step. ``payload``: its plan's, if that is large and not in the message."""
 
     response: cpb.StepResponse
     payload: bytes
@@ -50,7 +50,7 @@ class Requests:
         sharing_of: Callable[[Pool], Sharing],
         require_open: Callable[[Session], None],
     ) -> None:
-        """``require_open`` raises why a session is over."""
+        """``require_open`` raises why a session has ended, if it has."""
         self._config = config
         self._sharing_of = sharing_of
         self._require_open = require_open
@@ -62,9 +62,9 @@ class Requests:
         }
 
     def run(self, session: Session, request: Request) -> Slices[Any]:
-        """Run a request under its number, or repeat the answer that it got. Returns the answer: of
-        a step whose plan is large a LargeAnswer. Raises why the request failed as a whole, and at
-        any slice why the session is over.
+        """Run a request under its number, or repeat its answer. Returns the answer: of a step with
+        a large plan, a LargeAnswer. Raises why the request failed as a whole, and at any slice why
+        the session has ended.
         """
         self._require_open(session)
         slices = self._answer(session, request)
@@ -170,7 +170,7 @@ class Requests:
         return response
 
     def _aborted(self, member: Member) -> Slices[cpb.SequenceStates]:
-        """What all sequences of the session are after an abort."""
+        """Return the states of all sequences of the session after an abort."""
         session = member.session
         has_many = session.native.num_sequences(session.handle) > SLICE_SEQUENCES
         if has_many:

@@ -1,7 +1,7 @@
-"""How much work a slice of a request is, and appends cut by it.
+"""How much work a slice of a request does, and the division of appends into slices.
 
-A request yields when it has done about a millisecond's work: others' requests run then. How much
-that is of each kind was measured, and is counted while the work is done.
+A request yields after about a millisecond's work, so that others' requests run. The constants say
+how much of each kind that is, by measurement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 
 SLICE_TOKENS: Final = 65_536
-"""Tokens that are taken in: a millisecond or two."""
+"""Tokens that are appended: a millisecond or two."""
 SLICE_BLOCKS: Final = 16_384
 """Blocks that are published, or swapped: a millisecond or two."""
 SLICE_ENTRIES: Final = 65_536
@@ -29,14 +29,14 @@ SLICE_SEQUENCES: Final = 4096
 SLICE_RECEIPTS: Final = 256
 """Receipts that are verified: two milliseconds."""
 MANY_TOKENS: Final = 4 * SLICE_TOKENS
-"""Plans in flight that compute more than this take some milliseconds to receipt."""
+"""Tokens of plans in flight; more than this take some milliseconds to receipt."""
 _HASHED_BYTES: Final = 1 << 21  # a millisecond
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 
 
 def digest_of(payload: bytes) -> Slices[bytes]:
-    """``signing.digest``, hashed in slices."""
+    """Return ``signing.digest`` of the payload, hashed in slices."""
     digest, view = hashlib.sha256(), memoryview(payload)
     for begin in range(0, len(payload), _HASHED_BYTES):
         if len(payload) > _HASHED_BYTES:
@@ -46,10 +46,10 @@ def digest_of(payload: bytes) -> Slices[bytes]:
 
 
 def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
-    """The append in parts of about ``SLICE_TOKENS``, each with the index of its first item. An
-    append of which the columns do not fit together stays whole, to be refused as such.
+    """Divide an append into parts of about ``SLICE_TOKENS``, each with the index of its first item.
+    An append whose columns do not fit together stays whole, to be refused as such.
     """
-    token_ids = message.token_ids  # each look at a message's bytes copies all of them
+    token_ids = message.token_ids  # each access to a message's bytes copies all of them
     if len(token_ids) <= _TOKEN_BYTES * SLICE_TOKENS:
         yield 0, message
         return
@@ -90,7 +90,7 @@ def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
 
 
 def _fit(message: cpb.Append, num: int) -> bool:
-    """Whether the columns, but those of tokens, are those of ``num`` items."""
+    """Return whether all columns but those of tokens have ``num`` items."""
     return (
         num > 0
         and len(message.sequence_ids) == len(message.first_positions) == 8 * num

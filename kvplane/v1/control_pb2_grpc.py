@@ -29,7 +29,7 @@ class ControlPlaneServiceStub(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
-    from 1 in each session. Each number is used once, whatever comes of it:
+    from 1 in each session. Each number is used once, even if its request fails:
 
     - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
     - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as
@@ -160,7 +160,7 @@ class ControlPlaneServiceServicer(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
-    from 1 in each session. Each number is used once, whatever comes of it:
+    from 1 in each session. Each number is used once, even if its request fails:
 
     - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
     - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as
@@ -267,8 +267,8 @@ class ControlPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckOperations(self, request, context):
-        """Says what each item of these operations would be answered now if it were all of a step: what other items would take or change is not
-        counted. Nothing is taken or changed, and no position in the queue is given. Takes no number.
+        """Answers each item of these operations as if it were the only one of a step made now: what the other items would allocate or change is
+        not counted. Nothing is allocated or changed, and no position in the queue is taken. Takes no number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -298,7 +298,7 @@ class ControlPlaneServiceServicer(object):
 
     def Watch(self, request, context):
         """Follows a pool's prefix index, of the caller's tenant and one namespace: a snapshot, then every change. A follower that applies
-        them in order has what the pool has. FAILED_PRECONDITION (REVISION_TOO_OLD) when the changes since the revision asked for are not
+        them in order has the same index. FAILED_PRECONDITION (REVISION_TOO_OLD) when the changes since the revision asked for are not
         kept any more, and as the end of the stream when the follower is too slow: start again from a snapshot. Of several layer groups it
         follows the first without an attention window.
         """
@@ -443,7 +443,7 @@ class ControlPlaneService(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
-    from 1 in each session. Each number is used once, whatever comes of it:
+    from 1 in each session. Each number is used once, even if its request fails:
 
     - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
     - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as

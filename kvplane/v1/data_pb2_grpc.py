@@ -173,16 +173,16 @@ class DataPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FindFileBlocks(self, request, context):
-        """How much of a prompt this shard has in files, of the session's tenant and namespace. Changes nothing. INVALID_ARGUMENT where there is
-        no file tier (--file-tier-dir).
+        """Says how much of a prompt this shard has in files, of the session's tenant and namespace. Changes nothing. INVALID_ARGUMENT when
+        there is no file tier (--file-tier-dir).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadFileBlocks(self, request, context):
-        """Writes one span of a plan from files: starts the plan, and reads and checks a file for each block of the span. What a file lacks or
-        has wrong is no error: the answer has no receipt then, and the plan is to be aborted. Safe to repeat.
+        """Writes one span of a plan from files: starts the plan, and reads and checks a file for each block of the span. A missing or faulty
+        file is no error: the answer then has no receipt, and the caller has to abort the plan. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -216,7 +216,7 @@ MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], 
     ),
     receipts_never_handed_in: (
         TooManyPlansInFlightError,
-        "4 plans wait for their receipts: run them, and hand in receipts with add_receipt or "
+        "4 plans wait for their receipts: run them, and submit receipts with add_receipt or "
         "SubmitReceipts",
     ),
     a_receipt_before_the_plan_has_run: (

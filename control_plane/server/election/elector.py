@@ -1,11 +1,11 @@
-"""Elections: who leads, and with which incarnation.
+"""Elections of the control plane that leads, and of its incarnation.
 
     async with elector.lead() as incarnation:
         ...  # this process leads; when it no longer does, PlaneUnavailableError is raised
 
-An election decides only who serves. What keeps a former leader from doing harm is that data planes
-refuse lower incarnations, whoever holds what lease: so two leaders at a time cost a failed call,
-never a wrong byte. An elector has to promise one thing more than a lease: incarnations that rise.
+An election decides only which process serves. A former leader can do no harm, because data planes
+refuse lower incarnations, whoever holds the lease: two leaders at a time cost a failed call, never
+a wrong byte. Beyond a lease, an elector has to promise that incarnations rise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Elector(ABC):
 
     @asynccontextmanager
     async def lead(self) -> AsyncIterator[int]:
-        """Wait until this process leads; its incarnation, above those of all leaders before.
+        """Wait until this process leads; yields its incarnation, above those of earlier leaders.
 
         The body is cancelled when leadership is lost. Leaving it lets another lead at once.
         """
@@ -57,11 +57,11 @@ class Elector(ABC):
 
     @abstractmethod
     async def win(self) -> int:
-        """Wait until this process leads; its incarnation."""
+        """Wait until this process leads; returns its incarnation."""
 
     @abstractmethod
     async def hold(self) -> None:
-        """Go on leading; returns when it is lost, or may be."""
+        """Keep the leadership; returns when it is lost, or may be."""
 
     @abstractmethod
     async def resign(self) -> None:
@@ -69,13 +69,13 @@ class Elector(ABC):
 
 
 def next_incarnation(last: int) -> int:
-    """One above all leaders before, and above runs that took the clock's nanoseconds."""
+    """Return an incarnation above ``last``, and above runs that took the clock's nanoseconds."""
     return max(last + 1, time.time_ns())
 
 
 async def has_died(address: str) -> None:
-    """Returns when the process that listens at ``address``, "host:port", has died: its connection
-    was reset or closed, *and* another is refused. Waits forever where that cannot be told.
+    """Wait until the process that listens at ``address``, "host:port", has died: its connection
+    was reset or closed, *and* another is refused. Waits forever if that cannot be determined.
     """
     host, _, port = address.rpartition(":")
     delay_s = _ENDING_S
@@ -86,7 +86,7 @@ async def has_died(address: str) -> None:
             return
         except ConnectionResetError:  # it is ending: its port is closed after its connections
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RETRY_DELAY_S)  # or what stands before it resets them all
+            delay_s = min(2 * delay_s, RETRY_DELAY_S)  # or a proxy before it resets them all
             continue
         except (OSError, ValueError):
             await asyncio.sleep(RETRY_DELAY_S)

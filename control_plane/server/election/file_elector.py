@@ -24,7 +24,7 @@ class FileElector(Elector):
         self._file = -1
 
     async def win(self) -> int:
-        """Raises OSError when a file cannot be written, ValueError when the counter is none."""
+        """Raises OSError when a file cannot be written, ValueError for a malformed counter."""
         while not self._try_to_lock():
             await asyncio.sleep(_POLL_S)
         counter = self._path.with_name(f"{self._path.name}.incarnation")
@@ -34,7 +34,7 @@ class FileElector(Elector):
         return incarnation
 
     async def hold(self) -> None:
-        """Until somebody replaces the file, so that others can lock another."""
+        """Wait until the file is replaced or removed: other processes can then lock a new one."""
         while self._is_locked():
             await asyncio.sleep(_CHECK_S)
 
@@ -59,7 +59,7 @@ class FileElector(Elector):
         return False
 
     def _is_locked(self) -> bool:
-        """Whether the file that is locked is still the one at the path."""
+        """Return whether the locked file is still the one at the path."""
         try:
             return os.path.samestat(os.fstat(self._file), self._path.stat())
         except FileNotFoundError:
@@ -67,7 +67,7 @@ class FileElector(Elector):
 
 
 def _write_durably(path: Path, text: str) -> None:
-    """Whole or not at all, and there after a power failure."""
+    """Write a file whole or not at all, and so that it survives a power failure."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w") as file:
         file.write(text)

@@ -44,14 +44,14 @@ class KubernetesApi:
 
     @classmethod
     def of_pod(cls, host: str, port: str) -> KubernetesApi:
-        """With what Kubernetes gives a pod; the arguments are in its environment."""
+        """Use a pod's service account; the arguments are in the pod's environment."""
         host = f"[{host}]" if ":" in host else host
         return cls(
             f"https://{host}:{port}", _SERVICE_ACCOUNT / "token", _SERVICE_ACCOUNT / "ca.crt"
         )
 
     def call(self, method: str, path: str, body: Lease | None, timeout_s: float) -> Lease:
-        """The answer. Blocks. Raises urllib.error.HTTPError, or OSError."""
+        """Send a request; returns the answer. Blocks. Raises urllib.error.HTTPError or OSError."""
         request = urllib.request.Request(f"{self.url}{path}", method=method)
         request.add_header("Content-Type", "application/json")
         if self.token_file is not None:
@@ -67,7 +67,7 @@ class KubernetesApi:
 
 
 class KubernetesElector(Elector):
-    """``address``: this process's, for those that stand by; empty for none."""
+    """``address``: this process's, for standbys; empty for none."""
 
     def __init__(
         self, api: KubernetesApi, namespace: str, name: str, address: str, *, ttl_s: int = 5
@@ -82,7 +82,7 @@ class KubernetesElector(Elector):
         self._expires_s = 0.0  # as far as this process knows
 
     async def win(self) -> int:
-        """Tries until it leads, also while the API server cannot be reached."""
+        """Try until this process leads, also while the API server cannot be reached."""
         while True:
             try:
                 lease = await self._read()
@@ -91,12 +91,12 @@ class KubernetesElector(Elector):
                 await self._wait_for_end(lease)
                 return await self._take(lease)
             except (OSError, ValueError, KeyError) as error:
-                if _status(error) != _CONFLICT:  # else another was first
+                if _status(error) != _CONFLICT:  # otherwise another was first
                     _LOGGER.warning("lease not read: %s", error)
                 await asyncio.sleep(RETRY_DELAY_S)
 
     async def hold(self) -> None:
-        """Until the Lease is another's, or may be."""
+        """Renew the Lease until it is another's, or may be."""
         interval_s = self._ttl_s / _RENEWALS_PER_TTL
         while (left_s := self._expires_s - time.monotonic()) > 0:
             await asyncio.sleep(min(interval_s, left_s))
@@ -108,7 +108,7 @@ class KubernetesElector(Elector):
                 _LOGGER.warning("lease not renewed: %s", error)
 
     async def resign(self) -> None:
-        """Leave the Lease to whoever takes it, unless it is another's already."""
+        """Release the Lease, unless it is another's already."""
         if self._lease:
             self._lease["spec"]["holderIdentity"] = ""
             try:
@@ -117,7 +117,7 @@ class KubernetesElector(Elector):
                 _LOGGER.info("lease not released: %s", error)
 
     async def _wait_for_end(self, lease: Lease) -> None:
-        """Until nobody holds the Lease, or its holder does not renew it."""
+        """Wait until nobody holds the Lease, its holder has died or does not renew it."""
         dying: asyncio.Task[None] | None = None
         seen_s, version = time.monotonic(), lease["metadata"]["resourceVersion"]
         try:
@@ -148,7 +148,7 @@ class KubernetesElector(Elector):
             _cancel(dying)
 
     async def _take(self, lease: Lease) -> int:
-        """Become the holder; the incarnation. Raises HTTPError 409 when another was first."""
+        """Become the holder; returns the incarnation. Raises HTTPError 409 if another was first."""
         annotations = lease["metadata"].setdefault("annotations", {})
         incarnation = next_incarnation(int(annotations.get(_INCARNATION, 0)))
         annotations |= {_INCARNATION: str(incarnation), _ADDRESS: self._address}
@@ -161,7 +161,7 @@ class KubernetesElector(Elector):
         return incarnation
 
     async def _write(self, lease: Lease) -> None:
-        """Replace the version that was read last. The Lease lives from before this was sent."""
+        """Replace the version that was read last. The Lease's time runs from before the request."""
         sent_s = time.monotonic()
         lease["spec"]["renewTime"] = _now()
         self._lease = await self._send("PUT", lease)

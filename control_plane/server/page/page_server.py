@@ -1,8 +1,8 @@
 """Serves the page: its files, and a stream of events with what the pools hold.
 
-Who may look is decided as for gRPC: by the client's certificate, or by a bearer token, which a
+Callers are authenticated as for gRPC: by the client's certificate, or by a bearer token, which a
 browser asks for as the password. With an access list the caller needs the role operator. HTTP/1.1,
-GET only, one request a connection; all on the event loop, for the core is not to be called from
+GET only, one request a connection; all on the event loop, because the core must not be called from
 other threads.
 """
 
@@ -29,7 +29,7 @@ from kvplane.transport.renewed import renewed_context
 _LOGGER: Final = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.5
-"""At least this long between two events."""
+"""Shortest time between two events."""
 _MAX_CONNECTIONS: Final = 32
 _MAX_HEAD_BYTES: Final = 16_384
 _HEAD_TIMEOUT_S: Final = 10.0
@@ -54,7 +54,7 @@ class PageServer:
     """A running page. ``start`` makes it, on the event loop of the core."""
 
     def __init__(self, view: View, access: AccessList, plane: Mapping[str, Any]) -> None:
-        """``view``: the pools as a tenant may see them. ``plane``: what is said of the process."""
+        """``view``: the pools as a tenant may see them. ``plane``: facts about the process."""
         self._view = view
         self._access = access
         self._plane = plane
@@ -91,7 +91,7 @@ class PageServer:
             pass  # a browser that left, or bytes that are not HTTP
         except asyncio.CancelledError:
             pass  # by `stop`; the loop would log it as a fault of this callback
-        except Exception as error:  # a bug: it must not reach who looks
+        except Exception as error:  # a bug: it must not reach the browser
             _LOGGER.error("page failed error=%s", frames_of(error))
         finally:
             self._connections.discard(task)
@@ -129,7 +129,7 @@ class PageServer:
             await _answer(writer, "404 Not Found", b"not found\n")
 
     def _caller(self, headers: Mapping[str, str], writer: asyncio.StreamWriter) -> Caller:
-        """Raises UnauthenticatedError, NotPermittedError."""
+        """Authenticate the caller. Raises UnauthenticatedError, NotPermittedError."""
         name = None
         for part in (writer.get_extra_info("peercert") or {}).get("subject", ()):
             for key, value in part:
@@ -142,7 +142,7 @@ class PageServer:
     async def _send_events(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tenant: str
     ) -> None:
-        """The view now, and whenever it has changed, until the browser leaves."""
+        """Send the view now, and whenever it has changed, until the browser leaves."""
         writer.write(_head("200 OK", {"Content-Type": "text/event-stream"}))
         last, said_s = "", time.monotonic()
         while True:
@@ -160,7 +160,7 @@ class PageServer:
                     return  # the browser has left
 
     def _text(self, tenant: str) -> str:
-        """The view as JSON, made at most once an interval however many look at it."""
+        """Return the view as JSON, made at most once an interval for all browsers of a tenant."""
         now_s = time.monotonic()
         made_s, text = self._views.get(tenant, (-INTERVAL_S, ""))
         if now_s - made_s >= INTERVAL_S:
@@ -173,8 +173,8 @@ class PageServer:
 
 
 def _is_ours(host: str) -> bool:
-    """Whether a request's host is an address or this machine: not a name that an attacker's page
-    has pointed here, by which a browser would let that page read the answer.
+    """Return whether a request's host is an address or localhost. Another name may be one that an
+    attacker's page has pointed here, so that the browser lets that page read the answer.
     """
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     if name == "localhost":
@@ -187,7 +187,7 @@ def _is_ours(host: str) -> bool:
 
 
 def _token(authorization: str) -> str | None:
-    """The bearer token, also where a browser sends it as a password."""
+    """Return the bearer token, also if a browser sends it as a password."""
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
         return value

@@ -42,7 +42,7 @@ Span<T> read(const py::bytes& column, const char* name, int64_t length = -1) {
   return {reinterpret_cast<const T*>(bytes.data()), num};
 }
 
-// What concerns sequences is the same in all groups of a pool, so the first says it.
+// A group to ask about sequences, which are the same in all groups of a pool.
 inline const Pool& first_of(const Pool& pool) { return pool; }
 inline const Pool& first_of(const GroupedPool& pool) { return pool.first(); }
 
@@ -94,7 +94,7 @@ inline py::object as_list(const std::vector<Failure>& failures) {
   return list;
 }
 
-// Bytes that are written where they lie.
+// Bytes that the caller fills in place.
 inline py::bytes make_bytes(size_t num_bytes) {
   auto bytes = py::reinterpret_steal<py::bytes>(
       PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num_bytes)));

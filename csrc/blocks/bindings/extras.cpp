@@ -1,4 +1,4 @@
-// What a pool does besides its steps: metrics, retention, forgetting, watching, rebuilding, memory.
+// A pool's calls besides its steps: metrics, retention, forgetting, watching, rebuilding, memory.
 #include <pybind11/typing.h>
 
 #include <memory>

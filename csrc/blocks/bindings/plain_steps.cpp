@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace kvplane::blocks {
 namespace {
 
-// A request that was read; `data` keeps what the views of `step` show.
+// A request that was read; `data` keeps the bytes that the views of `step` show.
 struct PlainRequest {
   py::bytes data;
   PlainStep step;
@@ -27,7 +27,7 @@ py::object read_request(const py::bytes& data) {
   return py::cast(PlainRequest{data, std::move(*step)});
 }
 
-// As `content_of` has it of a message.
+// The same digest as Python's `content_of` of the message.
 py::bytes content_of(const PlainRequest& request) {
   std::string prefix = "step " + std::to_string(request.step.number);
   const std::string_view operation = request.step.operation;
@@ -45,7 +45,7 @@ py::list receipts_of(const PlainRequest& request) {
   return list;
 }
 
-// What an operation came to, and the items that were refused.
+// The result of an operation, and the items that were refused.
 struct Ran {
   py::object done = py::none();
   py::object failures = py::none();
@@ -70,9 +70,9 @@ Ran run_operation(P& pool, SessionHandle handle, const PlainStep& step, int64_t 
   return ran;
 }
 
-// Applies receipts, then the operation, and makes the plan. None, and nothing is changed, where
-// that may take long or an append is not sure to find room. Of an admission that is refused the
-// failure: the step has begun, and there is no plan yet.
+// Applies receipts, then the operation, and makes the plan. Returns None, with nothing changed, if
+// that may take long or an append is not sure to find room. Returns the failure of an admission
+// that is refused: the step has begun, and there is no plan yet.
 template <typename P>
 py::object run(P& pool, SessionHandle handle, const PlainRequest& request, int64_t done,
                int64_t headroom, int64_t most_tokens, const py::bytes& prefix) {
@@ -116,7 +116,7 @@ void write_usage(Fields& fields, Groups groups) {
       });
 }
 
-// What an operation came to: blocks of tables, or of an admission three numbers.
+// The result of an operation: blocks of tables, or three numbers of an admission.
 template <typename Fields>
 void write_done(Fields& fields, const py::object& done) {
   if (py::isinstance<py::bytes>(done)) {

@@ -89,7 +89,7 @@ py::tuple match(const Pool& pool, const std::vector<EntryId>& found) {
   std::string hashes;
   for (const EntryId e : found) {
     const Entry& entry = pool.index()[e];
-    // Without any block it lies behind the attention window.
+    // An entry without blocks lies behind the attention window.
     const bool on_device = entry.block(kDevice) != kNoBlock || entry.block(kHost) == kNoBlock;
     if (on_device && !num_host)
       ++num_device;
@@ -139,7 +139,7 @@ py::tuple publication(const Pool& pool, EntryId root, const std::vector<EntryId>
   const size_t num = entries.size(), size = index.block_size() * sizeof(int32_t);
   std::vector<int32_t> indices(num), parents(num);
   std::vector<int64_t> generations(num), parent_generations(num);
-  // Written in place: the tokens of a long prompt take longer to copy than all else.
+  // Written in place: copying a long prompt's tokens takes longer than everything else.
   const py::bytes hashes = unwritten_bytes(num * sizeof(Hash)),
                   tokens = unwritten_bytes(num * size);
   char* const to_hashes = PyBytes_AS_STRING(hashes.ptr());
@@ -182,9 +182,9 @@ py::list take_publications(Pool& pool, size_t max_blocks) {
   return publications(pool, pool.take_announcements(kMaxAnnounced), max_blocks);
 }
 
-// What can be found in device blocks [begin, end), as far as the data planes know its parents, and
-// the indices and generations of those that were allocated and hold nothing that can be found; the
-// first block that was not looked at.
+// Publications in device blocks [begin, end) whose parents the data planes know; the indices and
+// generations of allocated blocks there that hold nothing that can be found; and the first block
+// that was not scanned.
 py::tuple publications_in(const Pool& pool, size_t begin, size_t end) {
   const BlockStore& device = pool.store(kDevice);
   Block last = static_cast<Block>(std::min<size_t>(end, device.num_blocks));

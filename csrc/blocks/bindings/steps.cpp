@@ -1,4 +1,4 @@
-// The operations of a step, and what follows a plan.
+// The operations of a step, and the calls that follow its plan.
 #include <string>
 
 #include "bindings/bindings.h"
@@ -58,7 +58,7 @@ AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_
   return columns;
 }
 
-// What `call(groups, only_check)` answers; in a check, of a session in that step.
+// Returns `call(groups, only_check)`; for a check, with the session in the step `check_as`.
 template <typename P, typename Call>
 auto in_step(P& pool, SessionHandle handle, int64_t check_as, const Call& call) {
   checked(pool, handle);

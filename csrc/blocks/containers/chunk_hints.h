@@ -1,7 +1,6 @@
 // Where to look for chunks of tokens that sequences with one prefix can share: by the entry of the
-// index at which a chunk ends. A hint holds no chunk and may be stale: the chunk may have been
-// freed or written anew, or another entry's hint be in its place. So compare its tokens before
-// sharing it.
+// index at which a chunk ends. A hint owns no chunk and may be stale: the chunk may have been freed
+// or rewritten, or another entry's hint may be in its place. So compare tokens before sharing it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Tables and tokens of sequences, in chunks that forks share: a fork copies neither entries nor
-// tokens, and who writes a shared chunk copies that chunk first.
+// tokens, and a write to a shared chunk copies that chunk first.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ class ChunkStore {
   Chunk<T, kSize>& operator[](uint32_t id) { return chunks_[id]; }
   const Chunk<T, kSize>& operator[](uint32_t id) const { return chunks_[id]; }
 
-  // Whether that was the last owner; the chunk may be used again then.
+  // Removes an owner. Returns whether it was the last; the chunk may be reused then.
   bool drop(uint32_t id) {
     if (--chunks_[id].num_owners) return false;
     free_.push_back(id);

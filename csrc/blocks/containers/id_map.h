@@ -2,8 +2,8 @@
 //
 // Open addressing with linear probing in an array of 16-byte slots, so that a look-up mostly reads
 // one cache line. Removal moves later keys back instead of leaving a mark: Knuth, The Art of
-// Computer Programming, volume 3, section 6.4, algorithm R. So the time of a look-up depends on
-// what is in the map alone, not on what has been. Keys are spread by the finaliser of SplitMix64
+// Computer Programming, volume 3, section 6.4, algorithm R. So the time of a look-up depends only
+// on the keys in the map, not on removed ones. Keys are spread by the finaliser of SplitMix64
 // (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) with a seed: clients
 // that do not know it cannot choose keys that all share a slot.
 
@@ -25,8 +25,8 @@ class IdMap {
 
   size_t size() const { return size_; }
 
-  // The value of `key`, to read or to change; null if it is not there. Valid until the next insert,
-  // erase or clear.
+  // The value of `key`, to read or to change; null if absent. Valid until the next insert, erase or
+  // clear.
   uint32_t* find(int64_t key) {
     if (size_ == 0 || key == kEmpty) return nullptr;
     Slot& slot = slots_[slot_of(key)];
@@ -35,7 +35,7 @@ class IdMap {
   const uint32_t* find(int64_t key) const { return const_cast<IdMap*>(this)->find(key); }
   bool contains(int64_t key) const { return find(key) != nullptr; }
 
-  // Whether `key` was new; if not, nothing changes.
+  // Returns whether `key` was new; if not, nothing changes.
   bool insert(int64_t key, uint32_t value) {
     assert(key > 0);
     reserve(1);
@@ -46,14 +46,14 @@ class IdMap {
     return true;
   }
 
-  // So many keys more are inserted without moving what is there.
+  // Makes room for `num` more keys, so that inserting them moves no entry.
   void reserve(size_t num) {
     size_t num_slots = slots_.size() ? slots_.size() : kMinSlots;
     while (4 * (size_ + num) > 3 * num_slots) num_slots *= 2;
     if (num_slots != slots_.size()) grow(num_slots);
   }
 
-  // Whether `key` was there.
+  // Returns whether `key` was there.
   bool erase(int64_t key) {
     if (size_ == 0 || key == kEmpty) return false;
     const size_t mask = slots_.size() - 1;
@@ -71,7 +71,7 @@ class IdMap {
     return true;
   }
 
-  // Gives the memory back too.
+  // Also frees the memory.
   void clear() {
     slots_ = {};
     size_ = 0;

@@ -1,4 +1,4 @@
-// Arrays that grow without moving what they hold, so that growth never copies a large array.
+// Arrays that grow without moving their elements, so that growth never copies a large array.
 #pragma once
 
 #include <cstdint>

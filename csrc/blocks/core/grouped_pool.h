@@ -1,11 +1,11 @@
 // The layer groups of one pool, kept in step: they have the same sessions, sequences, tokens and
 // plans; each has its own blocks, tables, prefix index and eviction. An item of an operation is
-// done in all groups or in none, and a prompt is found cached as far as all groups have what it
-// needs.
+// done in all groups or in none, and a prompt is found cached as far as every group has the blocks
+// that it needs.
 //
-// Where a number of blocks stands for all groups, it counts blocks of the smallest group, and those
-// of others in proportion: what is needed, in the group that is scarcest for it; what there is, in
-// the group that has least. So what fits by these numbers fits in each group.
+// A number of blocks for all groups counts blocks of the smallest group, and those of others in
+// proportion: needed blocks are those of the group with the highest need, available blocks those of
+// the group with the fewest. So an operation that fits by these numbers fits in each group.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@
 
 namespace kvplane::blocks {
 
-// Of a tier of a pool of groups.
+// Converts numbers of blocks of one tier between a pool's groups.
 class Proportion {
  public:
   Proportion(Groups groups, Tier tier);

@@ -1,4 +1,4 @@
-// What operations are given and answer.
+// Arguments and results of operations.
 #pragma once
 
 #include <exception>
@@ -61,7 +61,7 @@ inline bool any_negative(const int32_t* values, int64_t num) {
   return all < 0;
 }
 
-// What came of an operation on several sequences: a value for each item, and those refused.
+// The result of an operation on several sequences: a value for each item, and the items refused.
 struct ItemResults {
   std::vector<int32_t> values;
   std::vector<Failure> failures;

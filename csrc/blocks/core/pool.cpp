@@ -31,7 +31,7 @@ void Pool::set_time(double now_s) {
   retention_.expire(now_s);
 }
 
-// Short, as it is called for each block.
+// Kept short: it is called for each block.
 void Pool::changed(Change change, EntryId e, Tier tier) {
   if (index_[e].retention) retained_changed(change, e, tier);
   if (log_.is_on()) return log_change(change, e, tier);
@@ -87,7 +87,7 @@ SessionHandle Pool::open_session(std::string_view root, uint32_t owner) {
 
 void Pool::end_session(SessionHandle handle) {
   Session& session = sessions_[handle];
-  // A receipt that was taken in part: what is left of it ends as plans in flight do.
+  // A receipt that was applied in part: its other plans end as plans in flight do.
   auto& receipted = session.receipting.plans;
   session.plans.insert(session.plans.begin(), std::make_move_iterator(receipted.begin()),
                        std::make_move_iterator(receipted.end()));
@@ -104,7 +104,7 @@ void Pool::end_session(SessionHandle handle) {
   session.root = kNoEntry;
 }
 
-// To release a sequence takes as long as so many blocks.
+// Blocks whose release takes as long as that of a sequence besides its blocks.
 constexpr int64_t kSequenceBlocks = 16;
 
 bool Pool::end_some(SessionHandle handle, int64_t max_blocks) {

@@ -1,9 +1,9 @@
 // All block metadata of one layer group of a pool: both tiers, the prefix index, sessions with
 // their sequences, and the drafts of their plans. Ints and bytes only.
 //
-// An operation checks, counts the blocks it needs, then changes: what is refused has changed
-// nothing. Those that concern sequences are on several groups, which they keep in step: an item is
-// done in all of them or in none (grouped_pool.h). Single-threaded.
+// An operation checks, counts the blocks it needs, then changes: a refused item changes nothing.
+// Operations on sequences take several groups, which they keep in step: an item is done in all of
+// them or in none (grouped_pool.h). Single-threaded.
 #pragma once
 
 #include <deque>
@@ -65,13 +65,13 @@ class Pool final : private Listener {
 
   // Sessions
   SessionHandle open_session(std::string_view root, uint32_t owner);
-  // Ends it; what it has is released by `end_some`, which says whether some is left. Once nothing
-  // is and the data planes have fenced it, `session_fenced` is called.
+  // Ends a session; `end_some` releases its blocks, and returns whether some are left. When none
+  // are left and the data planes have fenced it, call `session_fenced`.
   void end_session(SessionHandle handle);
   bool end_some(SessionHandle handle, int64_t max_blocks);
   void session_fenced(SessionHandle handle);
 
-  // A step. `only_check`: nothing is done, and an item's answer is that as the step's only one.
+  // A step. `only_check`: changes nothing, and answers each item as the step's only one.
   void begin(SessionHandle handle, int64_t number) { sessions_[handle].number = number; }
   static std::variant<Admitted, Failure> admit(Groups groups, SessionHandle handle,
                                                const Admission& admission, bool only_check = false);
@@ -86,28 +86,31 @@ class Pool final : private Listener {
   static ItemResults free(Groups groups, SessionHandle handle, Span<int64_t> ids, bool only_check);
   // Blocks that each item would take now; 0 for one that would be refused for another reason.
   std::vector<int32_t> growth(SessionHandle handle, const AppendColumns& columns) const;
-  // Blocks that are moved: about `max_blocks` at once, the others by calls of `swap_some`, which
-  // are to follow before anything else of the session until one returns false.
+  // Returns how many blocks it moves: about `max_blocks` at once, the others by `swap_some`, which
+  // must be called before any other call of the session until it returns false.
   static std::variant<int64_t, Failure> swap(Groups groups, SessionHandle handle, Span<int64_t> ids,
                                              Tier destination, int64_t headroom, int64_t max_blocks,
                                              bool only_check);
   static bool swap_some(Groups groups, SessionHandle handle, int64_t max_blocks);
   int64_t cut(SessionHandle handle, int64_t sequence_id);
   static bool reserve(Groups groups, SessionHandle handle, int64_t sequence_id, int64_t num_blocks);
-  // Writes whole tables to the plan, where they are due; whether some are left for the next call.
+  // Writes whole tables to the plan, if they are due; returns whether some are left for the next
+  // call.
   static bool prepare(Groups groups, SessionHandle handle, int64_t max_blocks);
-  // Writes the plan to where `make(num_bytes)` says; false when there is nothing to carry out.
+  // Writes the plan to the memory that `make(num_bytes)` returns; returns false when there is
+  // nothing to carry out.
   static bool finish(Groups groups, SessionHandle handle, std::string_view prefix,
                      const std::function<char*(size_t)>& make);
 
-  // What follows
+  // After a step
   std::vector<Failure> deferred_tokens(SessionHandle handle, const DeferredColumns& columns);
-  // Plans up to `plan` have run. Whether some of what follows is left for the next call, which is
-  // then to come before anything else of the session.
+  // Records that plans up to `plan` have run. Returns whether some of the work is left for the next
+  // call, which must then come before any other call of the session.
   bool receipted(SessionHandle handle, int64_t plan,
                  int64_t max_blocks = std::numeric_limits<int64_t>::max());
   int64_t num_tokens_in_flight(SessionHandle handle) const;
-  // So too. `keeps`: the next plan need not send what the data plane has of tables.
+  // Aborts all plans in flight; returns as `receipted` does. `keeps`: the next plan need not send
+  // table entries that the data plane has.
   static bool abort(Groups groups, SessionHandle handle, int64_t next_plan, bool keeps,
                     int64_t max_blocks);
 
@@ -141,8 +144,8 @@ class Pool final : private Listener {
     return handle < sessions_.size() && sessions_[handle].open;
   }
 
-  // Publications of which the data planes are to be told, of as many as asked for at most; the rest
-  // waits for the next call. What is no longer there is left out.
+  // Publications to announce to data planes, at most as many as asked for; the rest waits for the
+  // next call. Blocks that are no longer published are left out.
   struct Announcement {
     EntryId root;
     EntryId entry;
@@ -166,12 +169,12 @@ class Pool final : private Listener {
   // For metrics.
   const BlockTimes& block_times(Tier tier) const { return block_times_[tier - 1]; }
   int64_t num_sequences_in(Tier tier) const;
-  // How long the blocks have waited that wait longest for a receipt or a fence; 0: none waits.
+  // The longest time that a block has waited for a receipt or a fence so far; 0: none waits.
   double oldest_release_s() const;
 
-  // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
-  // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
-  // Of more than `most_counted` entries the answer says less than there are.
+  // Forgetting (forget.cpp): the prefix cannot be found from now on; `forget_some` removes its
+  // entries, and returns whether some are left. Without `force` nothing changes if tables refer to
+  // its blocks. Of more than `most_counted` entries the answer counts fewer than there are.
   static Forgotten forget(Groups groups, SessionHandle handle, Span<int32_t> tokens, bool force,
                           int64_t most_counted);
   static Forgotten forget_roots(Groups groups, const std::vector<std::string_view>& roots,
@@ -179,7 +182,7 @@ class Pool final : private Listener {
   bool forget_some(int64_t max_entries);
   std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
 
-  // What has changed since a revision; off at first.
+  // The log of changes, by revision; off at first.
   void watch(size_t max_events) {
     log_size_ = max_events;
     if (!num_large_forgotten_) log_.restart(max_events, index_.block_size(), revision_);
@@ -195,7 +198,7 @@ class Pool final : private Listener {
   void check() const;
   int64_t held_by(const Sequence& sequence) const;
 
-  // As GroupedPool says it of several groups.
+  // The same calls as those of GroupedPool.
   int64_t num_blocks(Tier tier) const { return store(tier).num_blocks; }
   int64_t num_in(Tier tier, State state) const { return store(tier).num_in(state); }
   int64_t num_obtainable(SessionHandle handle, Tier tier) const {
@@ -234,7 +237,7 @@ class Pool final : private Listener {
   // Sequences (sequences.cpp)
   uint32_t new_sequence(Session& session, int64_t id, int64_t admitted_by);
   void forget_sequence(uint32_t index);
-  // What `max_table_entries` bounds: entries of tables, also those that known tokens will need.
+  // Counts what `max_table_entries` bounds: table entries, also those that known tokens will need.
   int64_t num_entries(const Session& session) const;
   uint32_t add_fork(Session& session, uint32_t parent, int64_t id, int64_t admitted_by);
   Failure check_new_id(const Session& session, int64_t id, int64_t num_more, int64_t item) const;
@@ -377,10 +380,10 @@ class Pool final : private Listener {
   double now_s_ = 0;
   std::vector<Announcement> announcements_;
   size_t num_announced_ = 0;                // of these
-  std::vector<Announcement> re_announced_;  // whose turn is before the rest of these
+  std::vector<Announcement> re_announced_;  // to be taken before the rest of these
   Retention retention_;
   ChangeLog log_;
-  // What is to be taken apart. `old_root`: that its entries say they are of, if it is large.
+  // Entries to be removed. `old_root`: the root that they still name, if there are many.
   struct Forgetting {
     EntryId root;
     uint32_t uid;

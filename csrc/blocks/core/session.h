@@ -38,8 +38,8 @@ struct Sequence {
   bool live = false;
   bool table_sent = false;  // the data plane will have a table for it once the last plan has run
   int64_t copied_by = 0;    // the last plan that copies blocks of its table from elsewhere
-  // Leading entries that are as receipts say the data plane has them, until `changed_by` has run:
-  // the first plan with the table's last change, or one before that plan. From then on all are.
+  // Leading entries that the data plane has, by receipts, until `changed_by` has run: the first
+  // plan with the table's last change, or one before that plan. From then on it has all.
   int64_t num_sent = 0;
   int64_t changed_by = 0;
   Tier tier = kDevice;
@@ -76,7 +76,7 @@ struct Demotion {
   Block copy;
 };
 
-// To follow where a block was copied from takes as long as so many other blocks.
+// Other blocks whose handling takes as long as following a block to where it was copied from.
 constexpr int64_t kOriginBlocks = 4;
 
 struct Transfer {
@@ -85,7 +85,7 @@ struct Transfer {
   bool pins = true;  // the source, until the plan has run; not one that is evicted
 };
 
-// What a plan in flight changes once it has run, or undoes when it is aborted.
+// Changes that a plan in flight makes once it has run, or undoes when it is aborted.
 struct PlanRecord {
   int64_t number = 0;
   int64_t num_tokens = 0;                              // that it computes or copies
@@ -101,8 +101,8 @@ struct Release {
   std::vector<Block> blocks[2];  // by tier
 };
 
-// Plans that have run, of which the sequences are advanced some at a time, and then what they read
-// and released is let go of. There may be releases and no plans.
+// Plans that have run. Their sequences are advanced some at a time; then the blocks that they read
+// are unpinned, and those that they released are freed. There may be releases and no plans.
 struct Receipting {
   bool begun = false;
   std::vector<PlanRecord> plans;
@@ -110,8 +110,8 @@ struct Receipting {
   size_t next_touched = 0;  // of this plan
 };
 
-// An abort, some of it at a time: what transfers copied is noted in each layer group, sequences are
-// cut in all groups together, and the plans of each end.
+// An abort in slices: the copies of transfers are noted in each layer group, sequences are cut in
+// all groups together, and the plans of each group end.
 struct Aborting {
   bool begun = false;
   size_t next_plan = 0;
@@ -121,7 +121,7 @@ struct Aborting {
   size_t next_id = 0;
 };
 
-// A swap, of which the blocks are copied some at a time, and then the tables moved.
+// A swap in slices: blocks are copied some at a time, then the tables are moved.
 struct Swapping {
   Tier destination = kHost;
   std::vector<uint32_t> indices;  // of the sequences
@@ -135,8 +135,8 @@ struct Swapping {
   size_t next_place = 0;
 };
 
-// What is kept of all tables, and the rest of them, written to the draft some at a time; then the
-// transfers that fill blocks of them.
+// All tables, written to the draft some at a time: how many entries the data plane keeps, and the
+// others; then the transfers that fill blocks of them.
 struct WholeTables {
   bool begun = false;
   std::vector<uint32_t> indices;  // of the sequences
@@ -155,7 +155,7 @@ struct Session {
   EntryId root = kNoEntry;
   uint32_t owner = 0;
   IdMap sequences{0};  // id -> index
-  // Of one that ended: the sequences that are still to be released, once its plans have ended.
+  // Of an ended session: the sequences still to be released, once its plans have ended.
   std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;
   Receipting receipting;  // begun only between two slices of a receipt
@@ -172,7 +172,7 @@ struct Session {
   PlanRecord record;   // of the draft
   WholeTables tables;  // of the draft
   // Of the draft: blocks that its transfers write, which are not allocated twice in one plan; those
-  // of them that nothing refers to any more, pinned until the plan is made; what it allocates.
+  // of them that nothing refers to any more, pinned until the plan is made; its allocated blocks.
   IdMap destinations;
   std::vector<std::pair<Tier, Block>> kept;
   IdMap allocated;
@@ -184,9 +184,9 @@ inline int64_t num_sent(const Session& session, const Sequence& sequence) {
   return sequence.changed_by <= session.done ? size : std::min(sequence.num_sent, size);
 }
 
-// Entries from `first` on are no longer what the data plane has, until a plan that is made from now
-// on has run. One that has been made and is aborted may have reached it or not. A table that is cut
-// needs no note: of what is left, the data plane has as much as before.
+// Notes that entries from `first` on differ from the data plane's until a plan made from now on has
+// run. An aborted plan may or may not have reached the data plane. A table that is cut needs no
+// note: the data plane has as many of the remaining entries as before.
 inline void note_change(const Session& session, Sequence& sequence, int64_t first) {
   sequence.num_sent = std::min(num_sent(session, sequence), first);
   sequence.changed_by = session.last_plan + 1;

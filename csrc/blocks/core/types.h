@@ -1,4 +1,4 @@
-// What all parts of the metadata core share.
+// Types that all parts of the metadata core share.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ constexpr SessionHandle kManySessions = 0xFFFFFFFE;
 // As on the wire.
 enum Tier : uint8_t { kDevice = 1, kHost = 2 };
 
-// Above every plan's number: what waits for the fence of an ended session.
+// Above every plan's number: of releases that wait for the fence of an ended session.
 constexpr int64_t kEnded = std::numeric_limits<int64_t>::max();
 
 template <typename T>
@@ -33,7 +33,7 @@ struct Span {
   const T& operator[](int64_t i) const { return data[i]; }
 };
 
-// Of a value that is not negative.
+// Divides a value that is not negative, rounding up.
 inline int64_t div_ceil(int64_t value, int64_t divisor) {
   return value / divisor + (value % divisor != 0);
 }

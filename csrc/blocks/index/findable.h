@@ -1,6 +1,6 @@
-// Which entries can be found. Those below a large prefix that was forgotten say, until they are
-// taken apart, that they are of the root they were under: as long as there are some, the way up is
-// walked, every part of it once.
+// Which entries can be found. Entries below a large forgotten prefix name the root that they were
+// under until they are removed: as long as there are some, the path up to the root is walked, every
+// part of it once.
 #pragma once
 
 #include <limits>
@@ -15,12 +15,12 @@ namespace kvplane::blocks {
 // Of an index that does not change meanwhile.
 class Findable {
  public:
-  // `walks`: whether there are entries that say a wrong root.
+  // `walks`: whether there are entries that name a wrong root.
   Findable(const PrefixIndex& index, bool walks)
       : index_(index), answers_(walks ? index.end() : 0) {}
 
-  // Whether the entry can be found; nothing when a millisecond or a few were spent already, and it
-  // is to be asked of another `Findable`, as the first there.
+  // Returns whether the entry can be found; nothing once some milliseconds have been spent: ask
+  // another `Findable` then, with this entry first.
   std::optional<bool> operator()(EntryId e) {
     if (!index_.is_named(index_.root_of(e))) return false;
     if (!answers_.size()) return true;

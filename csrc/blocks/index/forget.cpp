@@ -1,13 +1,13 @@
 // Forgetting: prefixes leave the index at once, by being moved under a root that has no name; their
-// entries are taken apart later, a few at a time, what was forgotten first before the rest. Idle
-// blocks are free then; tables keep theirs.
+// entries are removed later, a few at a time, in the order of forgetting. Idle blocks become free,
+// tables keep theirs.
 //
-// Of a large prefix nothing but its first entry is looked at when it is forgotten. Those below are
-// counted as the old root's until they are taken apart, and followers start again afterwards.
+// Of a large prefix only the first entry is visited when it is forgotten. Entries below it count as
+// the old root's until they are removed, and followers start again afterwards.
 //
-// What was written before must not come back. A live sequence that begins with what is forgotten,
-// or may when its tokens are known, publishes nothing of that part and of what follows it, and lets
-// nobody share it; nor do sequences forked from it, and freed ones whose receipts are missing.
+// A forgotten prefix must not come back. A live sequence that begins with it, or may once its
+// tokens are known, publishes and shares neither the prefix nor blocks after it; nor do sequences
+// forked from it, or freed ones whose receipts are missing.
 #include <algorithm>
 
 #include "core/pool.h"
@@ -160,8 +160,8 @@ int64_t Pool::num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens
   return num;
 }
 
-// Keeps private what the root's sequences wrote from block num_blocks - 1 on, if they begin with
-// the first num_blocks blocks of the tokens, as far as they are known. Returns those sequences.
+// Keeps blocks from num_blocks - 1 on private to the root's sequences that begin with the first
+// num_blocks blocks of the tokens, as far as they are known. Returns those sequences.
 std::vector<uint32_t> Pool::keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks) {
   std::vector<uint32_t> kept;
   for (uint32_t i = 0; i < sequences_.size(); ++i) {

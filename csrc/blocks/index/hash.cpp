@@ -12,8 +12,8 @@ namespace {
 
 constexpr std::string_view kRootPrefix("kvplane.v1.tenant\0", 18);
 
-// Of two parts as if they were one. Short inputs are hashed at once: xxHash's streams cost more to
-// set up than a block of 16 tokens to hash.
+// The hash of two parts as if they were one. Short inputs are hashed at once: setting up xxHash's
+// streams costs more than hashing a block of 16 tokens.
 [[gnu::always_inline]] inline Hash hash_of(const void* first, size_t first_bytes,
                                            const void* second, size_t second_bytes) {
   constexpr size_t kShortBytes = 2048;

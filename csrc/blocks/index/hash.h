@@ -11,14 +11,14 @@ namespace kvplane::blocks {
 
 using Hash = std::array<uint8_t, 16>;
 
-// Of two parts as if they were one.
+// The hash of two parts as if they were one.
 Hash digest_of(std::string_view first, std::string_view second);
 
-// What the first block of each of a root's prefixes is chained to.
+// The hash that the first block of each of a root's prefixes is chained to.
 Hash root_hash(std::string_view root);
 
 // The hash of a block's tokens (num_bytes of little-endian uint32) after the prefix of `parent`.
-// `parent` comes in registers: it was mostly put into memory by halves just before, and a CPU that
+// `parent` is passed in registers: mostly it was just stored to memory in halves, and a CPU that
 // reads both at once waits until they are in its cache.
 Hash chained_hash(Hash parent, const void* tokens, size_t num_bytes);
 

@@ -67,7 +67,7 @@ std::vector<EntryId> PrefixIndex::roots() const {
 
 // Look-ups
 
-// Of one block, which is too short for the call of a function to be worth it.
+// Compares one block's tokens: too few for a call of memcmp to pay.
 bool PrefixIndex::has_tokens(EntryId e, const int32_t* tokens) const {
   const int32_t* own = tokens_.row(e);
   int32_t differs = 0;
@@ -287,7 +287,7 @@ void PrefixIndex::add_produced(EntryId parent, const int32_t* tokens, int64_t nu
   for (int64_t i = 0; i < num; ++i, tokens += block_size_) {
     if (i == 0) {
       parent = add(parent, tokens);
-    } else {  // as `add`, of what has no siblings
+    } else {  // as `add` does, for entries without siblings
       const EntryId e = new_entry();
       put_tokens(e, tokens);
       Entry& above = entries_[parent];
@@ -301,7 +301,7 @@ void PrefixIndex::add_produced(EntryId parent, const int32_t* tokens, int64_t nu
   }
 }
 
-// With nothing.
+// A new entry, empty.
 EntryId PrefixIndex::new_entry() {
   EntryId e;
   if (free_.empty()) {
@@ -331,16 +331,16 @@ void PrefixIndex::set_hash(EntryId e, const Hash& hash) {
   entries_[e].has_hash = 1;
 }
 
-// Of the entry and of those before it that have none.
+// Computes the hashes of the entry and of those before it that have none.
 void PrefixIndex::compute_hash(EntryId e) const {
-  // What the index holds does not change.
+  // The index's contents do not change.
   auto* self = const_cast<PrefixIndex*>(this);
   const auto follow = [&](EntryId parent, EntryId child) {
     const size_t num_bytes = block_size_ * sizeof(int32_t);
     ++num_touched_;
     self->set_hash(child, chained_hash(hashes_[parent], tokens_.row(child), num_bytes));
   };
-  // Those of a prompt are mostly asked for from its beginning on.
+  // The hashes of a prompt are mostly asked for from its beginning on.
   EntryId parent = entries_[e].parent;
   if (entries_[parent].has_hash) return follow(parent, e);
   std::vector<EntryId> path{e};  // to it, from behind the last one that has its hash
@@ -378,7 +378,7 @@ void PrefixIndex::delay(Key key, bool is_insert) {
 
 void PrefixIndex::do_delayed() const {
   if (delayed_.empty()) return;
-  // What the index holds does not change, only where.
+  // The index's contents do not change, only their places.
   auto* self = const_cast<PrefixIndex*>(this);
   for (const Delayed& change : delayed_)
     change.is_insert ? self->insert_key(change.key) : self->erase_key(change.key);
@@ -449,7 +449,7 @@ void PrefixIndex::check() const {
       ++num_found;
       num_keys += entry.has_key;
       require(find(entry.parent, tokens_.row(e)) == e, "an entry cannot be found");
-      // Without asking for it: what has no hash yet is to have none after the check.
+      // Without computing hashes: entries that have none must have none after the check.
       if (is_root(entry.parent) && hashes_[entry.parent] == Hash{}) {
         require(entry.has_hash, "a detached entry cannot know its hash");
         expected[e] = hashes_[e];

@@ -63,7 +63,7 @@ struct alignas(64) Entry {
 
 static_assert(sizeof(Entry) == 64, "an entry has grown");
 
-// What happened to the index, for those who follow it.
+// A change to the index, for its followers.
 enum class Change : uint8_t { kStored = 1, kRemoved = 2, kCleared = 3 };
 
 class Listener {
@@ -138,9 +138,9 @@ class PrefixIndex {
   // As find_or_add, when the chained hash is known.
   EntryId find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash);
   // Hides an entry, and all below it, from every look-up. Returns the root, without a name, under
-  // which the entries are until they are removed. Of a root, what is below it goes; if it is in
-  // use, its name has a new root then. The entry has a child or a block. Unless `moves_all`, those
-  // below it say that they are of the old root, which is held, until they are moved one by one.
+  // which the entries are until they are removed. A root loses the entries below it; if it is in
+  // use, its name then has a new root. The entry must have a child or a block. Unless `moves_all`,
+  // entries below it name the old root, which is held, until they are moved one by one.
   EntryId detach(EntryId top, bool moves_all);
   void move(EntryId e, EntryId root);
   // Keeps a root though nothing is below it.
@@ -151,8 +151,8 @@ class PrefixIndex {
   }
   // The block holds the entry's tokens. True: it is published now; false: it is a spare.
   bool set_block(EntryId e, Tier tier, Block b);
-  // The block no longer holds what it held: it is neither published nor a spare. Returns the spare
-  // that took its place, kNoBlock when none did. Entries that nothing needs are removed.
+  // Removes the block from its entry: it is neither published nor a spare. Returns the spare that
+  // took its place, kNoBlock when none did. Entries that nothing needs are removed.
   Block clear_block(Tier tier, Block b);
   void set_producer(EntryId e, uint32_t producer, uint32_t uid);
   void clear_producer(EntryId e, uint32_t producer, uint32_t uid) {
@@ -166,9 +166,9 @@ class PrefixIndex {
 
   size_t num_entries() const { return num_entries_; }
   size_t num_spares() const { return num_spares_; }
-  // How often an entry was looked at so far, by whatever looks for one or changes it.
+  // How often a look-up or a change has visited an entry so far.
   uint64_t num_touched() const { return num_touched_; }
-  // Of the columns that have an element a block, and of the entries with their tokens.
+  // Bytes of the columns that have an element a block, and of the entries with their tokens.
   size_t num_bytes_of_blocks() const;
   size_t num_bytes_of_entries() const;
   // Calls f(entry) for all below `top`, parents first.
@@ -189,7 +189,7 @@ class PrefixIndex {
   void check() const;
 
  private:
-  // The hash of an entry with a parent is computed when somebody asks for it, unless `hash` is it.
+  // Adds an entry. Its hash is `hash`, or if that is null computed when it is first asked for.
   EntryId add(EntryId parent, const int32_t* tokens, const Hash* hash = nullptr);
   EntryId add_root(const Hash& hash);
   EntryId new_entry();

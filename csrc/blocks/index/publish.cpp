@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kAhead = 8;  // how far blocks are fetched from memory
 
-// Whether the data planes may be told of the entry's block: they know that of its parent. Nothing
-// when that is for another call.
+// Returns whether the entry's block may be announced to data planes: they know that of its parent.
+// Nothing when another call has to find out.
 std::optional<bool> may_announce(const PrefixIndex& index, EntryId e, Findable& findable) {
   if (index[e].block(kDevice) == kNoBlock || !index.follows_device(e)) return false;
   return findable(e);
@@ -47,7 +47,7 @@ bool Pool::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks) {
   return end_receipted(session, max_blocks - num);
 }
 
-// All sequences of the plans that have run were advanced. Whether some of the rest is left.
+// Ends a receipt after all sequences of its plans were advanced. Returns whether some work is left.
 bool Pool::end_receipted(Session& session, int64_t left) {
   for (; !session.releases.empty() && session.releases.front().plan <= session.done;
        session.releases.pop_front())
@@ -77,7 +77,7 @@ int64_t Pool::num_tokens_in_flight(SessionHandle handle) const {
   return num;
 }
 
-// Plans up to `done` have run: what they wrote of the sequence is published.
+// Publishes blocks of the sequence that plans up to `done`, which have run, wrote.
 void Pool::advance(Session& session, uint32_t index, int64_t done) {
   Sequence& sequence = sequences_[index];
   size_t num = 0;
@@ -102,7 +102,7 @@ void Pool::publish(Session& session, uint32_t index) {
       sequence.moved_by > session.done)
     return;
   if (!sequence.live) {
-    // What was allocated again since is lost, and so is all that follows it.
+    // A block that was allocated again since is lost, and so are all after it.
     const int64_t first = sequence.first_ghost;
     for (int64_t i = sequence.num_published; i < complete; ++i) {
       const auto& [b, generation] = sequence.ghosts[static_cast<size_t>(i - first)];
@@ -133,8 +133,8 @@ void Pool::publish(Session& session, uint32_t index) {
 }
 
 // Makes sure that the chain is the entry of the last published block: if that was removed,
-// publishing begins again. False when it cannot: blocks on the way were given up. Then what is
-// complete now is not published, and later blocks are tried again.
+// publishing begins again. False when it cannot, because the sequence no longer has blocks on the
+// way: complete blocks are not published now, and later blocks are tried again.
 bool Pool::set_chain(Session& session, Sequence& sequence) {
   if (index_.alive(sequence.chain, sequence.chain_uid)) return true;
   const int64_t num_published = sequence.num_published;
@@ -158,7 +158,7 @@ bool Pool::set_chain(Session& session, Sequence& sequence) {
 
 // The entry of the first block that is not published.
 EntryId Pool::entry_for(const Sequence& sequence, uint32_t index) {
-  // Beyond all of them if it is before the first one.
+  // Out of range if it is before the first one.
   const auto i = static_cast<size_t>(sequence.num_published - sequence.first_produced);
   if (i < sequence.produced.size()) {
     const EntryId e = sequence.produced[i];
@@ -195,14 +195,14 @@ void Pool::enter(Session& session, Sequence& sequence, uint32_t index, Block b) 
   index_.clear_producer(e, index, sequence.uid);
 }
 
-// The blocks that were entered last, each after the one before it.
+// Publishes the blocks that were entered last, each after the one before it.
 void Pool::publish_fresh() {
   if (!fresh_.empty()) store(kDevice).published(fresh_);
   fresh_.clear();
 }
 
-// The data planes are told of the entry's block, and again of those below it, which name it.
-// Returns whether there are such.
+// Announces the entry's block to data planes, and again those below it, which name it. Returns
+// whether there are such.
 bool Pool::announce(EntryId root, EntryId e) {
   EntryId c = index_[e].child;
   while (c != kNoEntry && index_[c].block(kDevice) == kNoBlock) c = index_[c].next;
@@ -260,8 +260,8 @@ std::vector<Pool::Announcement> Pool::findable() const {
   return found;
 }
 
-// Also those whose parents are not on the device. If that takes long, `end` becomes the first block
-// that was not looked at.
+// Includes entries whose parents are not on the device. If it takes long, `end` becomes the first
+// block that was not scanned.
 std::vector<Pool::Announcement> Pool::findable_in(Block begin, Block& end) const {
   std::vector<Announcement> found;
   Findable findable(index_, num_large_forgotten_ > 0);
@@ -280,7 +280,7 @@ std::vector<Pool::Announcement> Pool::findable_in(Block begin, Block& end) const
 // Deferred tokens
 
 // Tokens of [begin, end) that an item of a call gives a sequence, which had none there; `before`:
-// what an earlier item gives the same sequence, or -1.
+// the earlier item's entry for the same sequence, or -1.
 struct Pool::Given {
   int64_t begin, end;
   const int32_t* tokens;

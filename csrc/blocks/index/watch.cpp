@@ -46,7 +46,7 @@ void ChangeLog::restart(size_t max_events, uint32_t block_size, int64_t revision
   tokens_ = Slab<int32_t, 0>(block_size);
 }
 
-// Nearly always the root of the event before.
+// The number of the root's name. The root is nearly always that of the event before.
 uint32_t ChangeLog::number_of_name(const PrefixIndex& index, EntryId root) {
   if (root == last_root_ && index[root].uid == last_root_uid_) return last_name_;
   const auto [it, is_new] = roots_.try_emplace(index.root_name(root), 0);

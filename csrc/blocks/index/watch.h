@@ -28,8 +28,8 @@ struct ChangeColumns {
 
 // A part of what is published below the root: entries from `cursor` on, in the order of their ids,
 // up to about max_blocks blocks. Returns where the next part begins, kNoEntry if this was the
-// last. An entry that is published all the time keeps its id, so the parts have it; who applies
-// the changes since the first part began has the rest too.
+// last. An entry that stays published keeps its id, so the parts contain it; the changes since the
+// first part began bring the others.
 EntryId snapshot(const PrefixIndex& index, std::string_view root, EntryId cursor, size_t max_blocks,
                  ChangeColumns& columns);
 
@@ -39,7 +39,8 @@ class ChangeLog {
   void restart(size_t max_events, uint32_t block_size, int64_t revision);
   bool is_on() const { return max_events_ > 0; }
   void add(int64_t revision, Change change, const PrefixIndex& index, EntryId e, Tier tier);
-  // Of the root, after `revision`, as many as asked for. False: the log does not reach back so far.
+  // Reads the root's changes after `revision`, as many as asked for. False: the log does not reach
+  // back so far.
   bool since(int64_t revision, std::string_view root, size_t max_events,
              ChangeColumns& columns) const;
 

@@ -1,13 +1,13 @@
 """Types of the native module; the headers in csrc/blocks describe what they do.
 
-Columns are little-endian bytes, as on the wire. An item that is refused is a failure and has
+Columns are little-endian bytes, as on the wire. A refused item is returned as a failure and has
 changed nothing.
 """
 
 from typing import Final
 
 _Failure = tuple[int, int, int, int, int]
-"""Item, code, and the three values a, b, c that the code gives a sense to:
+"""Item, code, and three values a, b, c whose meaning depends on the code:
 
 LATER, NEVER        a: blocks needed, b: blocks available, c: tier
 LATER_HEADROOM      as LATER; there would be room but for the headroom
@@ -67,7 +67,7 @@ class PlainStep:
 
     @staticmethod
     def read(data: bytes) -> PlainStep | None:
-        """None for anything else, also for an encoding that protobuf's own writers do not make."""
+        """Read a request; None for any other, also for an encoding that protobuf never writes."""
     @property
     def data(self) -> bytes: ...
     @property
@@ -81,35 +81,35 @@ class PlainStep:
         """The operation's name, "admit" or "append"; empty when there is none."""
     @property
     def num_items(self) -> int:
-        """Of an append."""
+        """Items of an append."""
     @property
     def sequence_id(self) -> int:
-        """Of an admission."""
+        """The sequence of an admission."""
     @property
     def num_tokens(self) -> int:
-        """That the operation brings."""
+        """Tokens of the operation."""
     @property
     def content(self) -> bytes:
-        """What ``content_of`` says of the message."""
+        """The digest that ``content_of`` returns for the message."""
     @property
     def receipts(self) -> list[tuple[int, int, bytes, bytes]]:
-        """The plan and the shard that each claims to be of, its payload and its signature, none of
-        which is checked. Their type is that of receipts.
+        """Each receipt's claimed plan and shard, its payload and its signature, none of them
+        checked. Their type is that of receipts.
         """
 
 class _Sessions:
-    """What one layer group and several of them do alike; the module has no such class."""
+    """Methods of both ``Pool`` and ``GroupedPool``; the module has no such class."""
 
     def open_session(self, root: bytes, owner: int) -> int: ...
     def end_session(self, handle: int, max_blocks: int = ...) -> bool:
-        """End a session and release about so many blocks of it, by default all. Returns whether
-        some are left for ``end_some``; then it is not to be fenced yet.
+        """End a session and release about ``max_blocks`` of its blocks, by default all. Returns
+        whether some are left for ``end_some``; then it must not be fenced yet.
         """
     def end_some(self, handle: int, max_blocks: int) -> bool:
-        """Release about so many blocks of a session that has ended; whether some are left."""
+        """Release about ``max_blocks`` of an ended session; returns whether some are left."""
     def session_fenced(self, handle: int) -> None: ...
     def begin(self, handle: int, number: int) -> None: ...
-    # check_as: unless it is 0, nothing is done; each item is answered as the only one of that step.
+    # check_as: if not 0, changes nothing, and answers each item as the only one of that step.
     def admit(
         self,
         handle: int,
@@ -171,16 +171,16 @@ class _Sessions:
         max_blocks: int = ...,
         check_as: int = 0,
     ) -> int | _Failure:
-        """Blocks that are moved: about ``max_blocks`` at once, the others by calls of
-        ``swap_some``, which are to follow before anything else of the session until one returns
+        """Return how many blocks it moves: about ``max_blocks`` at once, the others by
+        ``swap_some``, which must be called before any other call of the session until it returns
         False.
         """
     def swap_some(self, handle: int, max_blocks: int) -> bool: ...
     def cut(self, handle: int, sequence_id: int) -> int: ...
     def reserve(self, handle: int, sequence_id: int, num_blocks: int) -> bool: ...
     def prepare(self, handle: int, max_blocks: int) -> bool:
-        """Before ``finish``: write about so many blocks of tables, after an abort.
-        Returns whether some are left.
+        """Write about ``max_blocks`` of tables, after an abort and before ``finish``. Returns
+        whether some are left.
         """
     def finish(self, handle: int, prefix: bytes) -> bytes | None: ...
     def plain_step(
@@ -196,11 +196,11 @@ class _Sessions:
         | tuple[_Failure, float]
         | None
     ):
-        """``receipted`` with plan ``done``, ``begin``, ``append`` or ``admit``, and ``finish``:
-        what the operation came to, the items refused, the plan, and the seconds of the operation.
+        """Call ``receipted`` with plan ``done``, ``begin``, ``append`` or ``admit``, ``finish``.
+        Returns the operation's result, the items refused, the plan, and the operation's seconds.
 
         None, with nothing changed, when all tables are due, plans in flight compute more than
-        ``most_tokens``, or an append might not find room. When an admission was refused, why, and
+        ``most_tokens``, or an append might not find room. For a refused admission, its failure and
         the seconds: the step has begun then, and ``finish`` was not called.
         """
     def plain_answer(
@@ -211,8 +211,8 @@ class _Sessions:
         signature: bytes,
         revision: int,
     ) -> bytes:
-        """The encoded StepResponse. ``done``: of the operation; None when there was none.
-        ``payload``: of the plan, or None.
+        """Encode the StepResponse. ``done``: the operation's result, None when there was none.
+        ``payload``: the plan's, or None.
         """
     def deferred_tokens(
         self,
@@ -224,20 +224,19 @@ class _Sessions:
         token_ids: bytes,
     ) -> _Failure | None: ...
     def receipted(self, handle: int, plan: int, max_blocks: int = ...) -> bool:
-        """Plans up to this one have run. ``max_blocks``: about as many are published or released
-        at a time; if True is returned, the same call is to follow before anything else of the
-        session.
+        """Record that plans up to this one have run. Publishes or releases about ``max_blocks`` at
+        a time; if it returns True, the same call must follow before any other of the session.
         """
     def num_tokens_in_flight(self, handle: int) -> int:
-        """Tokens that plans in flight compute or copy."""
+        """Count the tokens that plans in flight compute or copy."""
     def abort(
         self, handle: int, next_plan: int, keeps_tables: bool = True, max_blocks: int = ...
     ) -> bool:
-        """``keeps_tables``: the next plan need not send what the data plane has. Whether some of it
-        is left for the next call, as of ``receipted``.
+        """Abort all plans in flight. ``keeps_tables``: the next plan need not send entries that the
+        data plane has. Returns whether some work is left for the next call, as ``receipted`` does.
         """
     def num_unsent(self, handle: int) -> int:
-        """Table entries that the data plane may not have."""
+        """Count the table entries that the data plane may not have."""
     def resync_due(self, handle: int) -> bool: ...
     def plans_in_flight(self, handle: int) -> int: ...
     def last_plan(self, handle: int) -> int: ...
@@ -290,7 +289,7 @@ class Pool(_Sessions):
     def counters(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]: ...
     @property
     def num_touched(self) -> int:
-        """How often a block, or an entry of the index, was looked at so far."""
+        """How often operations have visited a block or an entry of the index so far."""
     @property
     def revision(self) -> int: ...
     def generations(self, tier: int) -> bytes: ...

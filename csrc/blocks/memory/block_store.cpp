@@ -65,7 +65,7 @@ void BlockStore::allocate(SessionHandle handle, int64_t num, std::vector<Block>&
   }
 }
 
-// Takes up to `most` blocks out of their states, so that they are neither published nor spares; the
+// Removes up to `most` blocks from their states, so that they are neither published nor spares; the
 // caller sets their new state. Returns how many, at least one.
 int64_t BlockStore::take(SessionHandle handle, Block* blocks, int64_t most) {
   RetiredBlocks& own = retired_[handle];
@@ -111,8 +111,8 @@ int64_t BlockStore::evict(Block* blocks, int64_t most) {
   return num;
 }
 
-// The cached blocks to be evicted next, no longer known to the policy; one by one where a spare may
-// take the place of one, which the policy must know before it gives another.
+// Removes the cached blocks to be evicted next from the policy; one by one if a spare may take the
+// place of one, which the policy must know before it chooses another.
 int64_t BlockStore::pop_cached(Block* blocks, int64_t most) {
   if (num_idle_) {
     const int64_t num = index_.num_spares() ? 1 : std::min(most, int64_t{num_idle_});
@@ -130,7 +130,7 @@ int64_t BlockStore::pop_cached(Block* blocks, int64_t most) {
   return 1;
 }
 
-// The block, in no state, no longer holds what it held.
+// Drops the contents of a block that is in no state.
 void BlockStore::forget(Block b) {
   infos_[b].published = false;
   const uint8_t priority = std::exchange(infos_[b].priority, 0);

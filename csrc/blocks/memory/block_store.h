@@ -1,4 +1,4 @@
-// The blocks of one tier: references, pins, what may still touch each, and reuse.
+// The blocks of one tier: references, pins, plans that may still touch each, and reuse.
 //
 // Every block is in exactly one state:
 //
@@ -58,13 +58,13 @@ class BlockStore {
   void prefetch(Block b) const { __builtin_prefetch(&infos_[b], 1); }
   uint32_t num_in(State state) const { return num_in_[static_cast<int>(state)]; }
   uint64_t num_evictions() const { return num_evictions_; }
-  // How often an operation has taken up a block so far: each time, it looks at this block and, at
-  // most, at the two beside it in a list.
+  // How often operations have visited a block so far. A visit reads this block and at most the two
+  // beside it in a list.
   uint64_t num_touched() const { return num_touched_; }
-  // So many were looked at besides.
+  // Counts `num` further visits.
   void touched(size_t num) const { num_touched_ += num; }
   EvictionPolicy& policy() { return *policy_; }
-  // Blocks that the session could allocate now; those that it could once receipts and fences come.
+  // Blocks that the session could allocate now, and those that it could after receipts and fences.
   int64_t num_obtainable(SessionHandle handle) const;
   int64_t num_coming(SessionHandle handle) const;
   // Retired blocks that this session alone could allocate at once.
@@ -77,8 +77,8 @@ class BlockStore {
            (infos_[b].state == State::kRetired && infos_[b].owner == handle);
   }
   // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
-  // it holds no published prefix nor may soon, and transfers read, if anything, what lies before
-  // `offset`, for earlier plans of the same session.
+  // it holds no published prefix nor may soon, and transfers read at most tokens before `offset`,
+  // for earlier plans of the same session.
   bool is_writable(Block b, SessionHandle handle, uint32_t offset) const {
     const Info& info = infos_[b];
     return info.ref_count == 1 && !info.keep &&
@@ -107,15 +107,15 @@ class BlockStore {
   void add_pending(Block b, SessionHandle handle);
   // The block is published now, or no longer.
   void published(Block b);
-  // So are these, which are held, the prefix of each a block longer than that of the one before it;
-  // nothing else below them is published.
+  // Marks held blocks as published, the prefix of each one block longer than that of the one before
+  // it; nothing else below them is published.
   void published(const std::vector<Block>& blocks);
   // It is published no longer; a spare takes its place if there is one.
   void unpublish(Block b);
   // Spares that took the place of blocks allocated since the last call.
   std::vector<Block> take_promoted() { return std::exchange(promoted_, {}); }
-  // Receipts may still publish the block: when it is retired it is reused last, and who shares it
-  // does not write it.
+  // Receipts may still publish the block: when it is retired it is reused last, and sessions that
+  // share it do not write it.
   void keep(Block b);
   // The published block is evicted after all that are not retained, and of these after those of a
   // lower priority and those of this one so far; 0: it is not retained.
@@ -152,14 +152,14 @@ class BlockStore {
     List kept;
   };
   enum Place : uint8_t { kNowhere, kPlain, kKept, kPolicy, kRetained };
-  // A block: what an operation needs of it lies together.
+  // A block: the fields that an operation needs lie together.
   struct Info {
     int64_t generation = 0;
     uint32_t ref_count = 0;
     uint32_t num_pins = 0;
     uint32_t num_pending = 0;
-    SessionHandle owner = kNoSession;      // whom it is pending for: kNoSession, one, kManySessions
-    SessionHandle pin_owner = kNoSession;  // whose transfers read it, the same way
+    SessionHandle owner = kNoSession;      // pending for: kNoSession, one session, kManySessions
+    SessionHandle pin_owner = kNoSession;  // whose transfers read it; values as of `owner`
     uint32_t next = kEnd;                  // in the list of its place
     uint32_t prev = kEnd;
     uint16_t pinned_tokens = 0;
@@ -199,7 +199,7 @@ class BlockStore {
   mutable uint64_t num_touched_ = 0;
   std::vector<Block> promoted_;
   std::vector<uint64_t> keys_;  // scratch of published
-  // What the policy is told when an operation has settled its blocks.
+  // For the policy, once an operation has settled its blocks.
   std::vector<Block> no_longer_idle_;
   std::vector<Block> idle_;
 };

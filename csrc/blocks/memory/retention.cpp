@@ -242,7 +242,7 @@ void Retention::check() const {
 
 // The pool's operations
 
-// In each group as far as it has the prefix; the owner's blocks are counted in each.
+// Retains the prefix in each group as far as it has it; the owner's blocks are counted in each.
 std::variant<Retained, Failure> Pool::retain(Groups groups, SessionHandle handle,
                                              Span<int32_t> tokens, uint8_t priority,
                                              double expires_at_s, int64_t most_blocks) {
@@ -285,7 +285,7 @@ int64_t Pool::release_retained(SessionHandle handle, Span<int32_t> tokens) {
   return before - retention_.num_entries(session.owner);
 }
 
-// Of all full blocks of the tokens; `e` is the entry of the first `num` of them.
+// The key of all full blocks of the tokens; `e` is the entry of the first `num` of them.
 uint64_t Pool::prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const {
   Hash hash = index_.hash(e);
   for (int64_t i = num; i < tokens.size / block_size_; ++i)

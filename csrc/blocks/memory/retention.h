@@ -8,10 +8,10 @@
 //              50    50    50
 //              20    20             when that at C ends, A and B have 20
 //
-// When an entry loses its last block, what lay there lies at the nearest entry before it that has
+// When an entry loses its last block, its retentions move to the nearest entry before it that has
 // one. Adding and ending a retention takes time proportional to its entries. Memory is bounded by
-// the retained entries: at one entry lies, of an owner and a priority, one retention of the whole
-// prefix and one that was cut short at most.
+// the retained entries: an entry has, for an owner and a priority, at most one retention of the
+// whole prefix and one that was cut short.
 #pragma once
 
 #include <memory>
@@ -42,7 +42,7 @@ class Retention {
     const auto it = num_entries_.find(owner);
     return it == num_entries_.end() ? 0 : it->second;
   }
-  // Of the path, heads first, those that are not.
+  // Entries of the path, heads first, that are not.
   int64_t num_new(uint32_t owner, const std::vector<EntryId>& path) const;
 
   // Retains a path from a root's child on. `key` tells prefixes that were asked for apart.
@@ -50,10 +50,9 @@ class Retention {
               double expires_at_s, uint64_t key);
   // Ends the owner's retentions with this key that lie on the path.
   void release(uint32_t owner, const std::vector<EntryId>& path, uint64_t key);
-  // Ends those that lie at the entry or below it; costs as much as there are entries retained.
+  // Ends retentions at the entry or below it; takes time proportional to all retained entries.
   void end_below(EntryId top);
-  // Ends those whose time has come; what is left after some thousand entries waits for the next
-  // call.
+  // Ends expired retentions; those left after some thousand entries wait for the next call.
   void expire(double now_s);
   // The entry has just lost its last block, and no copy of it is under way.
   void lost(EntryId e);

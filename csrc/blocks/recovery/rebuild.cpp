@@ -77,7 +77,7 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root,
   }
 }
 
-// Shards that report again and again must not keep the root of each namespace that there ever was.
+// Shards that report again and again must not keep the roots of all former namespaces.
 void Rebuild::prune_roots() {
   std::vector<uint8_t> is_named(roots_.size());
   for (Shard& it : shards_)

@@ -1,6 +1,6 @@
 // Builds a pool from what its shards report of their blocks, a few blocks at a time.
 //
-// Generations go on from the highest that any shard, or whoever builds, knows of a block. A
+// Generations continue from the highest that any shard, or the caller, knows of a block. A
 // publication is restored only if it is of its block's final generation, all shards report the
 // same, its hash follows from its tokens, and its parent is restored too. Equal hashes never join
 // blocks; of two blocks that hold one prefix the later is left out. Nothing is made for a block:
@@ -20,7 +20,7 @@
 
 namespace kvplane::blocks {
 
-// That are not worth looking for those that no block names any more.
+// Roots, up to which looking for unused ones does not pay.
 constexpr size_t kFewRoots = 1024;
 
 struct PublicationColumns {
@@ -40,20 +40,20 @@ class Rebuild {
   uint32_t num_shards() const { return static_cast<uint32_t>(shards_.size()); }
   // Forgets what the shard has reported.
   void start_shard(uint32_t shard, uint32_t num_device_blocks, uint32_t num_host_blocks);
-  // Parts of its report; what it says of a block again replaces what it said before. Throw
-  // ColumnError, and nothing has changed then.
+  // Add parts of its report; a later entry for a block replaces an earlier one. Throw ColumnError,
+  // and then change nothing.
   void add_blocks(uint32_t shard, Tier tier, Span<int32_t> indices, Span<int64_t> generations);
   void add_publications(uint32_t shard, std::string_view root, const PublicationColumns& columns);
 
-  // The pool has as many blocks as the smallest shard. All have reported; parts that come later do
-  // not count. `config` has what is known of generations.
+  // Begins a pool with as many blocks as the smallest shard. All have reported; later parts do not
+  // count. `config` has the generations known so far.
   void begin(PoolConfig config, double now_s);
   bool has_all_shards() const;
   bool has_begun() const { return phase_ != Phase::kCollect; }
   bool is_done() const { return phase_ == Phase::kDone; }
-  // Goes on, by about so many blocks. Whether the pool is complete.
+  // Continues by about `max_blocks`; returns whether the pool is complete.
   bool step(int64_t max_blocks);
-  // The complete pool; the shards are to be started anew.
+  // Returns the complete pool; shards must be started anew after that.
   std::unique_ptr<Pool> take();
   int64_t num_restored() const { return static_cast<int64_t>(restored_.size()); }
   // Roots that are kept: those that blocks name, and at most as many others, or a thousand.

@@ -1,7 +1,8 @@
-// Aborting plans that have not run, or may have run in part: each sequence is cut to what receipts
-// say was written. Transfers are undone: tables refer to the sources again, which were pinned for
-// this, in place of the copies. Forks and frees stay. The data plane learns of the abort from the
-// next plan, which says what all tables are; until that has run, blocks released here stay retired.
+// Aborting plans that have not run, or may have run in part: each sequence is cut to its written
+// tokens, by receipts. Transfers are undone: tables refer to the sources again, which were pinned
+// for this, in place of the copies. Forks and frees stay. The data plane learns of the abort from
+// the next plan, which says what all tables are; until that has run, blocks released here stay
+// retired.
 //
 // Time is proportional to the sequences, the blocks that they lose and the tables that hold copies.
 #include <algorithm>
@@ -39,7 +40,7 @@ void Pool::begin_abort(Groups groups, SessionHandle handle) {
     if (!pool.config_.window_tokens) continue;  // nothing is ever trimmed
     for (const Sequence* sequence : pool.sequences_of(handle)) {
       if (!pool.is_lost(*sequence)) continue;
-      // Nothing is left to go on from in one group: it begins again in all.
+      // Nothing is left to continue from in one group: it begins again in all.
       for (int64_t other = 0; other < groups.size; ++other) {
         Pool& there = *groups[other];
         Session& session = there.sessions_[handle];
@@ -66,7 +67,7 @@ void Pool::begin_abort(Groups groups, SessionHandle handle) {
   for (const auto& [index, id] : order) session.aborting.ids.push_back(id);
 }
 
-// Whether some are left.
+// Notes where the transfers of plans in flight copied from. Returns whether some are left.
 bool Pool::note_origins(Session& session, int64_t& left) {
   auto& [begun, next_plan, next_transfer, origins, ids, next_id] = session.aborting;
   for (; next_plan < session.plans.size(); ++next_plan, next_transfer = 0) {
@@ -79,13 +80,13 @@ bool Pool::note_origins(Session& session, int64_t& left) {
   return false;
 }
 
-// Whether what receipts say was written ends where the next position would see what was trimmed.
+// Whether the next position after the written ones, by receipts, would see trimmed blocks.
 bool Pool::is_lost(const Sequence& sequence) const {
   return sequence.num_trimmed &&
          std::min(sequence.num_written, sequence.tokens.size) < fewest_tokens(sequence);
 }
 
-// Returns how many blocks it gives up; the sequence counts as one, too.
+// Cuts a sequence. Returns how many blocks it releases; the sequence itself counts as one.
 int64_t Pool::cut_one(Session& session, int64_t id, int64_t next_plan, bool keeps) {
   const uint32_t index = *session.sequences.find(id);
   const int64_t held_before = session.num_held;
@@ -95,8 +96,8 @@ int64_t Pool::cut_one(Session& session, int64_t id, int64_t next_plan, bool keep
   return 1 + std::max(num_copies, held_before - session.num_held);
 }
 
-// Forgets the plans in flight, which will get no receipt. What they read may be read until
-// `next_plan` has run. Whether some are left.
+// Forgets the plans in flight, which will get no receipt. The blocks that they read may be read
+// until `next_plan` has run. Returns whether some are left.
 bool Pool::end_plans(Session& session, int64_t next_plan, int64_t& left) {
   for (; !session.plans.empty(); session.plans.pop_front()) {
     PlanRecord& record = session.plans.front();
@@ -133,7 +134,7 @@ void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origi
       !origins.empty() && (sequence.copied_by > session.done || sequence.moved_by > session.done);
   if (sequence.moved_by > session.done) sequence.moved_by = 0;
   if (has_copies || sequence.num_published * block_size_ > sequence.num_written) {
-    // Published blocks may lie behind what is left: a group may have found more than all have.
+    // Published blocks may lie beyond the cut: a group may have found more than all groups have.
     sequence.num_published = 0;
     sequence.chain = session.root;
     sequence.chain_uid = index_[session.root].uid;

@@ -22,7 +22,7 @@ struct Pool::Hit {
   int64_t plan;
 };
 
-// What an admission would do in one group.
+// The work of an admission in one group.
 struct Pool::AdmitPlan {
   std::vector<Hit> hits;
   int64_t cached = 0;     // tokens
@@ -40,7 +40,7 @@ std::variant<Admitted, Failure> Pool::admit(Groups groups, SessionHandle handle,
 
 std::variant<Admitted, Failure> Pool::grant(Groups groups, SessionHandle handle,
                                             int64_t admitted_by, const Admission& admission) {
-  // What it needs is done by the next plan, at the earliest this one.
+  // Its transfers and allocations go with the next plan, at the earliest this one.
   const InStep next(groups, handle, groups[0]->sessions_[handle].number + 1);
   return admit_with(groups, handle, admission, admitted_by, false, false);
 }
@@ -85,7 +85,7 @@ std::variant<Admitted, Failure> Pool::admit_with(Groups groups, SessionHandle ha
       failure.b = std::min(failure.b, proportion.down(pool, std::max<int64_t>(0, plan.available)));
     }
     if (failure.code == Code::kOk) break;
-    // Where there is no room for the last block and its copy, it is computed again instead.
+    // If there is no room for the last block and its copy, it is computed again instead.
     if (!copies_last || has_window) return failure;
     most_hits = static_cast<int64_t>(plans[0].hits.size()) - 1;
   }
@@ -146,7 +146,7 @@ Failure Pool::check_admission(const Session& session, const Admission& admission
   return Failure{0, Code::kOk};
 }
 
-// The longest prefix of at most `most` blocks of which every group has what it needs.
+// Finds the longest prefix of at most `most` blocks for which every group has the needed blocks.
 void Pool::find_agreed_hits(Groups groups, SessionHandle handle, const Admission& admission,
                             int64_t most, std::vector<AdmitPlan>& plans) {
   if (admission.skip_lookup) return;
@@ -217,7 +217,7 @@ uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t a
   return index;
 }
 
-// Those of the hits are shared with another sequence that has them, a chunk at a time.
+// Takes the tokens; those of hits are shared with another sequence that has them, by chunks.
 void Pool::take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits) {
   const size_t chunk_blocks = static_cast<size_t>(Tokens::kItems / block_size_);
   for (size_t i = chunk_blocks; i <= hits.size(); i += chunk_blocks) {
@@ -345,9 +345,9 @@ bool Pool::find_led(const Session& session, EntryId e, int64_t i, std::vector<Hi
   return true;
 }
 
-// With an attention window: how many leading blocks of a prompt of num_tokens an admission can
-// begin after, and the first of them that it needs, since positions before that are seen no more.
-// `present`: which blocks there are.
+// With an attention window: after how many leading blocks of a prompt of num_tokens an admission
+// can begin, and the first of these that it needs, as no later position sees those before.
+// `present`: whether each block is there.
 std::pair<int64_t, int64_t> Pool::window_hits(const std::vector<uint8_t>& present,
                                               int64_t num_tokens) const {
   std::vector<int64_t> last_missing{-1};  // before each block

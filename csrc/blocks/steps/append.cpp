@@ -7,7 +7,7 @@
 
 namespace kvplane::blocks {
 
-// What an item needs in one group.
+// The needs of an item in one group.
 struct Pool::AppendPlan {
   Pool* pool;
   Session* session;
@@ -88,7 +88,7 @@ bool Pool::fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& col
   return true;
 }
 
-// That every sequence may have.
+// The most tokens that any sequence may have.
 int64_t Pool::max_tokens() const {
   const int64_t num_blocks = store(kDevice).num_blocks, quota = config_.max_owner_blocks;
   return (quota ? std::min(num_blocks, quota) : num_blocks) * block_size_;
@@ -171,8 +171,8 @@ int64_t Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   return sequence.table.size;
 }
 
-// Gives a sequence blocks ahead, outside of a step; its table goes with the session's next plan.
-// All groups of it grow by as many: a table has an entry for each block of tokens in each of them.
+// Allocates blocks ahead for a sequence, outside of a step; the next plan has its table. It grows
+// by as many in all groups: a table has an entry for each block of tokens in each of them.
 bool Pool::reserve(Groups groups, SessionHandle handle, int64_t sequence_id, int64_t num_blocks) {
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
@@ -219,7 +219,7 @@ std::vector<int32_t> Pool::growth(SessionHandle handle, const AppendColumns& col
     const bool is_next = sequence && sequence->tier == kDevice &&
                          sequence->num_scheduled == first && num_slots >= 0 && num_ahead >= 0 &&
                          !(num_slots && sequence->computed_by == session.number);
-    // Of any other `first` there may be no end.
+    // For any other `first` there may be no end.
     const int64_t end = is_next ? first + num_slots : 0, cover = end + num_ahead;
     int64_t num = 0;
     if (is_next && div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting) {
@@ -338,7 +338,7 @@ void Pool::trim(Session& session, Sequence& sequence) {
   if (sequence.table_sent) session.draft.changes.cut(ChangeKind::kTrim, sequence.id, num);
 }
 
-// More is needed than there is.
+// The failure when the item needs more blocks than the tier has.
 Failure Pool::never_fits(Tier tier, int64_t item, int64_t needed) const {
   return {item, Code::kNever, needed, store(tier).num_blocks, tier};
 }

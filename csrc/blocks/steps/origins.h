@@ -1,4 +1,4 @@
-// Where what transfers copied comes from.
+// The blocks that the contents of copies come from.
 #pragma once
 
 #include <vector>
@@ -26,13 +26,13 @@ class Origins {
  public:
   bool empty() const { return copies_.empty(); }
 
-  // So many transfers more are added without moving what is there.
+  // Makes room for `num` more transfers, so that adding them moves nothing.
   void reserve(size_t num) {
     last_.reserve(num);
     copies_.reserve(copies_.size() + num);
   }
 
-  // A transfer that runs after those added before it.
+  // Adds a transfer that runs after those added before it.
   void add(const BlockRef& source, const BlockRef& destination) {
     const BlockRef origin = of(source);
     const auto i = static_cast<uint32_t>(copies_.size());

@@ -49,7 +49,7 @@ class FieldReader {
     return value;
   }
 
-  // What is not empty.
+  // Bytes that are not empty.
   std::string_view bytes() {
     const auto size = static_cast<uint64_t>(positive());
     if (failed_ || size > data_.size() - at_) {
@@ -132,8 +132,8 @@ bool read_operation(std::string_view data, PlainStep& step) {
   return append.empty() ? read_admission(admit, step) : read_append(append, step);
 }
 
-// Which plan a receipt says that it is of. Who takes it compares all of it with the one that is
-// expected, so nothing else is looked at here.
+// Reads the plan that a receipt names. The caller compares all of it with the expected receipt, so
+// nothing else is checked here.
 bool read_receipt(std::string_view data, SignedReceipt& receipt) {
   FieldReader fields(data);
   if (fields.begins(1, FieldReader::kVarint)) fields.positive();

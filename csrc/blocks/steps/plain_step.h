@@ -1,4 +1,4 @@
-// Requests for a step of the most common shapes, read where they lie: receipts, and at most one
+// Requests for a step of the most common shapes, read in place: receipts, and at most one
 // operation, which is an append without lookahead or the admission of one sequence. So neither a
 // decode step nor a prompt needs a message to be built.
 #pragma once
@@ -54,11 +54,11 @@ struct PlainStep {
   int64_t most_growth(int64_t block_size) const;
 };
 
-// That a plain step has.
+// Most receipts of a plain step.
 constexpr size_t kMaxPlainReceipts = 8;
 
-// An encoded StepRequest. None if it is of another shape, has anything that a plain step has not,
-// or is not encoded as protobuf's own writers do: fields in order, none with its default value.
+// Reads an encoded StepRequest. None if it has another shape, has a field that plain steps lack, or
+// is not encoded as protobuf's own writers do: fields in order, none with its default value.
 std::optional<PlainStep> read_plain_step(std::string_view data);
 
 }  // namespace kvplane::blocks

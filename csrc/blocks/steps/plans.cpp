@@ -1,4 +1,4 @@
-// Plans: what a step changed becomes one message; all tables after an abort; demotion.
+// Plans: a step's changes become one message; all tables after an abort; demotion.
 #include <algorithm>
 #include <unordered_map>
 
@@ -20,8 +20,8 @@ int64_t num_shared_chunks(const Table& a, const Table& b) {
 
 }  // namespace
 
-// Copies a block; it is pinned until the plan has run, so that the plan can run again. What counts
-// is its first num_tokens.
+// Copies a block; it is pinned until the plan has run, so that the plan can run again. Only its
+// first num_tokens matter.
 void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens) {
   store(source.tier).pin(source.block, session.handle, num_tokens);
   const BlockRef destination{tier, copy, store(tier).generation(copy)};
@@ -106,9 +106,9 @@ void Pool::end_step(Session& session) {
   session.resync_due = false;
 }
 
-// All tables as they are now. What the data plane has of a table is kept, and one that shares its
-// first chunks with one before it is sent as a fork of that one. Whether some are left, with this
-// many blocks written.
+// Writes all tables as they are now, about `max_blocks` at a time. Entries that the data plane has
+// are kept, and a table that shares its first chunks with an earlier one is sent as a fork of that
+// one. Returns whether some are left.
 bool Pool::write_whole_tables(Session& session, int64_t max_blocks) {
   WholeTables& tables = session.tables;
   TableChanges& changes = session.draft.changes;
@@ -166,7 +166,7 @@ void Pool::write_whole_table(Session& session, Sequence& sequence) {
   }
 }
 
-// The transfers that fill blocks of whole tables. Whether some are left.
+// Writes the transfers that fill blocks of whole tables. Returns whether some are left.
 bool Pool::write_transfers(Session& session, int64_t max_blocks) {
   // A block that a later operation of this step replaced is in no table, so the data plane never
   // learns of it: a copy of such a block is made from the block that it was itself copied from.
@@ -189,8 +189,8 @@ bool Pool::write_transfers(Session& session, int64_t max_blocks) {
   return false;
 }
 
-// The cached device block is evicted for the session: it is copied to the host tier first, where
-// that has room. The plan's transfers run before anything else writes the block.
+// Copies a cached device block, which is evicted for the session, to the host tier if that has
+// room. The plan's transfers run before anything else writes the block.
 void Pool::save(Session& session, Block b) {
   BlockStore& host = store(kHost);
   const EntryId e = index_.entry_of(kDevice, b);

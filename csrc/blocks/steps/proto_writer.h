@@ -2,7 +2,7 @@
 //
 // As proto3 asks, a field with its default value is left out; the header of a nested message is
 // always written, because an empty message is not an absent one. A nested message's length must be
-// known before it: what writes its fields is given a ProtoSize first, which counts their bytes.
+// known before it: its writer runs first with a ProtoSize, which counts the bytes.
 
 #pragma once
 

@@ -154,21 +154,20 @@ Failure Pool::check_free(const Session& session, int64_t id, int64_t item) const
 int64_t Pool::cut(SessionHandle handle, int64_t sequence_id) {
   Session& session = sessions_[handle];
   const uint32_t* index = session.sequences.find(sequence_id);
-  // Plans in flight may still touch its blocks; one that is made later drops its table first. What
-  // a draft allocates, and what the data plane does after an abort, is known when the next plan has
-  // run.
+  // Plans in flight may still touch its blocks; one that is made later drops its table first.
+  // Blocks of a draft, or that aborted plans may touch, wait until the next plan has run.
   const bool is_open = session.resync_due || !session.draft.empty();
   return drop(session, *index, is_open ? session.number + 1 : session.last_plan);
 }
 
-// Ends a live sequence. What receipts say later that it wrote is published all the same, as far as
-// its blocks have not been allocated again.
+// Ends a live sequence. Blocks that later receipts say it wrote are published all the same, unless
+// they have been allocated again.
 int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   Sequence& sequence = sequences_[index];
   publish(session, index);  // tokens may have become known since the last receipt
   const int64_t complete = std::min(
       std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_, sequence.private_from);
-  // After an abort all that is pending is of the draft, whose plan has nothing of it any more.
+  // After an abort all pending ends are the draft's, whose plan has no span of it any more.
   const bool expects = !session.resync_due && plan > session.done && sequence.tier == kDevice &&
                        !sequence.pending.empty() && complete > sequence.num_published;
   clear_producers(sequence, index, sequence.num_published);
@@ -191,7 +190,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   return num_released;
 }
 
-// No other sequence shares the blocks from the from-th on before they are published.
+// Has no other sequence share the blocks from the from-th on before they are published.
 void Pool::clear_producers(Sequence& sequence, uint32_t index, int64_t from) {
   auto& produced = sequence.produced;
   while (!produced.empty() &&
@@ -203,7 +202,7 @@ void Pool::clear_producers(Sequence& sequence, uint32_t index, int64_t from) {
 
 // Truncate
 
-// What a sequence of which blocks were trimmed can be cut to: the next position sees none of them.
+// The fewest tokens that a trimmed sequence can be cut to: the next position sees no trimmed block.
 int64_t Pool::fewest_tokens(const Sequence& sequence) const {
   return sequence.num_trimmed * block_size_ + config_.window_tokens - 1;
 }
@@ -248,7 +247,7 @@ Failure Pool::check_truncate(const Session& session, int64_t id, int64_t num, in
 int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
   Sequence& sequence = sequences_[index];
   const int64_t num_full = num / block_size_;
-  publish(session, index);  // what is kept and complete
+  publish(session, index);  // kept blocks that are complete
   clear_producers(sequence, index, num_full);
   const int64_t num_tokens = sequence.tokens.size;
   sequence.tokens.cut(token_store_, num);
@@ -356,7 +355,7 @@ void Pool::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapp
   plan.is_ahead.push_back(is_ahead);
 }
 
-// What is swapped has its room from here on.
+// Allocates the blocks that a swap copies to.
 void Pool::begin_swap(Session& session, Swapping& plan) {
   const size_t num = plan.blocks.size();
   plan.copies.reserve(num);
@@ -383,8 +382,8 @@ bool Pool::swap_some(Session& session, int64_t& left) {
     if (left <= 0) return true;
     const Block old = plan.blocks[i], copy = plan.copies[i];
     if (session.resync_due) session.allocated.insert(key_of(destination, copy), 1);
-    // This plan may allocate the old one, and copy to the host tier what it held before; but no
-    // block twice, also not one that nothing is copied to.
+    // This plan may allocate the old one, and copy its former contents to the host tier; but it may
+    // allocate no block twice, even if it copies nothing to it.
     if (plan.is_ahead[i])
       session.destinations.insert(key_of(destination, copy), 1);
     else
@@ -428,7 +427,7 @@ void Pool::move(Session& session, uint32_t index, Swapping& plan) {
   send_table(session, sequence, allocated);
 }
 
-// The session ends within a swap.
+// Ends a swap whose session ends.
 void Pool::end_swap(Session& session) {
   const Swapping& plan = session.swapping;
   for (size_t i = plan.copies.size(); i-- > 0;)
@@ -436,7 +435,7 @@ void Pool::end_swap(Session& session) {
   session.swapping = Swapping{};
 }
 
-// The whole table, in place of what the data plane has.
+// Sends the whole table, in place of the data plane's.
 void Pool::send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated) {
   if (sequence.table.size == 0 || session.resync_due) {
     sequence.table_sent = sequence.table_sent || sequence.table.size;

@@ -49,7 +49,7 @@ void Pool::push_blocks(Session& session, Sequence& sequence, const std::vector<B
       static_cast<int64_t>(blocks.size()) - std::count(blocks.begin(), blocks.end(), kNoBlock);
 }
 
-// Replaces an entry of a chunk that the sequence owns alone; the caller sees to the references.
+// Replaces an entry of a chunk that the sequence owns alone; the caller counts the references.
 void Pool::put_block(Session& session, Sequence& sequence, int64_t i, Block b) {
   note_change(session, sequence, i);
   own_chunk(session, sequence, static_cast<size_t>(i / Table::kItems));
@@ -57,8 +57,8 @@ void Pool::put_block(Session& session, Sequence& sequence, int64_t i, Block b) {
       .items[i % Table::kItems] = b;
 }
 
-// Cuts the table to its first `num` entries; what is released may be touched until `plan` has run.
-// Returns how many blocks no table refers to any more. Tails first.
+// Cuts the table to its first `num` entries; the session may touch released blocks until `plan` has
+// run. Returns how many blocks no table refers to any more. Tails first.
 int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
   Table& table = sequence.table;
   int64_t num_released = 0;
@@ -157,7 +157,7 @@ void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>
     session.allocated.insert(key_of(tier, out[i]), 1);
 }
 
-// Allocates blocks that the caller notes as such, where a Resync is due.
+// Allocates blocks; the caller notes them as allocated, if a resync is due.
 void Pool::obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
   allocating_ = &session;
   store(tier).allocate(session.handle, num, out);

@@ -37,7 +37,7 @@ def test_it_says_what_is_missing_until_nothing_is() -> None:
     assert not shards.fence_done(5, 0)
     assert shards.fence_done(5, 1)
     assert not shards.fence_done(5, 1)
-    assert "still being entered" in shards.what_is_missing()
+    assert "still being built" in shards.what_is_missing()
 
 
 def test_sessions_are_counted_from_one_for_each_key() -> None:

@@ -17,17 +17,17 @@ struct Wait {
   uint32_t use_class() const { return ReuseStatistics::class_of(num_uses); }
 };
 
-// A group holds what began to wait within some span of time. It is joined with the next one when
-// their ages have become about the same, so that their number grows with the logarithm of the
-// oldest age. For each class of uses a group counts the prefixes that wait, and lists the blocks
-// of them that can be evicted, in the order in which they shall be.
+// A group holds prefixes that began to wait within some span of time. It is joined with the next
+// when their ages have become about the same, so that the number of groups grows with the logarithm
+// of the oldest age. For each class of uses a group counts the prefixes that wait, and lists their
+// blocks that can be evicted, in the order of eviction.
 class AgeGroups {
  public:
   AgeGroups(uint32_t num_blocks, ReuseStatistics& statistics);
 
   uint64_t now() const { return now_; }
 
-  // Time goes on: counts what was waited, joins groups, begins a new one.
+  // Advances the time: counts the waiting time, joins groups, begins a new one.
   void advance(uint64_t now);
 
   // A prefix begins to wait now.

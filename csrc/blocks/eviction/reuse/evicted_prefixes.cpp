@@ -33,7 +33,7 @@ void EvictedPrefixes::remove(uint32_t slot) {
   uint32_t hole = place_of(tags_[slot]);
   while (table_[hole].tag != tags_[slot] || table_[hole].slot != slot) hole = after(hole);
   tags_[slot] = 0;
-  // What comes after moves up, unless it would come before the place of its tag.
+  // Later entries move up, unless they would come before the place of their tag.
   const uint32_t mask = table_.size() - 1;
   for (uint32_t place = after(hole); table_[place].tag; place = after(place)) {
     if (((place - place_of(table_[place].tag)) & mask) >= ((place - hole) & mask)) {

@@ -41,7 +41,7 @@ void ReuseRate::publish(const uint32_t* blocks, const uint64_t* keys, size_t num
     tree_.publish(blocks[i], i ? blocks[i - 1] : parent);
     keys_[blocks[i]] = keys[i];
   }
-  // Whoever used a prefix used those before it: what is known of one holds for them, at least.
+  // A use of a prefix is one of those before it too, so they have at least its number of uses.
   uint32_t num_uses = 0;
   for (size_t i = num_blocks; i-- > 0;) {
     if (i >= kPrefetch && is_sampled(keys[i - kPrefetch])) evicted_.prefetch(keys[i - kPrefetch]);
@@ -72,7 +72,7 @@ void ReuseRate::use(const uint32_t* blocks, size_t num_blocks) {
   }
   num_uses_ += num_blocks;
   num_counted_ += static_cast<double>(num_blocks);
-  // What was gained long ago does not allow losses without end.
+  // Old gains do not allow losses without end.
   num_lost_ = std::max(num_lost_, -static_cast<double>(num_blocks_));
 }
 
@@ -115,7 +115,7 @@ void ReuseRate::pop(uint32_t* blocks, size_t num_blocks) {
 
 void ReuseRate::unpublish(uint32_t block) { ancestor_changed(tree_.unpublish(block)); }
 
-// The block, if any, can be evicted since just now, or no longer.
+// Updates the lists for a block, if any, that has become evictable or has ceased to be.
 void ReuseRate::ancestor_changed(uint32_t block) {
   if (block == kNoBlock) return;
   if (tree_.can_evict(block)) {
@@ -145,7 +145,7 @@ uint32_t ReuseRate::meet_again(uint32_t slot) {
   return waits_[member].num_uses;
 }
 
-// The prefix of an idle block goes on to wait as an evicted one, if it is of the sample.
+// Lets the prefix of an idle block wait on as an evicted one, if it is in the sample.
 void ReuseRate::remember(uint32_t block) {
   if (!is_sampled(keys_[block])) return end_wait(block, 1, false);
   const uint32_t slot = evicted_.next_slot();
@@ -161,8 +161,8 @@ void ReuseRate::remember(uint32_t block) {
   recency_.evict(block, member);
 }
 
-// What LRU would still hold of the evicted prefixes counts as half lost, at LRU's ratio of hits: it
-// takes long to become the same as LRU, and what is held instead is found now and then as well.
+// Evicted prefixes that LRU would still hold count as half lost, at LRU's ratio of hits: becoming
+// the same as LRU takes long, and the blocks held instead are found now and then as well.
 bool ReuseRate::must_be_lru() const {
   const double allowed = kLossAllowed * num_counted_ - num_lost_;
   return 0.5 * recency_.num_recent_evicted() * num_lru_hits_ > allowed * num_counted_;

@@ -8,9 +8,9 @@ namespace kvplane::blocks {
 
 // Prefixes are classed by their number of uses: 1, 2, 3, more. For each class and range of ages,
 // counts how often a prefix of that age was used again, and for how long prefixes of that age
-// waited. The quotient is the rate of reuse at that age. What waiting on is worth, in reuses for
-// the time that a block is occupied, is the best over all horizons from the age on: the Gittins
-// index of a prefix that is dropped at the horizon. Ages have no unit here.
+// waited. The quotient is the rate of reuse at that age. The worth of waiting on, in reuses for the
+// time that a block is occupied, is the best over all horizons from the age on: the Gittins index
+// of a prefix that is dropped at the horizon. Ages have no unit here.
 class ReuseStatistics {
  public:
   static constexpr uint32_t kNumClasses = 4;
@@ -39,7 +39,7 @@ class ReuseStatistics {
     wait_[use_class][range] += time;
   }
 
-  // Learns from what was added; `keep`: how much of the past counts from now on, 0 to 1.
+  // Learns from the added counts; `keep`: how much of the past counts from now on, 0 to 1.
   void update(double keep);
 
   double worth(uint32_t use_class, uint32_t range) const { return worth_[use_class][range]; }
