@@ -11,7 +11,7 @@
 set -euo pipefail
 
 model=${1:?usage: fleet.sh MODEL}
-# Flags of both programs: TLS and an access list (docs/security.md), or --insecure where nobody else
+# Flags of both programs: TLS and an access list (docs/security.md), or --insecure if nobody else
 # reaches the job's network.
 serving=${KVPLANE_SERVING:?set it to --insecure, or to the flags of TLS}
 shards=${KVPLANE_SHARDS:-2} # data planes a pool, a GPU each
@@ -20,7 +20,7 @@ pools=${KVPLANE_POOLS:-$((SLURM_JOB_NUM_NODES * ${SLURM_GPUS_ON_NODE:-8} / shard
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 head_address=$(getent ahostsv4 "$head" | awk 'NR == 1 { print $1 }'):6379
 
-# Who reaches a port of Ray may run code as this user, so every call has to show a token.
+# Callers that reach a port of Ray can run code as this user, so every call needs a token.
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN_PATH=$(mktemp --tmpdir="$PWD" .ray-token.XXXXXX)
 export RAY_AUTH_TOKEN_PATH
