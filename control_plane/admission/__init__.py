@@ -1,1 +1,1 @@
-"""Who gets device blocks next: a line of admissions, blocked growth, turns, and who must yield."""
+"""Decides which sequences get device blocks next: a queue of admissions, growth, turns, victims."""

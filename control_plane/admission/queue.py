@@ -166,7 +166,7 @@ class AdmissionQueue:
             turns.block(growing, num_needed, now_s)
         return False
 
-    # What happens when blocks come back, or do not
+    # Grants when blocks come back, and decisions when they do not
 
     def next_grant(self, now_s: float) -> Grant | None:
         """Return who gets blocks now. Call it until it returns None, whenever blocks came back.

@@ -74,7 +74,7 @@ class Pool:
     groups: list[NativePool]
     """The core of each layer group."""
     native: Native
-    """What operations call: the only group, or all of them, which it keeps in step."""
+    """Runs operations: the only group, or all groups, kept in step."""
     primary: NativePool
     """The group that tells, outside of sessions, whether a prefix is cached: the first without an
     attention window, in which a prefix is whole.

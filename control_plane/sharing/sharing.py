@@ -259,7 +259,7 @@ class Sharing:
             family.swapped = family.members & on_host if on_host else set()
             self._settle(member, family)
 
-    # What is done for sessions outside of their steps
+    # Grants and cuts outside of sessions' steps
 
     def serve(self) -> None:
         """Grant blocks to those that wait. Call it whenever blocks may have come back."""

@@ -1,1 +1,1 @@
-"""A step: its number, receipts and operations, and the one plan that comes of them."""
+"""A step: its number, receipts and operations, and the one plan that results from them."""

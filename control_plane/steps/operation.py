@@ -1,4 +1,4 @@
-"""What every operation of a step has; those there are, and the step, are in ``operations``."""
+"""The base class of a step's operations; the operations and the step are in ``operations``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvplane.wire.columns import INT64
 _ID_BYTES: Final = 8
 
 Failure = tuple[int, int, int, int, int]
-"""Item, code, and what the code gives a sense to; see ``kvplane_blocks._native``."""
+"""Item, code, and three numbers that depend on the code; see ``kvplane_blocks._native``."""
 Failures = list[Failure] | None
 """The items that were refused; None for none."""
 
@@ -22,7 +22,7 @@ class Operation:
 
     name = ""
     is_one_item = False
-    """Whether it succeeds or fails as a whole; else each sequence that it names is an item."""
+    """Whether it succeeds or fails as a whole; otherwise each sequence that it names is an item."""
     id_field = "sequence_ids"
     """The field that names its sequences."""
     parent_field = "sequence_ids"
@@ -30,24 +30,24 @@ class Operation:
     names_each_once = False
     """Whether an id that it names twice is refused as such."""
     computes = False
-    """Whether it has tokens computed of sequences that were live before."""
+    """Whether the plan computes tokens of sequences that were live before it."""
     is_checked_with_answer = False
-    """Whether a check of it says what it would be answered, beside whether it could be done."""
+    """Whether a check of it returns the answer that it would get, besides its failures."""
 
     def may_plan(self, message: Any) -> bool:
-        """Whether it may need a plan."""
+        """Return whether it may need a plan."""
         return True
 
     def num_items(self, message: Any) -> int:
-        """Items that it is answered by."""
+        """Count the items of its answer."""
         return 1 if self.is_one_item else columns.count(INT64, message.sequence_ids)
 
     def num_changes(self, message: Any) -> int:
-        """Sequences that it changes, at least 1: what a step's limit counts. Reads nothing."""
+        """Count the sequences that it changes, at least 1, for a step's limit. Reads no column."""
         return max(1, len(message.sequence_ids) // _ID_BYTES)
 
     def located(self, field: str, failure: Failure) -> tuple[str, int | None]:
-        """The column of what is wrong with an item, and the index in it. ``field``: its error's."""
+        """Return the column at fault in an item, and the index in it. ``field``: its error's."""
         if self.is_one_item and not field.endswith("_ids"):
             return field, None
         return field, failure[0]
@@ -58,5 +58,5 @@ class Operation:
         return self.do(step, message, result)
 
     def do(self, step: Any, message: Any, result: cpb.OperationResult) -> Failures:
-        """``run`` of an operation that is one slice."""
+        """Run an operation that is one slice; see ``run``."""
         raise NotImplementedError

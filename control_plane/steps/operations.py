@@ -53,13 +53,13 @@ Named = tuple[Operation, Any]
 
 
 class Step:
-    """What the operations of one step may touch: the session's draft is begun."""
+    """The state that the operations of one step use; the session's draft must be begun."""
 
     __slots__ = ("check_as", "handle", "member", "native", "num_taken_tokens", "pool", "sharing")
 
     def __init__(self, member: Member, sharing: Sharing, *, check_as: int = 0) -> None:
-        """``check_as``: if it is not 0, operations change nothing, and each item gets the answer
-        that it would get as the only item of the step with that number.
+        """``check_as``: if not 0, operations change nothing, and answer each item as the only one
+        of the step with that number.
         """
         self.member = member
         self.sharing = sharing
@@ -67,8 +67,8 @@ class Step:
         self.native, self.handle = member.session.native, member.session.handle
         self.check_as = check_as
         self.num_taken_tokens = 0
-        """Tokens that operations have taken in since this was set to 0. A block that was swapped
-        counts as the tokens that take as long.
+        """Tokens that operations have added since this was set to 0. A swapped block counts as the
+        tokens that take as long.
         """
 
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> Slices[None]:
@@ -167,7 +167,7 @@ class Admit(Operation):
 
 
 class Append(Operation):
-    """Has tokens of live sequences computed."""
+    """Extends live sequences by tokens, and has slots of them computed."""
 
     name = "append"
     computes = True
@@ -233,7 +233,7 @@ class Free(Operation):
 
 
 class Truncate(Operation):
-    """Cuts the ends of sequences off."""
+    """Shortens sequences."""
 
     name = "truncate"
 
@@ -447,7 +447,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
         Forget(),
     )
 }
-"""By their fields in ``kvplane.v1.Operation``."""
+"""Every operation, by its field in ``kvplane.v1.Operation``."""
 DEFERRED_TOKENS: Final = _DeferredTokens()
 _UNKNOWN: Final = _Unknown()
 

@@ -1,4 +1,4 @@
-// What the module holds: each file of this folder adds its part.
+// The contents of the module: each file of this folder adds its part.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the bindings of pools share: columns are bytes on the side of Python.
+// Helpers of the bindings of pools: columns are bytes on the side of Python.
 
 #pragma once
 

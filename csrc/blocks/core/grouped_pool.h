@@ -53,7 +53,7 @@ class InStep {
 
 class GroupedPool {
  public:
-  // Of at least one group. They are of the same block size, and have no sessions.
+  // `groups`: at least one. They have the same block size, and no sessions.
   explicit GroupedPool(std::vector<Pool*> groups) : pools_(std::move(groups)) {}
 
   Groups groups() const { return {pools_.data(), static_cast<int64_t>(pools_.size())}; }

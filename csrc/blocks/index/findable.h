@@ -12,7 +12,7 @@
 
 namespace kvplane::blocks {
 
-// Of an index that does not change meanwhile.
+// Answers for an index that does not change meanwhile.
 class Findable {
  public:
   // `walks`: whether there are entries that name a wrong root.

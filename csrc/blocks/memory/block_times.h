@@ -35,7 +35,7 @@ struct Durations {
   }
 };
 
-// Of one tier, since the pool was made.
+// Times of one tier's blocks, since the pool was made.
 struct BlockTimes {
   std::array<int64_t, kNumEvictions> num_evictions{};
   Durations lifetime;   // from publication to eviction

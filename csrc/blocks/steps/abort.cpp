@@ -1,8 +1,7 @@
 // Aborting plans that have not run, or may have run in part: each sequence is cut to its written
-// tokens, by receipts. Transfers are undone: tables refer to the sources again, which were pinned
-// for this, in place of the copies. Forks and frees stay. The data plane learns of the abort from
-// the next plan, which says what all tables are; until that has run, blocks released here stay
-// retired.
+// tokens, by receipts. Transfers are undone: tables refer again to the sources, pinned for this, in
+// place of the copies. Forks and frees stay. The data plane learns of the abort from the next plan,
+// which says what all tables are; until that has run, blocks released here stay retired.
 //
 // Time is proportional to the sequences, the blocks that they lose and the tables that hold copies.
 #include <algorithm>

@@ -245,7 +245,7 @@ int64_t Pool::num_needed(const Session& session, const Sequence& sequence, int64
   return num;
 }
 
-// Of the blocks that the sequence would replace by copies, those to which nothing else refers.
+// Counts the blocks to which nothing else refers, of those that copies would replace.
 int64_t Pool::num_replaced(const Sequence& sequence, int64_t first, int64_t end) const {
   if (end == first) return 0;
   const Session& session = sessions_[sequence.handle];

@@ -53,8 +53,8 @@ class ReuseRate final : public EvictionPolicy {
   std::vector<uint64_t> keys_;
   uint64_t num_uses_ = 0;    // of blocks: the time
   uint64_t learned_at_ = 0;  // of that time
-  // Of the past that counts: uses, how many of these LRU would have found, and what it would have
-  // found less what was found.
+  // Of the past that counts: uses, how many of these LRU would have found, and LRU's hits less the
+  // actual hits.
   double num_counted_ = 0;
   double num_lru_hits_ = 0;
   double num_lost_ = 0;
