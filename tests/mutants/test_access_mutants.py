@@ -86,8 +86,8 @@ FAULTS = {
     ),
     "silent_streams_outlive_their_roles": Fault(
         "kvplane/serving/interceptor.py",
-        "lambda told: told.cancelled() or inside.cancel()",
-        "lambda told: None",
+        "lambda task: task.cancelled() or inside.cancel()",
+        "lambda task: None",
         SOCKETS,
     ),
     "requests_are_read_before_their_caller_is_known": Fault(

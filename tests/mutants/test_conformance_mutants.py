@@ -35,7 +35,7 @@ FAULTS = {
     ),
     "who_has_to_yield_is_not_told": Fault(
         SHARING,
-        "member.notify_pressure(group, decision.num_blocks, decision.deadline_s - now_s)",
+        "member.notify_pressure(family, decision.num_blocks, decision.deadline_s - now_s)",
         "pass",
         YIELDING,
     ),
@@ -161,9 +161,9 @@ FAULTS = {
     ),
     "forks_go_up_to_the_first": Fault(
         "control_plane/sharing/families.py",
-        "        group = self._by_id[sequence_id] = self._by_id[parent_id]\n",
+        "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
         "        self.of(parent_id) if parent_id < 2 else self.fork(parent_id - 1, parent_id)\n"
-        "        group = self._by_id[sequence_id] = self._by_id[parent_id]\n",
+        "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
         SHARERS,
         "chain",
     ),

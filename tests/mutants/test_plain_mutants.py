@@ -39,7 +39,7 @@ FAULTS = {
     ),
     "what never fits is asked for again": ("if failure[1] not in LATER:", "if False:"),
     "a refusal says less than it could": (
-        "shortage_of(session, failure, place)",
+        "shortage_of(session, failure, must_wait)",
         "shortage_of(session, (*failure[:2], 0, *failure[3:]))",
     ),
     "a refusal uses no number": (

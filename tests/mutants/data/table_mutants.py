@@ -121,12 +121,12 @@ def allocations_keep_their_generation() -> None:
     """Blocks for no table keep generation and publication."""
 
     def allocate(self: Any, tables: Any) -> Any:
-        generations = {place: g.copy() for place, g in tables.generations.items()}
+        generations = {tier_key: g.copy() for tier_key, g in tables.generations.items()}
         published = tables.publications[0].published.copy()
         allocated = _allocate_new(self, tables)
-        others = (column[len(self._entries) :] for column in (self._places, self._blocks))
-        for place, block in zip(*(column.tolist() for column in others), strict=True):
-            tables.generations[place][block] = generations[place][block]
+        others = (column[len(self._entries) :] for column in (self._tier_keys, self._blocks))
+        for tier_key, block in zip(*(column.tolist() for column in others), strict=True):
+            tables.generations[tier_key][block] = generations[tier_key][block]
             tables.publications[0].published[block] = published[block]
         return allocated
 
