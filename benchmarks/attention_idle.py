@@ -35,7 +35,7 @@ from data_plane.kernels.backends.cpu import CpuKernels
 IDLE_MS: Final = (0.0, 0.2, 5.0, 20.0)
 GROUP, CONTEXT_TOKENS = 4, 4096
 NUM_PLACES: Final = 4
-"""As many batches lie side by side, so that a call's pages left the caches since they were read."""
+"""How many batches lie side by side: a call's pages have left the caches when it comes again."""
 
 
 def measure(num_threads: int, num_rounds: int) -> dict[float, list[float]]:

@@ -85,7 +85,7 @@ class Times:
     step_s: list[float] = field(default_factory=list)
     """From the plan's start to the receipt, without the pauses between layers."""
     kernel_s: list[float] = field(default_factory=list)
-    """Of each layer, where the data plane is in this process."""
+    """Kernel time of each layer; empty where the data plane is another process."""
 
 
 class Side:

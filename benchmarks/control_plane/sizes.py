@@ -30,7 +30,7 @@ class Sizes:
     scale_pools: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
     num_scale_prompts: int = 200
     num_rebuilt_prompts: int = 488
-    """Of ``prompt_blocks`` each: a million blocks."""
+    """Prompts that are rebuilt. They have ``prompt_blocks`` each, a million blocks in all."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The same attention by peers: torch's own, and FlashAttention 3 and FlashInfer where installed.
+"""Runs the same attention by torch, and by FlashAttention 3 and FlashInfer where installed.
 
 Each peer is a function of a problem that allocates its memory and returns the call to time. It
 raises if the peer cannot do the problem.
