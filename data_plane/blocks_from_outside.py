@@ -119,10 +119,10 @@ class BlocksFromOutside:
     def write(
         self, lane: Lane, blocks: BlockRange, data: bytes, plan_number: int, *, field: str
     ) -> Future[pb.SignedPayload | None]:
-        """Write slots of the session's latest plan, which must have this number. ``data``: as
-        ``read`` returns it. ``field``: the prefix in errors. Returns the receipt once nothing is
-        missing. Raises InvalidRequestError for the wrong number of bytes, and as
-        ``Executor.write_blocks``.
+        """Write slots of the session's latest plan, whose number must be ``plan_number``. ``data``:
+        in the form that ``read`` returns. ``field``: the prefix of fields in errors.
+        Returns the receipt once every slot of the plan is written, and None before. Raises
+        InvalidRequestError for the wrong number of bytes, and as ``Executor.write_blocks``.
         """
         group = check_group(blocks.group, self.layout, f"{field}.group")
         held = self.shard.group_layers(self.layout, group)

@@ -99,9 +99,9 @@ class Sharing:
         self.with_news.discard(session_id)
 
     def set_busy(self, session_id: int, is_busy: bool) -> None:
-        """Set whether a request of the session is between two slices. Until the request has ended
-        the session is neither granted anything nor cut. Grants and cuts that are due then are made
-        at its end, however soon the session's next request begins.
+        """Set whether a request of the session is paused between two slices. Until it has ended the
+        session is neither granted anything nor cut. Grants and cuts that fall due meanwhile are
+        made when it ends, even if the session's next request begins at once.
         """
         if session_id in self.members:  # it may have ended
             self._queue.set_busy(session_id, is_busy)

@@ -32,7 +32,7 @@ class Operation:
     computes = False
     """Whether the plan computes tokens of sequences that were live before it."""
     is_checked_with_answer = False
-    """Whether a check of it returns the answer that it would get, besides its failures."""
+    """Whether checking it returns, besides any failures, the answer that running it would give."""
 
     def may_plan(self, message: Any) -> bool:
         """Return whether it may need a plan."""

@@ -67,8 +67,8 @@ class Step:
         self.native, self.handle = member.session.native, member.session.handle
         self.check_as = check_as
         self.num_taken_tokens = 0
-        """Tokens that operations have added since this was set to 0. A swapped block counts as the
-        tokens that take as long.
+        """Tokens that operations have taken in since this was last set to 0. A swapped block counts
+        as the number of tokens that take as long to take in as the block takes to swap.
         """
 
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> Slices[None]:

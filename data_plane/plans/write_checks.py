@@ -1,9 +1,9 @@
-"""Who may write a block: checked when a plan starts, and again before each write of it.
+"""Which blocks a plan may write: checked when the plan starts, and again before each of its writes.
 
-A plan may write a block that is published nowhere and that only its own sequence's table refers to.
-Both can change while the plan runs: a late message publishes the block, or another session's plan
-allocates it again. So each write of a plan asks ``WriteChecks.check_may_write`` first, which looks
-at the tables only if something has changed since it last did.
+A plan may write a block only if the block is published nowhere and no table but that of the plan's
+own sequence refers to it. Either can stop holding while the plan runs: a late message publishes the
+block, or another session's plan allocates it after the control plane took it back. Each write calls
+``WriteChecks.check_may_write``, which looks at the tables only if they changed since its last look.
 """
 
 from __future__ import annotations
