@@ -82,8 +82,8 @@ class Engine:
 
     async def decode(self, times: dict[str, list[float]]) -> None:
         """Run one step; add its microseconds."""
-        num = len(self._ids)
-        append = ops.appends(self._ids, [self._length] * num, [1] * num, [1] * num, [7] * num)
+        tokens = [7] * len(self._ids)
+        append = ops.append(self._ids, tokens, 1, first_positions=self._length, num_tokens=1)
         self._length += 1
         await self._run([append], times)
 

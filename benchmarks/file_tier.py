@@ -47,8 +47,7 @@ class Bench:
         """Compute the prompt, look it up, and have it written to files."""
         await self.written(skip_prefix_lookup=False)
         await self._session.submit_receipts()
-        result = await self._session.step([ops.admit(SEQUENCE, [*self._tokens, 0])])
-        plan = result.raise_for_status().plan
+        plan = (await self._session.run(ops.admit(SEQUENCE, [*self._tokens, 0]))).plan
         row = Tensor("float32", (1, 8, 64), bytes(8 * 64 * 4))
         for layer in range(4):
             done = await self._data.reshape_and_cache(self._session.grant, plan, layer, row, row)
@@ -92,11 +91,11 @@ class Bench:
 
     async def _admit(self, **options: bool) -> Any:
         operation = ops.admit(SEQUENCE, self._tokens, **options)
-        return (await self._session.step([operation])).raise_for_status().plan
+        return (await self._session.run(operation)).plan
 
     async def _free(self, receipt: Any) -> None:
         self._session.add_receipt(receipt)
-        plan = (await self._session.free(SEQUENCE)).plan
+        plan = (await self._session.run(ops.free(SEQUENCE))).plan
         ran = await self._data.copy_blocks(self._session.grant, plan)
         self._session.add_receipt(ran.receipt)
         await self._session.submit_receipts()

@@ -88,11 +88,10 @@ class Bench:
         """Time steps that append one token to each of ``num_sequences``."""
         ids = self.new_ids(num_sequences)
         await self.run([ops.admit(i, prompt(i, 2 * BLOCK_SIZE_TOKENS)) for i in ids])
-        ones = [1] * num_sequences
         times = []
         for step in range(num_steps):
-            positions = [2 * BLOCK_SIZE_TOKENS + step] * num_sequences
-            append = ops.appends(ids, positions, ones, ones, [step + i for i in ids])
+            tokens, position = [step + i for i in ids], 2 * BLOCK_SIZE_TOKENS + step
+            append = ops.append(ids, tokens, 1, first_positions=position, num_tokens=1)
             times.append(await self.run([append], num_sequences))
         await self.run([ops.free(ids)])
         return Latencies(f"decode of {num_sequences}", *zip(*times, strict=True))

@@ -115,9 +115,8 @@ class Side:
 
     def decode(self, ids: list[int], step: int, between_s: float, times: Times) -> None:
         """Decode one token more of each sequence, which have decoded ``step`` so far."""
-        ones = [1] * len(ids)
         position = self._shape.prompt_tokens + step
-        append = ops.appends(ids, [position] * len(ids), ones, ones, ones)
+        append = ops.append(ids, [1] * len(ids), 1, first_positions=position, num_tokens=1)
         self._run(self._link.step([append]).plan, len(ids), between_s, times)
 
     def free(self, ids: list[int]) -> None:

@@ -100,7 +100,7 @@ async def held_blocks(layout: Layout, num_tokens: int) -> dict[int, int]:
     for first in [*range(PART_TOKENS, num_tokens, PART_TOKENS), num_tokens]:
         stop = min(first + PART_TOKENS, num_tokens) if first < num_tokens else first + 1
         part = tokens[first:stop]
-        await engine.step(ops.append(sequence, part, len(part), first_position=first))
+        await engine.step(ops.append(sequence, part, len(part), first_positions=first))
     await engine.settle()
     return core.num_held()
 

@@ -65,12 +65,12 @@ class BlockManager:
     def append(self, sequence: Sequence) -> None:
         """Allocate a slot for the last token, in another block if need be."""
         last = len(sequence.tokens) - 1
-        operation = ops.append(sequence.id, sequence.tokens[last:], 1, first_position=last)
+        operation = ops.append(sequence.id, sequence.tokens[last:], 1, first_positions=last)
         self._ask(operation, sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Free the sequence's blocks for others, who can also find their computed contents."""
-        self._ask(ops.free([sequence.id]), None)
+        self._ask(ops.free(sequence.id), None)
 
     def commit(self) -> Step:
         """Send the step. Raises its errors, except for a lack of room."""

@@ -95,7 +95,7 @@ class Load:
         for i, each in running.items():
             new[i] = self.draw(each.position == len(each.tokens))
             count = len(each.tokens) + len(new[i]) - each.position
-            operations.append(ops.append(i, new[i], count, first_position=each.position))
+            operations.append(ops.append(i, new[i], count, first_positions=each.position))
         if len(running) == len(self.live) < self.num_sequences:
             self.last_id += 1
             prompt = self.random.choice(self.prefixes) + self.draw(self.own_tokens)

@@ -9,7 +9,7 @@ import asyncio
 import random
 import sys
 
-from kvplane import ControlClient, DataClient, Layout, Tensor
+from kvplane import ControlClient, DataClient, Layout, Tensor, ops
 
 
 async def main(control_plane: str) -> None:
@@ -22,7 +22,7 @@ async def main(control_plane: str) -> None:
         session = await control.open_session(pool_id, layout, "quickstart")
         data = DataClient(session.shards[0].address)
         async with session, data, await data.open(session.grant) as execution:
-            admitted = await session.admit(1, prompt)
+            admitted = await session.run(ops.admit(1, prompt))
             started = await execution.start(admitted.plan)
             for layer in execution.layers:
                 qkv = [made_up(layout, started.num_tokens) for _ in "qkv"]

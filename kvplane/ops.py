@@ -1,7 +1,9 @@
-"""Builders of a step's operations, whose columns they pack (see ``kvplane.wire.columns``).
+"""Builders of a step's operations, one each, whose columns they pack (``kvplane.wire.columns``).
 
-A column is given as integers, an ``array``, or bytes that are packed already. Every builder raises
-InvalidRequestError naming the column when an integer does not fit its elements.
+A column is given as integers, an ``array``, or bytes that are packed already. Where an operation
+takes many sequences, one integer stands for a column: of one sequence, or of the same number for
+each of many. Every builder raises InvalidRequestError naming the column when an integer does not
+fit its elements.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.error_messages import duration_of
 
 Column = Iterable[int] | bytes
+Numbers = int | Column
+"""A column, or the one number that it has for each sequence."""
 Tokens = Column
 """Token ids: an int32 column."""
 DEFAULT_PRIORITY: Final = 50
@@ -38,7 +42,7 @@ def admit(
     num_compute_tokens: int | None = None,
     max_total_tokens: int = 0,
     skip_prefix_lookup: bool = False,
-    fork_sequence_ids: Column = (),
+    fork_sequence_ids: Numbers = (),
     wait: bool = False,
 ) -> pb.Operation:
     """Start a sequence.
@@ -55,104 +59,88 @@ def admit(
             num_compute_tokens=num_compute_tokens,
             max_total_tokens=max_total_tokens,
             skip_prefix_lookup=skip_prefix_lookup,
-            fork_sequence_ids=pack(INT64, fork_sequence_ids, "fork_sequence_ids"),
+            fork_sequence_ids=pack_each(INT64, fork_sequence_ids, "fork_sequence_ids"),
             wait=wait,
         )
     )
 
 
 def append(
-    sequence_id: int,
+    sequence_ids: Numbers,
     token_ids: Tokens = (),
-    num_slots: int = 0,
+    num_slots: Numbers = 0,
     *,
-    first_position: int,
-    num_lookahead_slots: int = 0,
+    first_positions: Numbers,
+    num_tokens: Numbers | None = None,
+    num_lookahead_slots: Numbers = 0,
 ) -> pb.Operation:
-    """Add known tokens to one sequence and compute positions [first_position, first_position +
-    num_slots).
+    """Add known tokens to sequences, and compute positions [first_position, first_position +
+    num_slots) of each.
 
-    ``first_position``: the number of positions scheduled so far. ``num_lookahead_slots``: slots to
-    allocate blocks for after the computed ones.
+    ``token_ids``: the tokens of all of them, sequence after sequence. ``first_positions``: the
+    number of positions of each that were scheduled so far. ``num_tokens``: how many of the tokens
+    are each sequence's; None, of one sequence, for all. ``num_lookahead_slots``: slots to allocate
+    blocks for after the computed ones. Raises InvalidRequestError if several sequences are given
+    tokens without ``num_tokens``.
     """
-    packed = pack_tokens(token_ids)
-    return appends(
-        [sequence_id],
-        [first_position],
-        [num_slots],
-        [columns.count(INT32, packed)],
-        packed,
-        [num_lookahead_slots] if num_lookahead_slots else (),
-    )
-
-
-def appends(
-    sequence_ids: Column,
-    first_positions: Column,
-    num_slots: Column,
-    num_tokens: Column,
-    token_ids: Tokens,
-    num_lookahead_slots: Column = (),
-) -> pb.Operation:
-    """``append`` for many sequences: each column has an element for each of them, ``token_ids`` has
-    their tokens, sequence after sequence. ``num_lookahead_slots`` may be empty.
-    """
+    ids, tokens = pack_each(INT64, sequence_ids, "sequence_ids"), pack_tokens(token_ids)
+    num = columns.count(INT64, ids)
+    if num_tokens is None:
+        if tokens and num != 1:
+            raise InvalidRequestError("must be given for several sequences", field="num_tokens")
+        num_tokens = columns.count(INT32, tokens)
+    has_lookahead = not isinstance(num_lookahead_slots, int) or num_lookahead_slots != 0
     return pb.Operation(
         append=pb.Append(
-            sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
-            first_positions=pack(INT64, first_positions, "first_positions"),
-            num_slots=pack(INT32, num_slots, "num_slots"),
-            num_tokens=pack(INT32, num_tokens, "num_tokens"),
-            token_ids=pack_tokens(token_ids),
-            num_lookahead_slots=pack(INT32, num_lookahead_slots, "num_lookahead_slots"),
+            sequence_ids=ids,
+            first_positions=pack_each(INT64, first_positions, "first_positions", num),
+            num_slots=pack_each(INT32, num_slots, "num_slots", num),
+            num_tokens=pack_each(INT32, num_tokens, "num_tokens", num),
+            token_ids=tokens,
+            num_lookahead_slots=pack_each(
+                INT32, num_lookahead_slots if has_lookahead else (), "num_lookahead_slots", num
+            ),
         )
     )
 
 
-def truncate(sequence_id: int, num_tokens: int) -> pb.Operation:
-    """Drop all positions of one sequence but the first ``num_tokens``."""
-    return truncates([sequence_id], [num_tokens])
-
-
-def truncates(sequence_ids: Column, num_tokens: Column) -> pb.Operation:
-    """``truncate`` for many sequences; the columns have an element for each of them."""
+def truncate(sequence_ids: Numbers, num_tokens: Numbers) -> pb.Operation:
+    """Drop all positions of sequences but the first ``num_tokens`` of each."""
+    ids = pack_each(INT64, sequence_ids, "sequence_ids")
+    num = columns.count(INT64, ids)
     return pb.Operation(
         truncate=pb.Truncate(
-            sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
-            num_tokens=pack(INT64, num_tokens, "num_tokens"),
+            sequence_ids=ids, num_tokens=pack_each(INT64, num_tokens, "num_tokens", num)
         )
     )
 
 
-def fork(parent_sequence_id: int, sequence_id: int) -> pb.Operation:
-    """Start ``sequence_id`` as a sequence that shares all blocks of its parent."""
-    return forks([parent_sequence_id], [sequence_id])
-
-
-def forks(parent_sequence_ids: Column, sequence_ids: Column) -> pb.Operation:
-    """``fork`` for many sequences; the columns have an element for each new one."""
+def fork(parent_sequence_ids: Numbers, sequence_ids: Numbers) -> pb.Operation:
+    """Start sequences, each of which shares all blocks of its parent."""
+    ids = pack_each(INT64, sequence_ids, "sequence_ids")
+    num = columns.count(INT64, ids)
     return pb.Operation(
         fork=pb.Fork(
-            parent_sequence_ids=pack(INT64, parent_sequence_ids, "parent_sequence_ids"),
-            sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
+            parent_sequence_ids=pack_each(INT64, parent_sequence_ids, "parent_sequence_ids", num),
+            sequence_ids=ids,
         )
     )
 
 
-def free(sequence_ids: Column) -> pb.Operation:
+def free(sequence_ids: Numbers) -> pb.Operation:
     """End sequences."""
-    return pb.Operation(free=pb.Free(sequence_ids=pack(INT64, sequence_ids, "sequence_ids")))
+    return pb.Operation(free=pb.Free(sequence_ids=pack_each(INT64, sequence_ids, "sequence_ids")))
 
 
-def swap_out(sequence_ids: Column) -> pb.Operation:
+def swap_out(sequence_ids: Numbers) -> pb.Operation:
     """Move sequences to the host tier, all or none."""
-    column = pack(INT64, sequence_ids, "sequence_ids")
+    column = pack_each(INT64, sequence_ids, "sequence_ids")
     return pb.Operation(swap_out=pb.SwapOut(sequence_ids=column))
 
 
-def swap_in(sequence_ids: Column) -> pb.Operation:
+def swap_in(sequence_ids: Numbers) -> pb.Operation:
     """Move sequences back to the device tier, all or none."""
-    column = pack(INT64, sequence_ids, "sequence_ids")
+    column = pack_each(INT64, sequence_ids, "sequence_ids")
     return pb.Operation(swap_in=pb.SwapIn(sequence_ids=column))
 
 
@@ -191,22 +179,24 @@ def forget(what: Tokens | Scope, *, force: bool = False) -> pb.Operation:
 
 
 def deferred_tokens(
-    sequence_ids: Column,
-    admitted_by: Column,
-    first_positions: Column,
-    num_tokens: Column,
+    sequence_ids: Numbers,
+    admitted_by: Numbers,
+    first_positions: Numbers,
+    num_tokens: Numbers,
     token_ids: Tokens,
 ) -> pb.DeferredTokens:
-    """Tokens of positions that earlier appends reserved, in columns as those of ``appends``.
+    """Tokens of positions that earlier appends reserved, as those of ``append``.
 
     ``admitted_by``: the number of the step that admitted or forked each sequence, which is
     ``Session.last_number`` after that step.
     """
+    ids = pack_each(INT64, sequence_ids, "sequence_ids")
+    num = columns.count(INT64, ids)
     return pb.DeferredTokens(
-        sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
-        admitted_by=pack(INT64, admitted_by, "admitted_by"),
-        first_positions=pack(INT64, first_positions, "first_positions"),
-        num_tokens=pack(INT32, num_tokens, "num_tokens"),
+        sequence_ids=ids,
+        admitted_by=pack_each(INT64, admitted_by, "admitted_by", num),
+        first_positions=pack_each(INT64, first_positions, "first_positions", num),
+        num_tokens=pack_each(INT32, num_tokens, "num_tokens", num),
         token_ids=pack_tokens(token_ids),
     )
 
@@ -214,6 +204,13 @@ def deferred_tokens(
 def pack_tokens(token_ids: Tokens) -> bytes:
     """Pack ``token_ids`` into a column."""
     return pack(INT32, token_ids, "token_ids")
+
+
+def pack_each(kind: str, values: Numbers, field: str, num: int = 1) -> bytes:
+    """Pack a column; an integer stands for ``num`` elements."""
+    if isinstance(values, Iterable):
+        return pack(kind, values, field)
+    return pack(kind, [values], field) * num
 
 
 def pack(kind: str, values: Column | array[int], field: str) -> bytes:

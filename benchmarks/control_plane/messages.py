@@ -100,8 +100,7 @@ class Decoding:
 
     def append(self) -> cpb.Operation:
         """Return an append of the next token of each."""
-        num, step = len(self.ids), self._num_steps
+        tokens = range(self._num_steps, self._num_steps + len(self.ids))
+        positions = [num_tokens + self._num_steps for num_tokens in self._num_tokens]
         self._num_steps += 1
-        positions = [num_tokens + step for num_tokens in self._num_tokens]
-        ones = [1] * num
-        return ops.appends(self.ids, positions, ones, ones, [step + i for i in range(num)])
+        return ops.append(self.ids, tokens, 1, first_positions=positions, num_tokens=1)

@@ -153,13 +153,13 @@ async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
         for i in range(0, num, share):
             await engine.step(*admits[i : i + share], is_receipted=False)
         admits_s = await engine.abort()
-        lengths = [sizes.prompt_tokens] * num
-        again = ops.appends(ids, [0] * num, lengths, lengths, b"".join(prompts))
+        length = sizes.prompt_tokens
+        again = ops.append(ids, b"".join(prompts), length, first_positions=0, num_tokens=length)
         again_s = await engine.step(again)
-        ones, position = [1] * num, sizes.prompt_tokens
+        position = length
         abort_s, next_s = [], []
         for _ in range(sizes.num_aborts):
-            append = ops.appends(ids, [position] * num, ones, ones, ids)
+            append = ops.append(ids, ids, 1, first_positions=position, num_tokens=1)
             await engine.step(append, is_receipted=False)
             abort_s.append(await engine.abort())
             next_s.append(await engine.step(append))

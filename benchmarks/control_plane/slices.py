@@ -6,7 +6,6 @@ Seconds are processor time of the thread, so that other work on the machine does
 from __future__ import annotations
 
 import time
-from array import array
 from typing import Any
 
 from benchmarks.control_plane import messages
@@ -60,16 +59,8 @@ async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
         await engine.step(ops.admit(parent, prompt(parent, _PROMPT_TOKENS)))
         ids = engine.new_ids(sizes.num_forks)
         for i in range(0, len(ids), _FORKS_A_STEP):
-            part = array("q", ids[i : i + _FORKS_A_STEP])
-            parents = array("q", [parent] * len(part))
-            await engine.step(
-                cpb.Operation(
-                    fork=cpb.Fork(
-                        parent_sequence_ids=parents.tobytes(), sequence_ids=part.tobytes()
-                    )
-                )
-            )
-        append = ops.append(parent, [1], first_position=_PROMPT_TOKENS)
+            await engine.step(ops.fork(parent, ids[i : i + _FORKS_A_STEP]))
+        append = ops.append(parent, [1], first_positions=_PROMPT_TOKENS)
         await engine.step(append, is_receipted=False)
         ref, number = _numbered(pool)
         if name == "close":
@@ -91,15 +82,14 @@ async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, floa
         await engine.step(*admits, is_receipted=False)
         await engine.abort()
         ref, number = _numbered(pool)
-        lengths = [sizes.prompt_tokens] * num
-        again = ops.appends(ids, [0] * num, lengths, lengths, b"".join(prompts))
+        length = sizes.prompt_tokens
+        again = ops.append(ids, b"".join(prompts), length, first_positions=0, num_tokens=length)
         request = cpb.StepRequest(session=ref, number=number, operations=[again])
         answer, compute_s = _longest(pool, request)
         receipt = messages.receipt(pool.key, ref, number, answer.result.plan)
         request = cpb.StepRequest(session=ref, number=number + 1, receipts=[receipt])
         _, publish_s = _longest(pool, request)
-        ones = [1] * num
-        append = ops.appends(ids, lengths, ones, ones, ones)
+        append = ops.append(ids, [1] * num, 1, first_positions=length, num_tokens=1)
         request = cpb.StepRequest(session=ref, number=number + 2, operations=[append])
         pool.core.answer(request, TENANT)
         _, tables_s = _longest(pool, cpb.ResyncRequest(session=ref, number=number + 3))

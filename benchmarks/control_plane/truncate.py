@@ -27,11 +27,12 @@ async def truncate(world: World, sizes: Sizes) -> list[Row]:
         lengths = [BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS for i in range(len(ids))]
         pairs = zip(ids, lengths, strict=True)
         await engine.step(*[ops.admit(i, prompt(i, length)) for i, length in pairs])
-        num_each = [_NUM_COMPUTED_TOKENS] * len(ids)
+        num = _NUM_COMPUTED_TOKENS
         seconds = []
         for step in range(sizes.num_decode_steps // 2):
-            tokens = range(step, step + sum(num_each))
-            await engine.step(ops.appends(ids, lengths, num_each, num_each, tokens))
+            tokens = range(step, step + num * len(ids))
+            append = ops.append(ids, tokens, num, first_positions=lengths, num_tokens=num)
+            await engine.step(append)
             lengths = [length + _NUM_ACCEPTED_TOKENS for length in lengths]
             operation = cpb.Operation(
                 truncate={

@@ -94,7 +94,7 @@ class Engine:
                 tokens.append(7)
             num_new = len(tokens) - num_done
             append = ops.append(
-                self._sequence_id, tokens[num_sent:], num_new, first_position=num_done
+                self._sequence_id, tokens[num_sent:], num_new, first_positions=num_done
             )
             answer = await self._step(append)
             if self._must_yield(answer.news):

@@ -323,7 +323,7 @@ class Scheduler(_Queues):
         for sequence in sequences:
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
-        forks = ops.forks(parent_ids, [s.kv_id for s in sequences])
+        forks = ops.fork(parent_ids, [s.kv_id for s in sequences])
         return [Intent(Kind.FORK, forks, sequences)]
 
     def _free_intents(self) -> list[Intent]:
@@ -378,12 +378,12 @@ class Scheduler(_Queues):
         """Send known tokens, and compute slots. ``items``: kv id, sequence, number of slots."""
         kv_ids, sequences, num_slots = zip(*items, strict=True)
         new_tokens = [s.tokens[s.num_sent :] for s in sequences]
-        operation = ops.appends(
+        operation = ops.append(
             kv_ids,
-            [s.num_computed for s in sequences],
-            num_slots,
-            [len(tokens) for tokens in new_tokens],
             chain.from_iterable(new_tokens),
+            num_slots,
+            first_positions=[s.num_computed for s in sequences],
+            num_tokens=[len(tokens) for tokens in new_tokens],
         )
         num_known = tuple(len(s.tokens) for s in sequences)
         return Intent(Kind.APPEND, operation, sequences, num_slots, num_known, in_passes)

@@ -169,7 +169,7 @@ class PrefixMover:
         new_id = sequence_id if there_id is None else there_id
         async with Deadline.after(self._timeout_s).guard():
             operation = ops.admit(new_id, tokens, max_total_tokens=max_total_tokens)
-            result = (await self._there.step([operation])).raise_for_status()
+            result = await self._there.run(operation)
             number = self._there.last_number
             try:
                 num_bytes = await self._send(result, sequence_id, new_id)
@@ -216,7 +216,7 @@ class PrefixMover:
         """
         with suppress(KvplaneError):
             await self._there.abort_plan(number)
-            plan = (await self._there.free(sequence_id)).plan
+            plan = (await self._there.run(ops.free(sequence_id))).plan
             if plan is not None:
                 for target in self._undoing:
                     ran = await target.copy_blocks(self._there.grant, plan)

@@ -14,14 +14,15 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from kvplane import ControlClient, DataClient, Execution, Layout, Session, Tensor
+from kvplane import ControlClient, DataClient, Execution, Layout, Session, Tensor, ops
 
 from .client import PrefixMover
 
 
 async def prefill(session: Session, execution: Execution, prompt: Sequence[int]) -> None:
     """Compute a prompt with made-up keys and values: bytes below 64 are small numbers."""
-    num_tokens = (await execution.start((await session.admit(1, prompt)).plan)).num_tokens
+    admitted = await session.run(ops.admit(1, prompt))
+    num_tokens = (await execution.start(admitted.plan)).num_tokens
     group = session.layout.groups[0]
     shape = (num_tokens, group.num_kv_heads, group.head_size)
     num_bytes = Tensor.size_bytes(session.layout.dtype, shape)

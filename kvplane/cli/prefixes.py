@@ -77,7 +77,7 @@ async def retain(
 ) -> int:
     """Keep a prompt's cached prefix longer."""
     async with session_on(context, pool, namespace) as session:
-        result = await session.retain(tokens, time_to_live_s=ttl_s, priority=priority)
+        result = await session.run(ops.retain(tokens, time_to_live_s=ttl_s, priority=priority))
     retained = result.results[0].retain
     context.show(
         [{"retained_blocks": retained.num_retained_blocks, "for_s": ttl_s, "priority": priority}]
@@ -90,7 +90,7 @@ async def forget(
 ) -> int:
     """Take prefixes out of the index."""
     async with session_on(context, pool, namespace) as session:
-        result = await session.forget(what, force=force)
+        result = await session.run(ops.forget(what, force=force))
     context.show([{"forgotten_blocks": result.results[0].forget.num_forgotten_blocks}])
     return 0
 

@@ -170,7 +170,9 @@ class Session:
         self._steps.add_receipt(receipt)
 
     def take_abandoned(self) -> list[AbandonedResult]:
-        """Answers to abandoned calls, each given once. Their plans must run before later ones."""
+        """Answers to abandoned calls and to refused runs that had a plan, each given once. Their
+        plans must run before later ones.
+        """
         taken, self._steps.abandoned = self._steps.abandoned, []
         return taken
 
@@ -205,6 +207,19 @@ class Session:
         deadline = self._connection.deadline(timeout_s)
         result: StepResult = await self._call(request, self._send_step, deadline)
         return result
+
+    async def run(self, operation: pb.Operation, *, timeout_s: float | None = None) -> StepResult:
+        """Take a step of one operation. Raises the error of an item that was not done
+        (``kvplane.results.error_of``): PoolFullError for LATER, with the time to wait, and
+        NeverFitsError for NEVER. The step's plan, if it has one, is then in ``take_abandoned``.
+        """
+        result = await self.step([operation], timeout_s=timeout_s)
+        try:
+            return result.raise_for_status()
+        except KvplaneError:
+            if result.plan is not None:
+                self._steps.abandoned.append(AbandonedResult(self.last_number, result))
+            raise
 
     async def readmit(
         self,
@@ -288,106 +303,6 @@ class Session:
         await asyncio.wait(self._tasks)
         await self._stream.close()
 
-    # Each of these makes a step of one operation; ``step`` makes one of many, each of which may
-    # fail by itself. All raise the operation's error (``kvplane.results.error_of``): PoolFullError
-    # for LATER, with the time to wait, and NeverFitsError for NEVER.
-
-    async def admit(
-        self,
-        sequence_id: int,
-        token_ids: ops.Tokens,
-        *,
-        num_compute_tokens: int | None = None,
-        max_total_tokens: int = 0,
-        skip_prefix_lookup: bool = False,
-        fork_sequence_ids: ops.Column = (),
-        wait: bool = False,
-        timeout_s: float | None = None,
-    ) -> StepResult:
-        """Make a step of one ``ops.admit``. With ``wait``, PoolFullError says that the admission
-        waits in the queue: the ``news`` of a later step grants it.
-        """
-        operation = ops.admit(
-            sequence_id,
-            token_ids,
-            num_compute_tokens=num_compute_tokens,
-            max_total_tokens=max_total_tokens,
-            skip_prefix_lookup=skip_prefix_lookup,
-            fork_sequence_ids=fork_sequence_ids,
-            wait=wait,
-        )
-        return await self._run_operation(operation, timeout_s)
-
-    async def append(
-        self,
-        sequence_id: int,
-        token_ids: ops.Tokens = (),
-        num_slots: int = 0,
-        *,
-        first_position: int,
-        num_lookahead_slots: int = 0,
-        timeout_s: float | None = None,
-    ) -> StepResult:
-        """Make a step of one ``ops.append``. Raises PositionMismatchError too."""
-        operation = ops.append(
-            sequence_id,
-            token_ids,
-            num_slots,
-            first_position=first_position,
-            num_lookahead_slots=num_lookahead_slots,
-        )
-        return await self._run_operation(operation, timeout_s)
-
-    async def truncate(
-        self, sequence_id: int, num_tokens: int, *, timeout_s: float | None = None
-    ) -> StepResult:
-        """Make a step of one ``ops.truncate``."""
-        return await self._run_operation(ops.truncate(sequence_id, num_tokens), timeout_s)
-
-    async def fork(
-        self, parent_sequence_id: int, sequence_id: int, *, timeout_s: float | None = None
-    ) -> StepResult:
-        """Make a step of one ``ops.fork``."""
-        return await self._run_operation(ops.fork(parent_sequence_id, sequence_id), timeout_s)
-
-    async def free(self, sequence_id: int, *, timeout_s: float | None = None) -> StepResult:
-        """Make a step of one ``ops.free`` of one sequence."""
-        return await self._run_operation(ops.free([sequence_id]), timeout_s)
-
-    async def swap_out(
-        self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
-    ) -> StepResult:
-        """Make a step of one ``ops.swap_out``."""
-        return await self._run_operation(ops.swap_out(sequence_ids), timeout_s)
-
-    async def swap_in(
-        self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
-    ) -> StepResult:
-        """Make a step of one ``ops.swap_in``."""
-        return await self._run_operation(ops.swap_in(sequence_ids), timeout_s)
-
-    async def retain(
-        self,
-        token_ids: ops.Tokens,
-        *,
-        time_to_live_s: float,
-        priority: int = ops.DEFAULT_PRIORITY,
-        timeout_s: float | None = None,
-    ) -> StepResult:
-        """Make a step of one ``ops.retain``. Raises QuotaExceededError at the tenant's cap."""
-        operation = ops.retain(token_ids, time_to_live_s=time_to_live_s, priority=priority)
-        return await self._run_operation(operation, timeout_s)
-
-    async def release(self, token_ids: ops.Tokens, *, timeout_s: float | None = None) -> StepResult:
-        """Make a step of one ``ops.release``."""
-        return await self._run_operation(ops.release(token_ids), timeout_s)
-
-    async def forget(
-        self, what: ops.Tokens | ops.Scope, *, force: bool = False, timeout_s: float | None = None
-    ) -> StepResult:
-        """Make a step of one ``ops.forget``. Raises BlockInUseError unless ``force`` is set."""
-        return await self._run_operation(ops.forget(what, force=force), timeout_s)
-
     # Queries, which change nothing and have no number: they may be made while a step runs.
 
     async def check(
@@ -465,20 +380,6 @@ class Session:
                 _LOGGER.warning("session=%d lost: %s", self.id, error)
                 self._note_end(error)
                 return
-
-    async def _run_operation(self, operation: pb.Operation, timeout_s: float | None) -> StepResult:
-        """Make a step of ``operation``."""
-
-        async def send(request: pb.StepRequest, deadline: Deadline) -> StepResult:
-            response: pb.RunStepResponse = await self._connection.attempt(
-                self._stub.RunStep, pb.RunStepRequest(step=request), deadline
-            )
-            return StepResult(response.result)
-
-        request = pb.StepRequest(session=self.ref, operations=[operation])
-        deadline = self._connection.deadline(timeout_s)
-        result: StepResult = await self._call(request, send, deadline)
-        return result.raise_for_status()
 
     async def _run(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         """Make a numbered unary call."""

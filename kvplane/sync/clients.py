@@ -132,16 +132,7 @@ class Session(Portal[sessions.Session]):
     ended_by: KvplaneError | None
 
     step = blocking(sessions.Session.step)
-    admit = blocking(sessions.Session.admit)
-    append = blocking(sessions.Session.append)
-    truncate = blocking(sessions.Session.truncate)
-    fork = blocking(sessions.Session.fork)
-    free = blocking(sessions.Session.free)
-    swap_out = blocking(sessions.Session.swap_out)
-    swap_in = blocking(sessions.Session.swap_in)
-    retain = blocking(sessions.Session.retain)
-    release = blocking(sessions.Session.release)
-    forget = blocking(sessions.Session.forget)
+    run = blocking(sessions.Session.run)
     add_receipt = immediate(sessions.Session.add_receipt)
     submit_receipts = blocking(sessions.Session.submit_receipts)
     abort_plan = blocking(sessions.Session.abort_plan)

@@ -150,7 +150,7 @@ class PlaneCache(Cache):
         if self._rows:
             ids = list(self._planes.new_ids(len(self._rows)))
             copy._held.ids.update(ids)
-            fork = ops.forks([row.sequence_id for row in self._rows], ids)
+            fork = ops.fork([row.sequence_id for row in self._rows], ids)
             copy._held.session = self._begin([*self._pending, fork])[0]
             self._planes.finish()
             self._was_changed()
@@ -194,7 +194,7 @@ class PlaneCache(Cache):
         self._rows = [replace(row, num_tokens=row.num_tokens - num) for row in self._rows]
         self._extent.num_columns -= num
         ids = [row.sequence_id for row in self._rows]
-        self._pending.append(ops.truncates(ids, [row.num_tokens for row in self._rows]))
+        self._pending.append(ops.truncate(ids, [row.num_tokens for row in self._rows]))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Have row ``i`` continue the former row ``beam_idx[i]``. Rows that continue the same one
@@ -338,17 +338,18 @@ class PlaneCache(Cache):
         cached: int = result.admit.num_cached_tokens
         num_slots = len(tokens) - cached
         new = tokens[num_found:]
-        self._begin([ops.append(sequence_id, new, num_slots, first_position=cached)])
+        self._begin([ops.append(sequence_id, new, num_slots, first_positions=cached)])
         return cached
 
     def _append(self, ids: list[list[int]]) -> None:
         sequence_ids = [row.sequence_id for row in self._rows]
-        append = ops.appends(
+        num_each = [len(tokens) for tokens in ids]
+        append = ops.append(
             sequence_ids,
-            [row.num_tokens for row in self._rows],
-            [len(tokens) for tokens in ids],
-            [len(tokens) for tokens in ids],
             [token for tokens in ids for token in tokens],
+            num_each,
+            first_positions=[row.num_tokens for row in self._rows],
+            num_tokens=num_each,
         )
         self._begin([*self._pending, append])
         self._was_changed()
@@ -394,7 +395,7 @@ class PlaneCache(Cache):
             rows.append(row)
         unused = [row.sequence_id for i, row in enumerate(self._rows) if i not in taken]
         if parents:
-            self._pending.append(ops.forks(parents, children))
+            self._pending.append(ops.fork(parents, children))
         if unused:
             self._pending.append(ops.free(unused))
         self._held.ids.update(children)

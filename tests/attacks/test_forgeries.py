@@ -64,7 +64,7 @@ async def victim(peers: Peers) -> AsyncIterator[Engine]:
 
 
 def next_token(position: int) -> cpb.Operation:
-    return ops.append(1, [position], num_slots=1, first_position=position)
+    return ops.append(1, [position], num_slots=1, first_positions=position)
 
 
 def number_of(plan: tpb.SignedPayload | None) -> int:

@@ -103,7 +103,7 @@ async def moves(control: ControlClient, address: str) -> None:
     async with session, DataClient(address) as data, await data.open(session.grant) as execution:
         for operations in (
             [ops.admit(1, range(300, 330))],
-            [ops.fork(1, 2), ops.append(2, [7], 1, first_position=30)],
+            [ops.fork(1, 2), ops.append(2, [7], 1, first_positions=30)],
             [ops.swap_out([2])],
             [ops.swap_in([2])],
         ):
@@ -117,11 +117,11 @@ async def mistakes(control: ControlClient, address: str) -> None:
     async with DataClient(address) as data, await data.open(session.grant) as execution:
         with pytest.raises(KvplaneError):
             await execution.start(SignedPayload(payload=b"forged"))
-        await session.admit(1, range(100))
+        await session.run(ops.admit(1, range(100)))
         await session.abort_plan(session.last_number)
         await execute(session, execution, (await session.resync()).plan)
-    await session.forget(ops.Scope.NAMESPACE, force=True)
-    await session.admit(2, range(200, 240))
+    await session.run(ops.forget(ops.Scope.NAMESPACE, force=True))
+    await session.run(ops.admit(2, range(200, 240)))
     await session.detach()
 
 
@@ -134,7 +134,7 @@ async def overload(control: ControlClient, address: str) -> None:
     prompt = [*range((NUM_BLOCKS - 8) * block)]
     async with idle, waiting, DataClient(address) as data:
         async with await data.open(idle.grant) as execution:
-            await execute(idle, execution, (await idle.admit(1, prompt)).plan)
+            await execute(idle, execution, (await idle.run(ops.admit(1, prompt))).plan)
             await idle.submit_receipts()
         await waiting.step([ops.admit(1, [7] * 20 * block, wait=True)])
         deadline_s = time.monotonic() + PATIENCE_S

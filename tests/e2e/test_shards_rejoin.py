@@ -84,7 +84,7 @@ def fill_once(control: ControlPlane, num_blocks: int, *planes: Executor) -> None
     opened = control.open_session(request, TENANT)
     operations = [
         ops.admit(1, [1], num_compute_tokens=0),
-        ops.append(1, first_position=0, num_lookahead_slots=num_blocks * 8),
+        ops.append(1, first_positions=0, num_lookahead_slots=num_blocks * 8),
     ]
     step = pb.StepRequest(session=opened.session, number=1, operations=operations)
     plan = control.step(step, TENANT).result.plan

@@ -27,22 +27,35 @@ STEP = {
     ("kvplane-data-plane", "kvplane.data_plane.plan", "kvplane.StepRequest"),
 }
 RUN_STEP = "kvplane.v1.ControlPlaneService/RunStep"
-UNARY = {
-    ("a-client", "kvplane.StepRequest", None),
-    ("kvplane-control-plane", RUN_STEP, "kvplane.StepRequest"),
+SUBMIT_RECEIPTS = "kvplane.v1.ControlPlaneService/SubmitReceipts"
+UNARY_STEP = {
+    ("a-client", "a unary step", None),
+    ("kvplane-control-plane", RUN_STEP, "a unary step"),
     ("kvplane-control-plane", "kvplane.control_plane.step", RUN_STEP),
+}
+SUBMIT = {
+    ("a-client", "kvplane.SubmitReceiptsRequest", None),
+    ("kvplane-control-plane", SUBMIT_RECEIPTS, "kvplane.SubmitReceiptsRequest"),
 }
 CLIENT = """
 import sys
 
+import grpc
+
 from kvplane import Layout, tracing
 from kvplane.sync import ControlClient
+from kvplane.v1 import control_pb2, control_pb2_grpc
 
 assert tracing.setup("a-client")
-with ControlClient(sys.argv[1]) as control:
+with ControlClient(sys.argv[1]) as control, grpc.insecure_channel(sys.argv[1]) as channel:
     layout = Layout.from_proto(control.wait_ready("default").layout)
     with control.open_session("default", layout) as session:
-        session.admit(1, [1, 2, 3])
+        session.submit_receipts()
+        step = control_pb2.StepRequest(session=session.ref, number=session.last_number + 1)
+        request = control_pb2.RunStepRequest(step=step)
+        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        with tracing.span("a unary step"):
+            stub.RunStep(request, metadata=tracing.to_metadata())
 """
 pytestmark = pytest.mark.timeout(300)
 
@@ -100,7 +113,8 @@ def test_the_engine_and_both_planes_send_one_trace_for_each_step(
         run("-c", CLIENT, planes.control.address)
     traces = collector.traces()  # all three have ended, and sent what they had
     assert traces.count(STEP) >= 3, traces
-    assert UNARY in traces
+    assert UNARY_STEP in traces
+    assert SUBMIT in traces
     opened = ("kvplane-control-plane", "kvplane.v1.ControlPlaneService/OpenSession", None)
     assert {opened} in traces
     numbers = {

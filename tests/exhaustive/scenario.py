@@ -42,7 +42,7 @@ def script(engine: Engine, stage: int) -> cpb.Operation | None:
     if stage == 0:
         return ops.admit(1, [0] * 9)
     if stage == 1:
-        return ops.append(1, [1], 1, first_position=engine.sequences[1].num_scheduled)
+        return ops.append(1, [1], 1, first_positions=engine.sequences[1].num_scheduled)
     return ops.free([1]) if stage == 2 else None
 
 

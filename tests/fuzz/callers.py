@@ -142,8 +142,8 @@ class Engine:
         made: Sequence[Callable[[], cpb.Operation]] = (
             lambda: ops.admit(some, prompt, fork_sequence_ids=[some + 10], wait=True),
             lambda: ops.admit(some, prompt, num_compute_tokens=rng.randrange(length)),
-            lambda: ops.append(some, [1, 2], num_slots=2, first_position=length),
-            lambda: ops.appends([some, 2], [length, 20], [1, 1], [1, 1], [3, 4]),
+            lambda: ops.append(some, [1, 2], num_slots=2, first_positions=length),
+            lambda: ops.append([some, 2], [3, 4], 1, first_positions=[length, 20], num_tokens=1),
             lambda: ops.truncate(some, rng.randrange(length)),
             lambda: ops.fork(some, some + 20),
             lambda: ops.free([some]),

@@ -134,7 +134,7 @@ def seeds() -> list[bytes]:
     )
     operations = (
         [],
-        [ops.appends([1, 2], [3, 4], [1, 1], [1, 1], [7, 8])],
+        [ops.append([1, 2], [7, 8], 1, first_positions=[3, 4], num_tokens=1)],
         [ops.admit(2**40, range(5), max_total_tokens=900)],
     )
     return [

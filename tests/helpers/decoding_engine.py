@@ -45,7 +45,7 @@ class Decoder:
             await self.step(ops.admit(1, PROMPT))
             for position in range(len(PROMPT), len(PROMPT) + NUM_NEW_TOKENS):
                 begin_s = time.perf_counter()
-                await self.step(ops.append(1, [5], 1, first_position=position))
+                await self.step(ops.append(1, [5], 1, first_positions=position))
                 latencies.append(time.perf_counter() - begin_s)
                 await asyncio.sleep(self.pause_s)
             await self.step(ops.free([1]))

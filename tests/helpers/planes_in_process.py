@@ -79,7 +79,7 @@ class Side:
 
     async def run(self, operation: control_pb2.Operation, positions: Sequence[int]) -> list[bytes]:
         """A step that computes the tokens at ``positions``; each layer's attention output."""
-        result = (await self.session.step([operation])).raise_for_status()
+        result = await self.session.run(operation)
         await self.execution.start(result.plan)
         outputs = [await self.layer(layer, positions) for layer in self.execution.layers]
         self.session.add_receipt(self.execution.receipt)

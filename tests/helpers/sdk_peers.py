@@ -45,7 +45,7 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
 
     @property
     def numbers(self) -> list[int]:
-        return [numbered(request).number for request in self.requests]
+        return [request.number for request in self.requests]
 
     async def OpenSession(self, request: cpb.OpenSessionRequest, context: Any) -> Any:
         response = cpb.OpenSessionResponse(
@@ -76,7 +76,7 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
     async def Resync(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
-    RunStep = AbortPlan = SubmitReceipts = DescribeSequence = DescribePool = Resync
+    AbortPlan = SubmitReceipts = DescribeSequence = DescribePool = Resync
     CheckOperations = ExplainPrefix = FindPrefix = Resync
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -148,16 +148,9 @@ async def hang_up(context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
 
-def numbered(request: Any) -> Any:
-    """Return the part of a request that has the number."""
-    return request.step if isinstance(request, cpb.RunStepRequest) else request
-
-
 def answer_step(request: Any) -> Any:
     """Return an answer whose plan holds the request's number."""
-    plan = plan_of(numbered(request).number)
-    if isinstance(request, cpb.RunStepRequest):
-        return cpb.RunStepResponse(result=cpb.StepResult(plan=plan))
+    plan = plan_of(request.number)
     if isinstance(request, cpb.ResyncRequest):
         return cpb.ResyncResponse(plan=plan)
     if isinstance(request, cpb.AbortPlanRequest):

@@ -79,7 +79,7 @@ async def outputs_of(folder: Path, shards: list[Ranges], layout: Layout) -> list
         assert execution.layers == [0, 1, 2, 3]
         outputs = await run(session, execution, 0, ops.admit(1, prompt(21)))
         for step in (1, 2):
-            append = ops.append(1, [step], 1, first_position=20 + step)
+            append = ops.append(1, [step], 1, first_positions=20 + step)
             outputs += await run(session, execution, step, append)
         admit = ops.admit(2, [*prompt(21)[:16], 7, 8, 9])
         outputs += await run(session, execution, 3, admit)

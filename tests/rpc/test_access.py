@@ -153,7 +153,7 @@ async def test_a_caller_that_is_taken_off_the_list_loses_its_shared_memory(peers
         await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])
         assert execution.local is not None
         assert peers.data.local.num_regions == 1
-        result = await session.append(1, [20], num_slots=1, first_position=20)
+        result = await session.run(ops.append(1, [20], num_slots=1, first_positions=20))
         peers.access_file.write_text(listed("plane", "engine-b"))
         with pytest.raises(UnauthenticatedError):
             await execution.start(result.plan)

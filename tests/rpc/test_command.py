@@ -16,7 +16,7 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from examples.load import Load
-from kvplane import ControlClient, __version__
+from kvplane import ControlClient, __version__, ops
 from kvplane.cli.program import run
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
@@ -116,7 +116,7 @@ async def test_sessions_and_their_sequences_are_listed(command: Command, planes:
         ControlClient(control.address) as client,
         await client.open_session(POOL_ID, data.executor.layout) as session,
     ):
-        await session.admit(7, range(20))
+        await session.run(ops.admit(7, range(20)))
         (row,) = (await command("--json", "sessions")).rows
         assert (row["session"], row["sequences"]) == (str(session.id), 1)
         assert row["plans_in_flight"] == 1

@@ -76,39 +76,39 @@ async def another_layout(who: Newcomer) -> None:
 
 
 async def tokens_that_are_text(who: Newcomer) -> None:
-    await who.session.admit(1, "a prompt")  # type: ignore[arg-type]
+    await who.session.run(ops.admit(1, "a prompt"))  # type: ignore[arg-type]
 
 
 async def no_tokens(who: Newcomer) -> None:
-    await who.session.admit(1, [])
+    await who.session.run(ops.admit(1, []))
 
 
 async def an_id_twice(who: Newcomer) -> None:
     await who.run(ops.admit(1, [1, 2]))
-    await who.session.admit(1, [3])
+    await who.session.run(ops.admit(1, [3]))
 
 
 async def an_id_that_is_not_live(who: Newcomer) -> None:
-    await who.session.append(7, [1], 1, first_position=0)
+    await who.session.run(ops.append(7, [1], 1, first_positions=0))
 
 
 async def a_wrong_position(who: Newcomer) -> None:
     await who.run(ops.admit(1, [1, 2, 3], max_total_tokens=8))
-    await who.session.append(1, [4], 1, first_position=2)
+    await who.session.run(ops.append(1, [4], 1, first_positions=2))
 
 
 async def a_prompt_larger_than_the_pool(who: Newcomer) -> None:
-    await who.session.admit(1, range(1000))
+    await who.session.run(ops.admit(1, range(1000)))
 
 
 async def a_pool_that_is_full(who: Newcomer) -> None:
     await who.run(ops.admit(1, range(8 * 25)))
-    await who.session.admit(2, range(1000, 1000 + 8 * 20))
+    await who.session.run(ops.admit(2, range(1000, 1000 + 8 * 20)))
 
 
 async def receipts_never_handed_in(who: Newcomer) -> None:
     for i in range(1, 9):
-        await who.session.admit(i, [i])
+        await who.session.run(ops.admit(i, [i]))
 
 
 async def a_receipt_before_the_plan_has_run(who: Newcomer) -> None:
@@ -120,13 +120,13 @@ async def a_step_without_a_plan_is_executed(who: Newcomer) -> None:
 
 
 async def plans_in_the_wrong_order(who: Newcomer) -> None:
-    await who.session.admit(1, [1, 2])
-    await who.execution.start((await who.session.admit(2, [3, 4])).plan)
+    await who.session.run(ops.admit(1, [1, 2]))
+    await who.execution.start((await who.session.run(ops.admit(2, [3, 4]))).plan)
 
 
 async def a_plan_before_the_last_one_has_finished(who: Newcomer) -> None:
-    await who.execution.start((await who.session.admit(1, [1, 2])).plan)
-    await who.execution.start((await who.session.admit(2, [3, 4])).plan)
+    await who.execution.start((await who.session.run(ops.admit(1, [1, 2]))).plan)
+    await who.execution.start((await who.session.run(ops.admit(2, [3, 4]))).plan)
 
 
 async def a_layer_before_start(who: Newcomer) -> None:
@@ -134,18 +134,18 @@ async def a_layer_before_start(who: Newcomer) -> None:
 
 
 async def a_layer_that_the_model_does_not_have(who: Newcomer) -> None:
-    await who.execution.start((await who.session.admit(1, [1, 2])).plan)
+    await who.execution.start((await who.session.run(ops.admit(1, [1, 2]))).plan)
     await who.execution.layer(3, zeros(2), zeros(2), zeros(2))
 
 
 async def a_batch_dimension(who: Newcomer) -> None:
-    await who.execution.start((await who.session.admit(1, [1, 2])).plan)
+    await who.execution.start((await who.session.run(ops.admit(1, [1, 2]))).plan)
     batched = Tensor("float32", (1, 2, 1, 8), bytes(64))
     await who.execution.layer(0, zeros(2), batched, zeros(2))
 
 
 async def tokens_left_out(who: Newcomer) -> None:
-    await who.execution.start((await who.session.admit(1, [1, 2])).plan)
+    await who.execution.start((await who.session.run(ops.admit(1, [1, 2]))).plan)
     await who.execution.layer(0, zeros(1), zeros(1), zeros(1))
 
 
@@ -159,7 +159,7 @@ async def bytes_of_another_type(_: Newcomer) -> None:
 
 async def a_session_used_after_its_end(who: Newcomer) -> None:
     await who.session.close()
-    await who.session.admit(1, [1])
+    await who.session.run(ops.admit(1, [1]))
 
 
 # What each raises, and the message from its first character; ... stands for anything.

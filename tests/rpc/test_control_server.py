@@ -152,7 +152,7 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     session.receipts = [forged]
     with pytest.raises(grpc.aio.AioRpcError):
         await session.submit()
-    await session.step(ops.appends([1, 2, 9], [20, 20, 0], [1] * 3, [1] * 3, [1] * 3))
+    await session.step(ops.append([1, 2, 9], [1] * 3, 1, first_positions=[20, 20, 0], num_tokens=1))
     call: Any = stub.Step()
     await call.write(pb.StepRequest(session=session.ref, number=77))
     assert (await call.read()).error.reason == "STEP_OUT_OF_ORDER"

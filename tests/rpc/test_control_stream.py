@@ -73,7 +73,7 @@ async def test_a_step_answers_each_operation_and_one_plan(steps: Steps) -> None:
     assert columns.read(INT64, plan.spans.sequence_ids, "sequence_ids").tolist() == [1, 2]
     assert columns.read(INT32, plan.spans.num_tokens, "num_tokens").tolist() == [3, 2]
     assert answer.result.usage.tiers[0].num_held_blocks == 2
-    answer = await steps.step(ops.append(1, [4], 1, first_position=3), ops.free([2]))
+    answer = await steps.step(ops.append(1, [4], 1, first_positions=3), ops.free([2]))
     assert (answer.number, statuses(answer)) == (2, [OK, OK])
 
 
@@ -109,7 +109,7 @@ async def test_an_operation_that_fails_leaves_its_neighbours_alone(steps: Steps)
 async def test_an_item_that_fails_leaves_the_items_beside_it_alone(steps: Steps) -> None:
     await steps.step(ops.admit(1, [1, 2, 3]), ops.admit(2, [4, 5]))
     answer = await steps.step(
-        ops.appends([1, 9, 2, 2], [3, 0, 7, 2], [1, 1, 1, 1], [1] * 4, [6, 7, 8, 9])
+        ops.append([1, 9, 2, 2], [6, 7, 8, 9], 1, first_positions=[3, 0, 7, 2], num_tokens=1)
     )
     [result] = answer.result.results
     assert [(f.item, f.status, f.error.reason, f.error.field) for f in result.failures] == [
@@ -139,10 +139,10 @@ async def test_huge_numbers_are_refused_and_hurt_nothing(steps: Steps) -> None:
         ops.admit(2, [1], max_total_tokens=low),
         ops.admit(3, [1], num_compute_tokens=high),
         ops.admit(high, [1]),
-        ops.appends([high], [1], [2**31 - 1], [0], []),
-        ops.appends([high], [1], [-(2**31)], [0], []),
-        ops.appends([high], [1], [0], [-1], []),
-        ops.appends([high], [high], [0], [0], []),
+        ops.append(high, (), 2**31 - 1, first_positions=1),
+        ops.append(high, (), -(2**31), first_positions=1),
+        ops.append(high, (), 0, first_positions=1, num_tokens=-1),
+        ops.append(high, (), 0, first_positions=high),
         ops.swap_out([low]),
         ops.fork(low, high - 1),
         ops.admit(4, [1], max_total_tokens=high),
@@ -162,13 +162,13 @@ async def test_columns_that_are_no_columns_fail_their_operation_alone(steps: Ste
         pb.Operation(append=pb.Append(sequence_ids=two[:15])),
         pb.Operation(append=pb.Append(sequence_ids=two, first_positions=two[:8])),
         pb.Operation(append=pb.Append(sequence_ids=two, first_positions=two)),
-        ops.appends([1], [1], [1], [2], [5]),
-        ops.appends([1], [1], [1], [1], [5, 6]),
+        ops.append(1, [5], 1, first_positions=1, num_tokens=2),
+        ops.append(1, [5, 6], 1, first_positions=1, num_tokens=1),
         pb.Operation(fork=pb.Fork(parent_sequence_ids=two[:8])),
         pb.Operation(free=pb.Free(sequence_ids=two[:7])),
         pb.Operation(swap_out=pb.SwapOut(sequence_ids=two[:7])),
         pb.Operation(),
-        ops.append(1, [5], 1, first_position=1),
+        ops.append(1, [5], 1, first_positions=1),
     )
     assert statuses(answer) == [FAILED] * 9 + [OK]
 
@@ -249,7 +249,7 @@ async def test_deferred_tokens_may_follow_in_a_later_step_or_without_one(
     stub: Stub, session: RawSession, steps: Steps
 ) -> None:
     await steps.step(ops.admit(1, [1, 2], max_total_tokens=16))
-    await steps.step(ops.append(1, [], 2, first_position=2))
+    await steps.step(ops.append(1, [], 2, first_positions=2))
     await steps.step(deferred_tokens=ops.deferred_tokens([1], [1], [2], [1], [3]))
     last = ops.deferred_tokens([1], [1], [3], [1], [4])
     request = pb.SubmitReceiptsRequest(deferred_tokens=last, **session.next())
@@ -271,9 +271,9 @@ async def test_no_more_plans_than_agreed_are_in_flight(steps: Steps) -> None:
     await steps.step(ops.admit(1, [1]))
     steps.session.receipts.clear()
     for number in range(2, 5):
-        await steps.send(ops.append(1, [], 1, first_position=number - 1), number=number)
+        await steps.send(ops.append(1, [], 1, first_positions=number - 1), number=number)
         assert statuses(await steps.receive()) == [OK]
-    told = await steps.refusal(ops.append(1, [], 1, first_position=4), number=5)
+    told = await steps.refusal(ops.append(1, [], 1, first_positions=4), number=5)
     assert told[:2] == (5, "TOO_MANY_PLANS_IN_FLIGHT")
 
 

@@ -56,14 +56,14 @@ async def test_a_sequence_lives_its_whole_life(
         ):
             engine = Engine(session, execution, begins=begins)
             await engine.step(ops.admit(1, prompt), spans=[(0, 20)])
-            await engine.step(ops.append(1, [20], num_slots=1, first_position=20), spans=[(20, 1)])
+            await engine.step(ops.append(1, [20], num_slots=1, first_positions=20), spans=[(20, 1)])
             await engine.step(ops.fork(1, 2), spans=[])
-            both = [ops.append(n, [21], num_slots=1, first_position=21) for n in (2, 1)]
+            both = [ops.append(n, [21], num_slots=1, first_positions=21) for n in (2, 1)]
             await engine.step(*both, spans=[(21, 1), (21, 1)])
             await engine.step(ops.swap_out([1, 2]), spans=[])
             await engine.step(ops.swap_in([1, 2]), spans=[])
             await engine.step(
-                ops.append(2, [22], num_slots=1, first_position=22), ops.free([1]), spans=[(22, 1)]
+                ops.append(2, [22], num_slots=1, first_positions=22), ops.free([1]), spans=[(22, 1)]
             )
             hit = await engine.step(ops.admit(3, prompt), spans=[(16, 4)])
             assert hit.results[0].admit.num_cached_tokens == 16
@@ -87,7 +87,7 @@ async def test_a_restarted_control_plane_finds_what_was_published(
         execution = await remote.open(session.grant)
         engine = Engine(session, execution)
         await engine.step(ops.admit(1, prompt), spans=[(0, 20)])
-        await engine.step(ops.append(1, [20], num_slots=1, first_position=20), spans=[(20, 1)])
+        await engine.step(ops.append(1, [20], num_slots=1, first_positions=20), spans=[(20, 1)])
         async with asyncio.timeout(20):
             while data.executor.published.num_blocks < 2:
                 await asyncio.sleep(0.01)

@@ -101,7 +101,7 @@ def num_files(plane: DataPlaneServer) -> int:
 
 async def finish(here: Side, sequence_id: int) -> None:
     """Free a sequence, and run the plan that drops its table."""
-    plan = (await here.session.free(sequence_id)).plan
+    plan = (await here.session.run(ops.free(sequence_id))).plan
     assert plan is not None
     await here.execution.start(plan)
     here.session.add_receipt(here.execution.receipt)
@@ -317,7 +317,7 @@ async def test_a_load_that_is_aborted_publishes_nothing(tmp_path: Path) -> None:
             await until(lambda: num_files(first.plane) == NUM_FULL)
         async with peers.plane() as second:
             session, tokens = second.session, PROMPT[: 8 * NUM_FULL]
-            plan = (await session.step([ops.admit(9, tokens)])).raise_for_status().plan
+            plan = (await session.run(ops.admit(9, tokens))).plan
             assert plan is not None
             await session.abort_plan(session.last_number)
             resynced = await session.resync()
@@ -371,7 +371,7 @@ async def test_a_load_that_fits_no_span_is_refused(
 ) -> None:
     async with machine(tmp_path) as peers, peers.plane() as here:
         session = here.session
-        plan = (await session.step([ops.admit(9, PROMPT[:24])])).raise_for_status().plan
+        plan = (await session.run(ops.admit(9, PROMPT[:24]))).plan
         assert plan is not None
         with pytest.raises(InvalidRequestError) as caught:
             await here.data.load_file_blocks(session.grant, plan, 9 + first, PROMPT[:num])

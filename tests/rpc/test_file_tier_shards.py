@@ -49,7 +49,7 @@ async def compute(
     ):
         execution = await data.open(session.grant)
         for sequence_id in sequence_ids:
-            result = (await session.step([ops.admit(sequence_id, PROMPT)])).raise_for_status()
+            result = await session.run(ops.admit(sequence_id, PROMPT))
             found = result.results[0].admit.num_cached_tokens
             await execution.start(result.plan)
             positions = range(found, len(PROMPT))

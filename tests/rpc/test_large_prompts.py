@@ -42,7 +42,7 @@ async def test_a_prompt_larger_than_the_pool_never_fits(caller, token_ids) -> No
         shortage = await caller.never(ops.admit(2, token_ids, wait=wait))
         assert shortage.num_blocks_needed == NUM_TOKENS // BLOCK
         assert shortage.reason == pb.SHORTAGE_REASON_BLOCKS
-    append = ops.append(1, token_ids, NUM_TOKENS, first_position=BLOCK + 1)
+    append = ops.append(1, token_ids, NUM_TOKENS, first_positions=BLOCK + 1)
     assert (await caller.never(append)).reason == pb.SHORTAGE_REASON_BLOCKS
     await caller.grow(1, 5)
 

@@ -68,7 +68,7 @@ async def test_what_an_idle_engine_wrote_is_found_by_others_without_a_step(
         await client.open_session("pool", SMALL_LAYOUT) as session,
     ):
         prompt = list(range(1, 21))
-        session.add_receipt(shard.receipt((await session.admit(1, prompt)).plan))
+        session.add_receipt(shard.receipt((await session.run(ops.admit(1, prompt))).plan))
         pool = control_server.core.describe_pool
         await until(lambda: pool("pool").counters.num_publications == 2)
         assert (await session.lookup_prefix(prompt)).num_cached_tokens == 16

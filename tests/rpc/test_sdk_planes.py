@@ -106,7 +106,7 @@ async def test_a_lossy_network_changes_no_bit_of_the_attention(
                 between()
                 found += await run(execution, plan, seed=10 * step)
                 session.add_receipt(receipt_of(execution))
-                operation = ops.append(1, [step], 1, first_position=12 + step)
+                operation = ops.append(1, [step], 1, first_positions=12 + step)
             return found
 
     undisturbed = await outputs(data, lambda: None)
@@ -127,7 +127,7 @@ async def test_a_lossy_network_changes_no_bit_of_the_attention(
 async def test_a_last_layers_lost_answer_and_receipt_are_got_again(
     planes: Planes, session: Session
 ) -> None:
-    plan = (await session.admit(1, [5] * 12)).plan
+    plan = (await session.run(ops.admit(1, [5] * 12))).plan
     async with (
         FlakyProxy(planes.data.address) as proxy,
         DataClient(proxy.address, shared_memory=False) as data,
@@ -149,7 +149,7 @@ async def test_a_last_layers_lost_answer_and_receipt_are_got_again(
 
 
 async def test_unary_calls_do_what_an_execution_does(session: Session, data: DataClient) -> None:
-    plan = (await session.admit(1, [5] * 12, max_total_tokens=32)).plan
+    plan = (await session.run(ops.admit(1, [5] * 12, max_total_tokens=32))).plan
     query, key, value = inputs(12, 0)
     for layer in range(3):
         written = await data.reshape_and_cache(session.grant, plan, layer, key, value)
@@ -158,21 +158,21 @@ async def test_unary_calls_do_what_an_execution_does(session: Session, data: Dat
     assert written.HasField("receipt")
     session.add_receipt(written.receipt)
 
-    forked = (await session.fork(1, 2)).plan
+    forked = (await session.run(ops.fork(1, 2))).plan
     receipts = [(await data.copy_blocks(session.grant, forked)).receipt]
-    swapped = (await session.swap_out([1, 2])).plan
+    swapped = (await session.run(ops.swap_out([1, 2]))).plan
     swap = await data.swap_blocks(session.grant, swapped)
     assert swap.num_blocks == 2
     receipts.append(swap.receipt)
     for receipt in receipts:
         session.add_receipt(receipt)
-    back = (await session.swap_in([1, 2])).plan
+    back = (await session.run(ops.swap_in([1, 2]))).plan
     session.add_receipt((await data.swap_blocks(session.grant, back)).receipt)
 
     read = await data.read_blocks(session.grant, 2, num_blocks=2)
     blocks = Tensor.from_proto(read.blocks)
     assert blocks.shape == (3, 2, 2, 1, 8, 8)
-    plan = (await session.admit(3, [6] * 12)).plan
+    plan = (await session.run(ops.admit(3, [6] * 12))).plan
     for layer in range(3):
         part = await data.read_blocks(
             session.grant, 2, num_blocks=2, first_layer=layer, num_layers=1
@@ -192,7 +192,7 @@ async def test_unary_calls_do_what_an_execution_does(session: Session, data: Dat
 async def test_what_does_not_fit_is_refused_by_name_and_can_be_sent_right(
     session: Session, data: DataClient
 ) -> None:
-    plan = (await session.admit(1, [5] * 12)).plan
+    plan = (await session.run(ops.admit(1, [5] * 12))).plan
     async with await data.open(session.grant) as execution:
         forged = SignedPayload(type=plan.type, payload=plan.payload, signature=bytes(32))
         with pytest.raises(BadSignatureError):
@@ -214,14 +214,14 @@ async def test_a_session_goes_on_after_the_control_plane_was_restarted(
     prompt = list(range(20))
     session = await control.open_session(POOL, LAYOUT)
     execution = await data.open(session.grant)
-    await run(execution, (await session.admit(1, prompt, max_total_tokens=32)).plan)
+    await run(execution, (await session.run(ops.admit(1, prompt, max_total_tokens=32))).plan)
     session.add_receipt(receipt_of(execution))
     await session.submit_receipts()
     while num_published(planes.data) < 2:
         await asyncio.sleep(0.01)
     await planes.restart_control()
     with pytest.raises((SessionNotFoundError, StaleError, UnavailableError)):
-        await session.step([ops.append(1, [9], 1, first_position=20)])
+        await session.step([ops.append(1, [9], 1, first_positions=20)])
     await go_on(await session.reopen(), data, prompt, num_cached_tokens=16)
 
 
@@ -231,14 +231,14 @@ async def test_a_session_goes_on_after_the_data_plane_was_restarted(
     prompt = list(range(20))
     session = await control.open_session(POOL, LAYOUT)
     execution = await data.open(session.grant)
-    await run(execution, (await session.admit(1, prompt, max_total_tokens=32)).plan)
+    await run(execution, (await session.run(ops.admit(1, prompt, max_total_tokens=32))).plan)
     session.add_receipt(receipt_of(execution))
-    result = await session.step([ops.append(1, [9], 1, first_position=20)])
+    result = await session.step([ops.append(1, [9], 1, first_positions=20)])
     await planes.restart_data()
     with pytest.raises((StaleError, SessionNotFoundError)):
         await execution.start(result.plan)
     with pytest.raises((StaleError, SessionNotFoundError, UnavailableError)):
-        await session.step([ops.append(1, [9], 1, first_position=20)])
+        await session.step([ops.append(1, [9], 1, first_positions=20)])
     await go_on(await session.reopen(), data, prompt, num_cached_tokens=0)
 
 
@@ -254,8 +254,8 @@ async def go_on(
             session.add_receipt(receipt_of(execution))
         num_missing = len(prompt) - num_cached_tokens
         for operation in (
-            ops.append(1, [], num_missing, first_position=num_cached_tokens),
-            ops.append(1, [9], 1, first_position=len(prompt)),
+            ops.append(1, [], num_missing, first_positions=num_cached_tokens),
+            ops.append(1, [9], 1, first_positions=len(prompt)),
         ):
             result = await session.step([operation])
             assert len(await run(execution, result.plan)) == 3

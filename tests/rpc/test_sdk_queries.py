@@ -53,7 +53,7 @@ async def test_operations_are_checked_without_a_number(plane, session) -> None:
     later.failures.add(status=pb.OPERATION_STATUS_LATER)
     granted = pb.OperationResult(admit=pb.AdmitResult(num_cached_tokens=16, num_blocks=2))
     plane.script = lambda _: pb.CheckOperationsResponse(results=[granted, later])
-    operations = [ops.admit(1, [5] * 20), ops.append(2, [7], 1, first_position=9)]
+    operations = [ops.admit(1, [5] * 20), ops.append(2, [7], 1, first_positions=9)]
     assert await session.check(operations) == [granted, later]
     (request,) = plane.requests
     assert (request.session, list(request.operations)) == (SESSION, operations)

@@ -35,7 +35,6 @@ from tests.helpers.sdk_peers import (
     Hangup,
     ScriptedControlPlane,
     answer_step,
-    numbered,
     payload,
     plan_of,
     serving,
@@ -134,7 +133,7 @@ async def test_steps_are_numbered_from_one_on_one_stream(plane, session) -> None
 
 async def test_all_calls_that_change_a_session_share_one_numbering(plane, session) -> None:
     await session.step([ops.free([9])])
-    assert (await session.admit(1, [1, 2])).plan == plan_of(2)
+    assert (await session.run(ops.admit(1, [1, 2]))).plan == plan_of(2)
     await session.submit_receipts()
     await session.abort_plan(2)
     assert (await session.resync()).plan == plan_of(5)
@@ -143,14 +142,14 @@ async def test_all_calls_that_change_a_session_share_one_numbering(plane, sessio
 
 
 async def test_every_request_says_whose_it_is(plane, session) -> None:
-    await session.admit(1, [1])
+    await session.run(ops.admit(1, [1]))
     await session.step([])
     await session.submit_receipts()
     await session.abort_plan(1)
     await session.resync()
     assert session.ref == SESSION
     assert (session.id, session.incarnation) == (SESSION.session_id, SESSION.incarnation)
-    assert all(numbered(request).session == SESSION for request in plane.requests)
+    assert all(request.session == SESSION for request in plane.requests)
 
 
 async def test_concurrent_steps_run_one_after_the_other(plane, session) -> None:
@@ -168,7 +167,7 @@ async def test_a_step_whose_stream_breaks_is_sent_again_as_it_was(plane, session
 
 async def test_a_unary_call_that_is_not_reached_is_sent_again_as_it_was(plane, session) -> None:
     plane.script = once(hang_up)
-    await session.admit(1, [4, 5])
+    await session.resync()
     assert plane.requests[0] == plane.requests[1]
 
 
@@ -387,20 +386,22 @@ async def test_receipts_ride_on_a_call_that_is_sent_again(plane, session) -> Non
     assert plane.numbers == [1, 1]
 
 
-async def test_a_unary_operation_that_was_not_done_raises_why(plane, session) -> None:
-    def answer(request: pb.RunStepRequest) -> pb.RunStepResponse:
-        response = pb.RunStepResponse()
-        failure = response.result.results.add().failures.add(status=pb.OPERATION_STATUS_LATER)
+async def test_a_run_returns_its_result_or_raises_why_and_keeps_the_plan(plane, session) -> None:
+    def answer(request: pb.StepRequest) -> pb.StepResponse:
+        result = pb.StepResult(plan=plan_of(request.number))
+        failure = result.results.add().failures.add(status=pb.OPERATION_STATUS_LATER)
         failure.shortage.retry_delay.FromMilliseconds(50)
-        return response
+        return pb.StepResponse(number=request.number, result=result)
 
     plane.script = once(answer)
     with pytest.raises(PoolFullError) as caught:
-        await session.append(1, [2], 1, first_position=4)
+        await session.run(ops.append(1, [2], 1, first_positions=4))
     assert caught.value.retry_delay_s == 0.05
-    append = plane.requests[0].step.operations[0].append
-    assert list(columns.read(columns.INT64, append.first_positions, "")) == [4]
-    assert (await session.free(1)).plan == plan_of(2)
+    (abandoned,) = session.take_abandoned()
+    assert (abandoned.number, abandoned.answer.plan) == (1, plan_of(1))
+    assert list(plane.requests[0].operations) == [ops.append(1, [2], 1, first_positions=4)]
+    assert (await session.run(ops.free(1))).plan == plan_of(2)
+    assert session.take_abandoned() == []
 
 
 async def test_sequences_are_admitted_again_with_nothing_computed(plane, session) -> None:

@@ -94,7 +94,7 @@ async def test_a_killed_shard_is_a_typed_error_and_its_successor_a_new_epoch(tmp
         async with ShardedDataClient(session.shards, LAYOUT, timeout_s=0.5) as data:
             execution = await data.open(session.grant)
             await run(session, execution, 0, ops.admit(1, prompt(16)))
-            result = await session.step([ops.append(1, [1], 1, first_position=16)])
+            result = await session.step([ops.append(1, [1], 1, first_positions=16)])
             await pool.stop(1)
             with pytest.raises(PlaneUnavailableError):
                 await execution.start(result.plan)

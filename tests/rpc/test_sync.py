@@ -47,7 +47,7 @@ def decode(planes: Planes) -> list[str]:
         control.wait_ready(POOL)
         with control.open_session(POOL, LAYOUT) as session, data.open(session.grant) as execution:
             events = control.watch(POOL)
-            step = session.step([ops.admit(1, [5] * 12)]).raise_for_status()
+            step = session.run(ops.admit(1, [5] * 12))
             execution.start(step.plan)
             with pytest.raises(InvalidRequestError, match="receipt: is None"):
                 session.add_receipt(execution.receipt)
@@ -101,7 +101,7 @@ from kvplane.sync import ControlClient, DataClient
 with ControlClient("127.0.0.1:50051") as control, DataClient("127.0.0.1:50052") as data:
     layout = Layout.from_proto(control.wait_ready("default").layout)
     with control.open_session("default", layout) as session, data.open(session.grant) as execution:
-        step = session.step([ops.admit(1, [97, 98, 99])])
+        step = session.run(ops.admit(1, [97, 98, 99]))
         print(execution.start(step.plan).num_tokens + session.id)
         session.add_receipt(execution.receipt)
 """

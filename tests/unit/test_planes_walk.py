@@ -37,7 +37,7 @@ def test_the_walk_knows_what_the_line_took() -> None:
         (waiter, ops.admit(1, [0] * BLOCK)),
         (waiter, ops.swap_out([1])),
         (holder, ops.admit(2, [1] * (4 * BLOCK - 1))),
-        (holder, ops.append(2, [], 1, first_position=4 * BLOCK - 1)),
+        (holder, ops.append(2, [], 1, first_positions=4 * BLOCK - 1)),
         (waiter, ops.swap_in([1])),
     ):
         engine.step(*operations)
@@ -53,7 +53,7 @@ def test_the_walk_knows_what_the_line_took() -> None:
     assert 2 in holder.sequences, "it was not told yet"
     holder.call("resync", cpb.ResyncRequest())
     holder.run_all()  # a plan without it
-    holder.step(ops.append(2, [0], 1, first_position=4 * BLOCK))
+    holder.step(ops.append(2, [0], 1, first_positions=4 * BLOCK))
     assert holder.cut == {2}
     assert not holder.sequences
     late = cpb.SubmitReceiptsRequest(deferred_tokens=holder.old_tokens[-1])

@@ -57,7 +57,7 @@ class Mover:
 
     async def prefill(self) -> None:
         """Write the sequence, without attention."""
-        plan = (await self._here.admit(SEQUENCE, self._tokens)).plan
+        plan = (await self._here.run(ops.admit(SEQUENCE, self._tokens))).plan
         shape = (len(self._tokens), 8, 64)
         key = Tensor("float32", shape, os.urandom(Tensor.size_bytes("float32", shape)))
         for layer in range(4):
@@ -98,11 +98,11 @@ class Mover:
 
     async def _admit(self) -> Any:
         operation = ops.admit(SEQUENCE, self._tokens, skip_prefix_lookup=True)
-        return (await self._there.step([operation])).raise_for_status().plan
+        return (await self._there.run(operation)).plan
 
     async def _free(self, receipt: Any) -> None:
         self._there.add_receipt(receipt)
-        plan = (await self._there.free(SEQUENCE)).plan
+        plan = (await self._there.run(ops.free(SEQUENCE))).plan
         ran = await self._target.copy_blocks(self._there.grant, plan)
         self._there.add_receipt(ran.receipt)
         await self._there.submit_receipts()

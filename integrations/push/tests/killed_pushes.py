@@ -19,7 +19,7 @@ from two_pools import HERE, PUSHING, THERE, data_plane, push_of, settings_of, va
 
 from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, LayerGroup, Layout, Session, Tensor
+from kvplane import ControlClient, DataClient, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.errors import KvplaneError, UnavailableError
 from kvplane.integrations.push import chunks
 from kvplane.integrations.push.client import PushClient
@@ -63,7 +63,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def compute(session: Session, data: DataClient) -> None:
     """The prompt, without attention."""
-    plan = (await session.admit(1, PROMPT)).plan
+    plan = (await session.run(ops.admit(1, PROMPT))).plan
     assert plan is not None
     shape = (len(PROMPT), 8, 64)
     key = Tensor("float32", shape, os.urandom(Tensor.size_bytes("float32", shape)))
@@ -74,7 +74,7 @@ async def compute(session: Session, data: DataClient) -> None:
 
 
 async def ticket_of(session: Session) -> PushTicket:
-    plan = (await session.admit(1, PROMPT)).plan
+    plan = (await session.run(ops.admit(1, PROMPT))).plan
     assert plan is not None
     async with PushClient(session.shards[0].address, timeout_s=PATIENCE_S) as pushes:
         return (await pushes.receive_blocks(session.grant, plan, 1)).ticket

@@ -18,7 +18,7 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, Session, Tensor, TlsOptions
+from kvplane import ControlClient, DataClient, Session, Tensor, TlsOptions, ops
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -86,7 +86,7 @@ async def compute(session: Session, tls: TlsOptions) -> None:
         DataClient(session.shards[0].address, tls=tls) as data,
         await data.open(session.grant) as execution,
     ):
-        await execution.start((await session.admit(SEQUENCE, PROMPT)).plan)
+        await execution.start((await session.run(ops.admit(SEQUENCE, PROMPT))).plan)
         key = Tensor("float32", (len(PROMPT), 1, 8), bytes(range(128)) * 7)
         for layer in execution.layers:
             await execution.layer(layer, key, key, key)
@@ -127,7 +127,7 @@ async def test_a_ticket_is_of_no_use_to_who_is_no_data_plane(
         PushClient(there.shards[0].address, tls=tls) as pushes,
         open_channel(push_of(peers.planes[THERE]).receiver.address, peers.tls(name)) as channel,
     ):
-        plan = (await there.admit(SEQUENCE, PROMPT)).plan
+        plan = (await there.run(ops.admit(SEQUENCE, PROMPT))).plan
         ticket = (await pushes.receive_blocks(there.grant, plan, SEQUENCE)).ticket
         opening = push_pb2.OpenPush(secret=ticket.secret)
         call = method(channel, "PushBlocks")
@@ -142,7 +142,7 @@ async def test_another_tenant_gets_no_ticket(peers: TlsPools) -> None:
         await control.open_session(THERE, LAYOUT) as there,
         PushClient(there.shards[0].address, tls=peers.tls("engine-b")) as pushes,
     ):
-        plan = (await there.admit(SEQUENCE, PROMPT)).plan
+        plan = (await there.run(ops.admit(SEQUENCE, PROMPT))).plan
         with pytest.raises(NotPermittedError, match="another tenant"):
             await pushes.receive_blocks(there.grant, plan, SEQUENCE)
 

@@ -69,7 +69,7 @@ async def test_what_is_prefilled_here_is_decoded_there_bit_for_bit(
     assert (moved.num_cached_tokens, moved.num_bytes) == (0, NUM_BLOCKS * BLOCK_BYTES)
     assert await there.num_cached() == 24
     for position in (28, 29):
-        token = ops.append(SEQUENCE, [position], num_slots=1, first_position=position)
+        token = ops.append(SEQUENCE, [position], num_slots=1, first_positions=position)
         assert await there.run(token, [position]) == await here.run(token, [position])
     for pool, direction in ((here, "sent"), (there, "received")):
         assert pool.push.counts.num_bytes[direction] == moved.num_bytes
@@ -173,7 +173,7 @@ async def test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow
     pools: TwoPools,
 ) -> None:
     there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     for fault, error in WRONG:
         ticket = await there.receive(plan)
         wrong = fault(await pools.chunks())
@@ -190,7 +190,7 @@ async def test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow
 
 async def test_a_ticket_serves_once(pools: TwoPools) -> None:
     there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     ticket = await there.receive(plan)
     requests = await pools.chunks()
     await push(ticket, requests)
@@ -204,7 +204,7 @@ async def test_a_ticket_serves_once(pools: TwoPools) -> None:
 
 async def test_a_ticket_cannot_be_made_up(pools: TwoPools) -> None:
     there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     ticket = await there.receive(plan)
     for secret in (b"", bytes(32), ticket.secret[:-1]):
         forged = type(ticket)(address=ticket.address, secret=secret)
@@ -215,7 +215,7 @@ async def test_a_ticket_cannot_be_made_up(pools: TwoPools) -> None:
 
 async def test_a_push_after_an_abort_is_refused(pools: TwoPools) -> None:
     there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     ticket, late = await there.receive(plan), await there.receive(plan)
     requests = await pools.chunks()
     with pytest.raises(InvalidRequestError, match="early"):
@@ -231,7 +231,7 @@ async def test_a_push_after_an_abort_is_refused(pools: TwoPools) -> None:
 
 async def test_a_push_after_the_session_is_refused_and_its_blocks_return(pools: TwoPools) -> None:
     there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     ticket, late = await there.receive(plan), await there.receive(plan)
     requests = await pools.chunks()
     with pytest.raises(InvalidRequestError, match="early"):
@@ -248,8 +248,8 @@ async def test_a_push_after_the_session_is_refused_and_its_blocks_return(pools: 
 
 async def test_only_what_is_written_is_sent(pools: TwoPools) -> None:
     here, there = pools.here, pools.there
-    more = ops.append(SEQUENCE, [28], num_slots=1, first_position=28)
-    plan = (await here.session.step([more])).raise_for_status().plan
+    more = ops.append(SEQUENCE, [28], num_slots=1, first_positions=28)
+    plan = (await here.session.run(more)).plan
     await here.execution.start(plan)
     async with PrefixMover(here.session, there.session) as mover:
         with pytest.raises(PlanOutOfOrderError, match="computes these blocks"):
@@ -288,7 +288,7 @@ async def test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again(
 
 async def test_a_silent_sender_is_cut_off(pools: TwoPools, monkeypatch: pytest.MonkeyPatch) -> None:
     there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     ticket = await there.receive(plan)
     requests = await pools.chunks()
     requests[0].open.secret = ticket.secret
@@ -309,7 +309,7 @@ async def test_a_silent_sender_is_cut_off(pools: TwoPools, monkeypatch: pytest.M
 
 async def test_a_sender_that_dies_leaves_nothing_to_be_found(pools: TwoPools) -> None:
     there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     ticket = await there.receive(plan)
     requests = await pools.chunks()
     requests[0].open.secret = ticket.secret
@@ -329,7 +329,7 @@ async def test_a_sender_that_dies_leaves_nothing_to_be_found(pools: TwoPools) ->
 
 async def test_blocks_go_only_where_they_may(pools: TwoPools) -> None:
     here, there = pools.here, pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     ticket = await there.receive(plan)
     for address in ("localhost:1", "127.0.0.2:1", "unix:/tmp/127.0.0.1:1", ""):
         other = type(ticket)(address=address, secret=ticket.secret, num_blocks=1)
@@ -339,7 +339,7 @@ async def test_blocks_go_only_where_they_may(pools: TwoPools) -> None:
 
 async def test_pushes_at_one_time_are_bounded(pools: TwoPools) -> None:
     here, there = pools.here, pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     ticket = await there.receive(plan)
     slots = here.push.sender._slots
     with ExitStack() as stack:
@@ -378,7 +378,7 @@ async def test_each_shard_pushes_its_part(tmp_path: Path, monkeypatch: pytest.Mo
             sessions.append(session)
             executions.append(await data.open(session.grant))
         prompt = list(range(20))
-        plan = (await sessions[0].admit(1, prompt, max_total_tokens=32)).plan
+        plan = (await sessions[0].run(ops.admit(1, prompt, max_total_tokens=32))).plan
         key = Tensor("float32", (20, 4, 8), bytes(range(256)) * 10)
         await executions[0].start(plan)
         for layer in executions[0].layers:

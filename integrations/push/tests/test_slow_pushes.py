@@ -50,7 +50,7 @@ async def ticket_of(pools: TwoPools, plan: Any) -> PushTicket:
 
 
 async def test_who_shows_no_ticket_keeps_nobody_out(pools: TwoPools) -> None:
-    plan = (await pools.there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await pools.there.session.run(ADMIT)).plan
     ticket = await ticket_of(pools, plan)
     async with AsyncExitStack() as stack:
         for _ in range(24):
@@ -63,7 +63,7 @@ async def test_one_caller_cannot_hold_all_pushes(pools: TwoPools) -> None:
     of them is gone its place and the ticket that was refused serve another push.
     """
     there = pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     requests = await pools.chunks()
     async with (
         AsyncExitStack() as stack,
@@ -78,7 +78,7 @@ async def test_one_caller_cannot_hold_all_pushes(pools: TwoPools) -> None:
         ticket = await ticket_of(pools, plan)
         with pytest.raises(QuotaExceededError, match="4 pushes of this caller"):
             await push(ticket, await pools.chunks())
-        others_plan = (await other.session.step([ADMIT])).raise_for_status().plan
+        others_plan = (await other.session.run(ADMIT)).plan
         await push(await other.receive(others_plan), await pools.chunks())
         assert there.push.counts.num_pushes["received", "QUOTA_EXCEEDED"] == 1
         last.cancel()
@@ -112,7 +112,7 @@ async def test_a_receiver_that_takes_nothing_is_given_up(
     pools: TwoPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = pools.here, pools.there
-    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    plan = (await there.session.run(ADMIT)).plan
     real = await there.receive(plan)
     async with deaf() as address:
         ticket = PushTicket(

@@ -365,7 +365,7 @@ class CoreMachine(RuleBasedStateMachine):
         if kind == "append":
             return joined([growth(rng, engine, i) for i in chosen])
         if kind == "fork":
-            return ops.forks(chosen[:2], rng.sample(unused + live[:1] + [9], len(chosen[:2])))
+            return ops.fork(chosen[:2], rng.sample(unused + live[:1] + [9], len(chosen[:2])))
         if kind == "free":
             return ops.free(chosen if rng.random() < 0.3 else chosen[:1])
         if kind == "truncate":
@@ -373,7 +373,7 @@ class CoreMachine(RuleBasedStateMachine):
                 max(engine.sequences[i].num_known, engine.sequences[i].num_scheduled)
                 for i in chosen
             ]
-            return ops.truncates(chosen, [max(1, n - rng.choice([0, 1, 3, 9])) for n in lengths])
+            return ops.truncate(chosen, [max(1, n - rng.choice([0, 1, 3, 9])) for n in lengths])
         tier = engine.sequences[chosen[0]].tier
         same = [i for i in chosen if engine.sequences[i].tier == tier]
         return ops.swap_out(same) if tier == DEVICE else ops.swap_in(same)
@@ -406,4 +406,4 @@ def joined(appends: Iterable[cpb.Operation]) -> cpb.Operation:
         for name in columns_of:
             columns_of[name] += getattr(operation.append, name)
     fields: dict[str, Any] = columns_of
-    return ops.appends(**fields)
+    return ops.append(**fields)

@@ -267,7 +267,7 @@ class Engine:
     ) -> cpb.Operation:
         """Return an append at the sequence's present position."""
         first_position = self.sequences[sequence_id].num_scheduled
-        return ops.append(sequence_id, pack(tokens), num_slots, first_position=first_position)
+        return ops.append(sequence_id, pack(tokens), num_slots, first_positions=first_position)
 
     def settle(self) -> None:
         """Submit all receipts and deferred tokens, without a step."""

@@ -479,4 +479,4 @@ def growth(rng: Random, sequence_id: int, known: Known) -> cpb.Operation:
     if rng.random() < 0.05:
         first += rng.choice([-1, 1])
     num_slots = rng.choice([0, 1, 1, 1, 2, 8, 10])
-    return ops.append(sequence_id, tokens, num_slots, first_position=max(0, first))
+    return ops.append(sequence_id, tokens, num_slots, first_positions=max(0, first))

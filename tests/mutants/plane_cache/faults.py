@@ -95,8 +95,8 @@ def beams_share_a_sequence(patch: pytest.MonkeyPatch) -> None:
 
 def rejected_tokens_stay(patch: pytest.MonkeyPatch) -> None:
     """A rollback reaches the control plane late by a token."""
-    original = ops.truncates
-    patch.setattr(ops, "truncates", lambda ids, nums: original(ids, [num + 1 for num in nums]))
+    original = ops.truncate
+    patch.setattr(ops, "truncate", lambda ids, nums: original(ids, [num + 1 for num in nums]))
 
 
 def rollback_is_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def decode_step(num_receipts: int = 1) -> cpb.StepRequest:
     return cpb.StepRequest(
         session=tpb.SessionRef(incarnation=3, session_id=5),
         number=300,
-        operations=[ops.appends([1, 2], [3, 4], [1, 1], [1, 1], [7, 8])],
+        operations=[ops.append([1, 2], [7, 8], 1, first_positions=[3, 4], num_tokens=1)],
         receipts=[receipt] * num_receipts,
     )
 
@@ -55,7 +55,7 @@ def test_what_is_read_of_an_admission() -> None:
     assert step.content == content_of(request)
 
 
-APPEND = ops.appends([1, 2], [3, 4], [1, 1], [1, 1], [7, 8]).append
+APPEND = ops.append([1, 2], [7, 8], 1, first_positions=[3, 4], num_tokens=1).append
 
 
 def changed(**fields: bytes) -> cpb.Operation:
@@ -100,7 +100,7 @@ def test_columns_that_do_not_fit_are_left_to_the_message(operation: cpb.Operatio
         {"traceparent": "00"},
         {"deferred_tokens": cpb.DeferredTokens()},
         {"number": -1},
-        {"operations": [ops.append(1, [2], first_position=3)] * 2},
+        {"operations": [ops.append(1, [2], first_positions=3)] * 2},
         {"operations": [cpb.Operation()]},
         {"operations": [cpb.Operation(free=cpb.Free(sequence_ids=bytes(8)))]},
         {"operations": [ops.admit(1, [2], fork_sequence_ids=[3])]},

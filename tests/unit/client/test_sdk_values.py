@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,6 @@ def test_tokens_that_are_no_int32_are_refused(tokens: list[int]) -> None:
     assert caught.value.field == "token_ids"
 
 
-def test_an_id_that_is_no_int64_is_refused_by_the_column() -> None:
-    with pytest.raises(InvalidRequestError, match="64 bits") as caught:
-        ops.append(2**63, first_position=0)
-    assert caught.value.field == "sequence_ids"
-
-
 def test_to_compute_nothing_yet_is_not_to_compute_all() -> None:
     assert not ops.admit(1, [1]).admit.HasField("num_compute_tokens")
     assert ops.admit(1, [1], num_compute_tokens=0).admit.HasField("num_compute_tokens")
@@ -136,11 +131,71 @@ def int64(column: bytes) -> list[int]:
 
 
 def test_an_append_of_one_sequence_is_one_element_of_each_column() -> None:
-    append = ops.append(3, [7, 8], 2, first_position=5)
-    assert append == ops.appends([3], [5], [2], [2], [7, 8])
+    append = ops.append(3, [7, 8], 1, first_positions=5)
+    assert append == ops.append([3], [7, 8], [1], first_positions=[5], num_tokens=[2])
+    assert int64(append.append.sequence_ids) == [3]
     assert int64(append.append.first_positions) == [5]
-    assert int32(append.append.num_tokens) == int32(append.append.num_slots) == [2]
+    assert (int32(append.append.num_slots), int32(append.append.num_tokens)) == ([1], [2])
     assert int32(append.append.token_ids) == [7, 8]
+
+
+def test_a_number_stands_for_each_of_many_sequences() -> None:
+    of_one = ops.append([3, 4], [7, 8], 1, first_positions=5, num_tokens=1, num_lookahead_slots=9)
+    assert of_one == ops.append(
+        [3, 4],
+        [7, 8],
+        [1, 1],
+        first_positions=[5, 5],
+        num_tokens=[1, 1],
+        num_lookahead_slots=[9, 9],
+    )
+    assert ops.truncate(range(3, 5), 9) == ops.truncate([3, 4], [9, 9])
+    assert ops.fork(3, [4, 5]) == ops.fork([3, 3], [4, 5])
+    assert ops.deferred_tokens([3, 4], 1, 9, 1, [7, 8]) == ops.deferred_tokens(
+        [3, 4], [1, 1], [9, 9], [1, 1], [7, 8]
+    )
+    assert ops.free(3) == ops.free([3])
+    assert ops.swap_out(3) == ops.swap_out([3])
+    assert ops.swap_in(3) == ops.swap_in([3])
+
+
+def test_tokens_of_several_sequences_need_their_counts() -> None:
+    with pytest.raises(InvalidRequestError, match="several sequences") as caught:
+        ops.append([3, 4], [7, 8], 1, first_positions=5)
+    assert caught.value.field == "num_tokens"
+    assert int32(ops.append([3, 4], num_slots=1, first_positions=5).append.num_tokens) == [0, 0]
+
+
+def test_columns_of_other_lengths_are_left_to_the_control_plane() -> None:
+    append = ops.append([3, 4], num_slots=[1], first_positions=[5, 6, 7]).append
+    assert (int32(append.num_slots), int64(append.first_positions)) == ([1], [5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("field", "build"),
+    [
+        ("sequence_ids", lambda: ops.append(2**63, first_positions=0)),
+        ("first_positions", lambda: ops.append([3, 4], first_positions=2**63)),
+        ("num_slots", lambda: ops.append([3, 4], (), 2**31, first_positions=0)),
+        ("num_tokens", lambda: ops.append(3, first_positions=0, num_tokens=2**31)),
+        (
+            "num_lookahead_slots",
+            lambda: ops.append(3, first_positions=0, num_lookahead_slots=2**31),
+        ),
+        ("token_ids", lambda: ops.append(3, [2**31], first_positions=0)),
+        ("num_tokens", lambda: ops.truncate([3, 4], 2**63)),
+        ("parent_sequence_ids", lambda: ops.fork(-(2**63) - 1, 4)),
+        ("fork_sequence_ids", lambda: ops.admit(1, [5], fork_sequence_ids=2**63)),
+        ("sequence_ids", lambda: ops.free(2**63)),
+        ("admitted_by", lambda: ops.deferred_tokens(3, 1.5, 0, 1, [7])),  # type: ignore[arg-type]
+    ],
+)
+def test_a_number_that_does_not_fit_is_refused_by_its_column(
+    field: str, build: Callable[[], Any]
+) -> None:
+    with pytest.raises(InvalidRequestError, match="bits") as caught:
+        build()
+    assert caught.value.field == field
 
 
 def test_further_sequences_of_a_prompt_and_waiting_are_asked_for() -> None:
@@ -151,20 +206,16 @@ def test_further_sequences_of_a_prompt_and_waiting_are_asked_for() -> None:
 
 
 def test_lookahead_slots_are_a_column_where_there_are_any() -> None:
-    assert ops.append(3, [7], 1, first_position=5).append.num_lookahead_slots == b""
-    append = ops.append(3, [7], 1, first_position=5, num_lookahead_slots=4)
-    assert append == ops.appends([3], [5], [1], [1], [7], [4])
-    assert int32(append.append.num_lookahead_slots) == [4]
-    with pytest.raises(InvalidRequestError) as caught:
-        ops.appends([3], [5], [1], [1], [7], [2**31])
-    assert caught.value.field == "num_lookahead_slots"
+    assert ops.append(3, [7], 1, first_positions=5).append.num_lookahead_slots == b""
+    append = ops.append(3, [7], 1, first_positions=5, num_lookahead_slots=[4]).append
+    assert int32(append.num_lookahead_slots) == [4]
 
 
 def test_what_stays_of_sequences_is_a_column() -> None:
-    truncates = ops.truncates([3, 4], array("q", [9, 2**40]))
+    truncates = ops.truncate([3, 4], array("q", [9, 2**40]))
     assert int64(truncates.truncate.sequence_ids) == [3, 4]
     assert int64(truncates.truncate.num_tokens) == [9, 2**40]
-    assert ops.truncate(3, 9) == ops.truncates([3], [9])
+    assert ops.truncate(3, 9) == ops.truncate([3], [9])
 
 
 def test_prefixes_are_retained_released_and_forgotten_by_their_tokens() -> None:
@@ -185,13 +236,14 @@ def test_all_of_a_scope_is_forgotten(scope: ops.Scope) -> None:
 
 
 def test_operations_carry_their_arguments() -> None:
-    append = ops.appends([3, 4], array("q", [9, 2]), [1, 3], [0, 2], [5, 6]).append
+    firsts = array("q", [9, 2])
+    append = ops.append([3, 4], [5, 6], [1, 3], first_positions=firsts, num_tokens=[0, 2]).append
     assert (int64(append.sequence_ids), int64(append.first_positions)) == ([3, 4], [9, 2])
     assert (int32(append.num_slots), int32(append.num_tokens)) == ([1, 3], [0, 2])
     assert int32(append.token_ids) == [5, 6]
-    forks = ops.forks([3, 3], [4, 5]).fork
+    forks = ops.fork([3, 3], [4, 5]).fork
     assert (int64(forks.parent_sequence_ids), int64(forks.sequence_ids)) == ([3, 3], [4, 5])
-    assert ops.fork(3, 4) == ops.forks([3], [4])
+    assert ops.fork(3, 4) == ops.fork([3], [4])
     assert int64(ops.free([4, 5]).free.sequence_ids) == [4, 5]
     assert int64(ops.swap_out([3, 4]).swap_out.sequence_ids) == [3, 4]
     assert int64(ops.swap_in([4]).swap_in.sequence_ids) == [4]

@@ -54,14 +54,14 @@ def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
     engine = world.engine()
     for i in range(1, 6):
         engine.admit(i, [i] * 6)
-    append = ops.appends(
+    append = ops.append(
         [1, 9, 2, 3, 1, 4],
-        [6, 6, 6, 5, 7, 6],
-        [1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1, 3],
         pack([10, 11, 12, 13, 14, 15, 16, 17]),
+        [1, 1, 1, 1, 1, 0],
+        first_positions=[6, 6, 6, 5, 7, 6],
+        num_tokens=[1, 1, 1, 1, 1, 3],
     )
-    forks = ops.forks([5, 9, 5, 5, 5], [6, 7, 5, 7, 8])
+    forks = ops.fork([5, 9, 5, 5, 5], [6, 7, 5, 7, 8])
     frees = ops.free([4, 4, 1, 6])
     appended, forked, freed = engine.step(append, forks, frees).results
     assert [failure.item for failure in appended.failures] == [1, 3, 4]
@@ -93,7 +93,7 @@ def test_a_negative_token_spoils_its_own_item_alone() -> None:
     engine = World().engine()
     engine.admit(1, range(4))
     engine.admit(2, range(4))
-    appended = only(engine.step(ops.appends([1, 2], [4, 4], [1, 1], [1, 1], [-5, 5])))
+    appended = only(engine.step(ops.append([1, 2], [-5, 5], 1, first_positions=4, num_tokens=1)))
     assert [failure.item for failure in appended.failures] == [0]
     assert appended.failures[0].error.field == "operations[0].append.token_ids[0]"
     assert engine.state(2).num_tokens == 5
@@ -103,7 +103,9 @@ def test_an_item_that_crosses_into_a_new_block_is_told_to_the_data_plane() -> No
     engine = World().engine()
     engine.admit(1, range(BLOCK - 1))
     engine.admit(2, range(20, 20 + BLOCK))
-    operation = ops.appends([1, 2], [BLOCK - 1, BLOCK], [1, 1], [1, 1], pack([7, 28]))
+    operation = ops.append(
+        [1, 2], pack([7, 28]), 1, first_positions=[BLOCK - 1, BLOCK], num_tokens=1
+    )
     result = engine.step(operation)
     appended = only(result)
     assert not appended.failures

@@ -172,7 +172,7 @@ def test_an_append_after_an_abort_that_its_caller_does_not_know_of_lands_nowhere
     engine.admit(1, range(12))
     engine.step(engine.growth(1, [12, 13], 2))
     engine.abort(engine.number)
-    (result,) = engine.step(ops.append(1, pack([14, 15]), 2, first_position=14)).results
+    (result,) = engine.step(ops.append(1, pack([14, 15]), 2, first_positions=14)).results
     error = error_in(result)
     assert type(error) is PositionMismatchError
     assert "position 12, not 14" in error.message

@@ -97,8 +97,7 @@ def calls_to_decode(num_sequences: int, first_position: int) -> int:
     ids = range(1, num_sequences + 1)
     for i in ids:
         engine.admit(i, [i] * first_position)
-    ones = [1] * num_sequences
-    append = ops.appends(ids, [first_position] * num_sequences, ones, ones, pack(list(ids)))
+    append = ops.append(ids, pack(ids), 1, first_positions=first_position, num_tokens=1)
     return counted_step(engine, append)[1]
 
 

@@ -47,13 +47,13 @@ def test_an_empty_step_has_no_plan_but_uses_its_number() -> None:
     assert engine.number == 2
 
 
-OVERFLOW = ops.append(1, pack([1, 2]), 1, first_position=4)
+OVERFLOW = ops.append(1, pack([1, 2]), 1, first_positions=4)
 OVERFLOW.append.num_tokens = columns.pack(INT32, [1])
-CUT_OFF = ops.append(1, b"", 1, first_position=4)
+CUT_OFF = ops.append(1, b"", 1, first_positions=4)
 CUT_OFF.append.sequence_ids += b"x"
-UNEVEN = ops.appends([1, 1], [4], [0, 0], [0, 0], b"")
-FEW_SLOTS = ops.appends([1, 1], [4, 4], [0], [0, 0], b"")
-FEW_COUNTS = ops.appends([1, 1], [4, 4], [0, 0], [0], b"")
+UNEVEN = ops.append([1, 1], (), 0, first_positions=[4])
+FEW_SLOTS = ops.append([1, 1], (), [0], first_positions=4)
+FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
 
 
 @pytest.mark.parametrize(
@@ -75,31 +75,35 @@ FEW_COUNTS = ops.appends([1, 1], [4, 4], [0, 0], [0], b"")
             InvalidRequestError,
             "admit.max_total_tokens",
         ),
-        (ops.append(9, first_position=0), SequenceNotFoundError, "append.sequence_ids[0]"),
-        (ops.append(3, [1], first_position=4), SequenceSwappedError, "append.sequence_ids[0]"),
+        (ops.append(9, first_positions=0), SequenceNotFoundError, "append.sequence_ids[0]"),
+        (ops.append(3, [1], first_positions=4), SequenceSwappedError, "append.sequence_ids[0]"),
         (
-            ops.append(1, [9], 1, first_position=3),
+            ops.append(1, [9], 1, first_positions=3),
             PositionMismatchError,
             "append.first_positions[0]",
         ),
         (
-            ops.append(1, [9], 1, first_position=5),
+            ops.append(1, [9], 1, first_positions=5),
             PositionMismatchError,
             "append.first_positions[0]",
         ),
         (
-            ops.append(1, [9], 0, first_position=-1),
+            ops.append(1, [9], 0, first_positions=-1),
             PositionMismatchError,
             "append.first_positions[0]",
         ),
-        (ops.append(1, b"", -1, first_position=4), InvalidRequestError, "append.num_slots[0]"),
-        (ops.append(1, [-1], 1, first_position=4), InvalidRequestError, "append.token_ids[0]"),
+        (ops.append(1, b"", -1, first_positions=4), InvalidRequestError, "append.num_slots[0]"),
+        (ops.append(1, [-1], 1, first_positions=4), InvalidRequestError, "append.token_ids[0]"),
         (
-            ops.appends([1], [4], [1], [-1], b""),
+            ops.append(1, (), 1, first_positions=4, num_tokens=-1),
             InvalidRequestError,
             "append.num_tokens[0]",
         ),
-        (ops.appends([1], [4], [1], [1], b"abc"), InvalidRequestError, "append.token_ids"),
+        (
+            ops.append(1, b"abc", 1, first_positions=4, num_tokens=1),
+            InvalidRequestError,
+            "append.token_ids",
+        ),
         (OVERFLOW, InvalidRequestError, "append.token_ids"),
         (CUT_OFF, InvalidRequestError, "append.sequence_ids"),
         (UNEVEN, InvalidRequestError, "append.first_positions"),
@@ -108,7 +112,7 @@ FEW_COUNTS = ops.appends([1, 1], [4, 4], [0, 0], [0], b"")
         (ops.fork(9, 2), SequenceNotFoundError, "fork.parent_sequence_ids[0]"),
         (ops.fork(1, 1), SequenceExistsError, "fork.sequence_ids[0]"),
         (ops.fork(1, 0), InvalidRequestError, "fork.sequence_ids[0]"),
-        (ops.forks([1, 1], [2]), InvalidRequestError, "fork.parent_sequence_ids"),
+        (ops.fork([1, 1], [2]), InvalidRequestError, "fork.parent_sequence_ids"),
         (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
         (ops.free(b"1234"), InvalidRequestError, "free.sequence_ids"),
         (ops.swap_out([]), InvalidRequestError, "swap_out.sequence_ids"),
@@ -145,7 +149,7 @@ def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None
         ops.fork(1, 2),
         ops.free([1]),
         ops.swap_out([1]),
-        ops.append(1, [5], 1, first_position=4),
+        ops.append(1, [5], 1, first_positions=4),
     )
     errors = [type(error_in(operation)) for operation in result.results[1:]]
     assert errors == [SequenceBusyError] * 3 + [InvalidRequestError]
@@ -182,11 +186,11 @@ def test_forks_do_not_take_a_sessions_tables_beyond_their_bound() -> None:
     config = CoreConfig(watermark=0.0, max_table_entries=7)
     engine = World(config=config).engine()
     engine.admit(1, list(range(16)))  # two blocks
-    forked = only(engine.step(ops.forks([1, 1, 1], [2, 3, 4])))
+    forked = only(engine.step(ops.fork(1, [2, 3, 4])))
     assert [failure.item for failure in forked.failures] == [2]
     assert type(error_in(forked)) is QuotaExceededError
     assert columns.read(INT32, forked.fork.num_blocks, "").tolist() == [2, 2, 0]
-    freed, again = engine.step(ops.free([2]), ops.forks([1, 1], [4, 5])).results
+    freed, again = engine.step(ops.free([2]), ops.fork(1, [4, 5])).results
     assert not freed.failures
     assert [failure.item for failure in again.failures] == [1]
     engine.run_all()
@@ -254,10 +258,10 @@ def test_forks_share_blocks_until_one_writes() -> None:
     world = World()
     engine = world.engine()
     engine.admit(1, range(12))
-    engine.send(ops.forks([1, 1], [2, 3]))
+    engine.send(ops.fork(1, [2, 3]))
     engine.settle()
     assert engine.table(1) == engine.table(2) == engine.table(3)
-    engine.send(ops.appends([1, 2, 3], [12] * 3, [1] * 3, [1] * 3, [50, 51, 52]))
+    engine.send(ops.append([1, 2, 3], [50, 51, 52], 1, first_positions=12, num_tokens=1))
     engine.settle()
     tails = {engine.table(i)[1] for i in (1, 2, 3)}
     assert len(tails) == 3

@@ -99,9 +99,9 @@ def test_statement_05_all_or_nothing() -> None:
     result = engine.step(
         ops.admit(2, range(8 * 9)),
         ops.admit(3, range(50, 50 + 8 * 4)),
-        ops.append(9, [1], 1, first_position=0),
+        ops.append(9, [1], 1, first_positions=0),
         ops.admit(4, b"\xff\xff\xff\xff"),
-        ops.append(1, [8], 0, first_position=8),
+        ops.append(1, [8], 0, first_positions=8),
     )
     statuses = [status_of(operation) for operation in result.results]
     assert statuses == [NEVER, LATER, FAILED, FAILED, OK]

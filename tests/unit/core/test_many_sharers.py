@@ -63,7 +63,7 @@ class Sharers:
         end = PREFIX_BLOCKS * BLOCK + 1
         return (
             ops.admit(one, PREFIX + pack([7])),
-            ops.append(one, pack([8]), 1, first_position=end),
+            ops.append(one, pack([8]), 1, first_positions=end),
             ops.fork(one, fork),
             ops.free([one, fork]),
         )
@@ -165,7 +165,7 @@ def chain(depth: int) -> Engine:
     send(engine, ops.admit(1, pack(range(2 * BLOCK + 1))))
     for i in range(2, depth + 1):
         send(engine, ops.fork(i - 1, i))
-        send(engine, ops.append(i, pack([i]), 1, first_position=2 * BLOCK + 1))
+        send(engine, ops.append(i, pack([i]), 1, first_positions=2 * BLOCK + 1))
         send(engine, ops.truncate(i, 2 * BLOCK + 1))
     return engine
 
@@ -205,7 +205,7 @@ def test_a_chain_of_a_thousand_forks_is_made_by_one_operation() -> None:
     engine = World(num_device=16, num_host=0).engine()
     send(engine, ops.admit(1, pack(range(2 * BLOCK + 1))))
     parents = list(range(1, DEPTH))
-    send(engine, ops.forks(parents, [i + 1 for i in parents]))
+    send(engine, ops.fork(parents, [i + 1 for i in parents]))
     assert engine.world.usage()["held"] == 3
     request = cpb.ResyncRequest(session=engine.ref, number=engine.number + 1)
     engine.number += 1
@@ -213,7 +213,7 @@ def test_a_chain_of_a_thousand_forks_is_made_by_one_operation() -> None:
     (shard,) = engine.world.shards
     plan = tpb.Plan.FromString(whole.plan.payload)
     engine.receipts = [shard.receipt(plan, signing.digest(whole.plan.payload))]
-    send(engine, ops.append(DEPTH, pack([5]), 1, first_position=2 * BLOCK + 1))
+    send(engine, ops.append(DEPTH, pack([5]), 1, first_positions=2 * BLOCK + 1))
     assert engine.world.usage()["held"] == 4
     engine.world.core.check_integrity()
     send(engine, ops.free(range(1, DEPTH + 1)))

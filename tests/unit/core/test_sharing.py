@@ -67,7 +67,7 @@ def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
     assert (granted.sequence_id, granted.num_cached_tokens, granted.num_blocks) == (5, 0, 3)
     assert result.HasField("plan"), "its table"
     assert world.pool().counters.num_granted_admissions == 1
-    appended = only(other.step(ops.append(5, [], 24, first_position=0)))
+    appended = only(other.step(ops.append(5, [], 24, first_positions=0)))
     assert not appended.failures
     world.core.check_integrity()
 
@@ -122,22 +122,22 @@ def test_forks_are_granted_with_the_sequence_and_share_its_blocks() -> None:
 
 def test_growth_comes_before_admissions() -> None:
     world, one, other = crowded()
-    one.step(ops.append(1, [], 8, first_position=56))
+    one.step(ops.append(1, [], 8, first_positions=56))
     one.run_all()
     one.settle()
-    assert status_of(only(one.step(ops.append(1, [], 1, first_position=64)))) != OK
-    (never,) = only(one.step(ops.append(1, [], 1, first_position=64))).failures
+    assert status_of(only(one.step(ops.append(1, [], 1, first_positions=64)))) != OK
+    (never,) = only(one.step(ops.append(1, [], 1, first_positions=64))).failures
     assert never.status == cpb.OPERATION_STATUS_NEVER
     world, one, other = crowded()
     other.admit(1, prompt(1, 1))
-    blocked = only(one.step(ops.append(1, [], 1, first_position=56))).failures[0]
+    blocked = only(one.step(ops.append(1, [], 1, first_positions=56))).failures[0]
     assert (blocked.status, blocked.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
     third = world.engine()
     later = only(third.step(ops.admit(1, [5], wait=True))).failures[0]
     assert later.shortage.reason == cpb.SHORTAGE_REASON_GROWTH
     free(other, 1)
     assert not third.step().HasField("news"), "the block is the blocked sequence's"
-    assert not only(one.step(ops.append(1, [], 1, first_position=56))).failures
+    assert not only(one.step(ops.append(1, [], 1, first_positions=56))).failures
 
 
 def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
@@ -146,7 +146,7 @@ def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
     for position in range(56, 61):
         pass_time(world, 6)
         other.renew()
-        assert not only(one.send(ops.append(1, [], 1, first_position=position))).failures
+        assert not only(one.send(ops.append(1, [], 1, first_positions=position))).failures
     pass_time(world, 0.5)
     news = news_of(one.step())
     assert (news.num_blocks_asked, news.sequences_asked) == (8, (1,))
@@ -169,7 +169,7 @@ def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut()
     news = news_of(one.step())
     assert dict(news.cut) == dict.fromkeys((1, 2), cpb.CUT_REASON_IDLE)
     one.send(ops.free([2]))
-    result = one.step(ops.append(1, [], 1, first_position=56))
+    result = one.step(ops.append(1, [], 1, first_positions=56))
     assert type(error_in(only(result))) is SequenceRevokedError
     assert status_of(only(result)) == FAILED
     assert world.pool().counters.num_cut_sequences == 2
@@ -185,7 +185,7 @@ def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut()
 
 def test_a_sequence_is_not_idle_while_a_plan_computes_it() -> None:
     world, one, other = crowded()
-    one.step(ops.append(1, [], 1, first_position=56))
+    one.step(ops.append(1, [], 1, first_positions=56))
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     for _ in range(2):
         pass_time(world, 12)
@@ -202,7 +202,7 @@ def test_a_sequence_that_was_just_given_blocks_is_not_idle() -> None:
     world, one, other = crowded()
     other.admit(1, prompt(1, 1))
     third = world.engine()
-    assert only(one.step(ops.append(1, [], 1, first_position=56))).failures
+    assert only(one.step(ops.append(1, [], 1, first_positions=56))).failures
     third.step(ops.admit(1, [5], wait=True))
     pass_time(world, 2.5)
     assert dict(news_of(other.step()).cut) == {1: cpb.CUT_REASON_GROWTH}
@@ -228,7 +228,7 @@ def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
 
 def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> None:
     world, one, other = crowded()
-    one.send(ops.append(1, [], 1, first_position=56))
+    one.send(ops.append(1, [], 1, first_positions=56))
     one.settle()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     for _ in range(12):
@@ -251,7 +251,7 @@ def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_know
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     held = set(one.table(1))
     outstay(world, one, other)
-    other.step(ops.append(5, [], 24, first_position=0))
+    other.step(ops.append(5, [], 24, first_positions=0))
     assert held & set(other.table(5))
     other.run_all()
     (plane,) = world.shards
@@ -265,7 +265,7 @@ def test_blocks_of_a_sequence_that_was_cut_wait_for_plans_in_flight() -> None:
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     outstay(world, one, other, seconds=5)
-    one.step(ops.append(1, [], 1, first_position=56))
+    one.step(ops.append(1, [], 1, first_positions=56))
     outstay(world, one, other, seconds=27.5)
     one.learn()
     assert not one.sequences

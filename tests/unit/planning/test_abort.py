@@ -17,7 +17,7 @@ def rig() -> PlanningRig:
     rig = PlanningRig()
     rig.admit(1, range(12))
     rig.run()
-    rig.step(ops.append(1, range(12, 18), 6, first_position=12))
+    rig.step(ops.append(1, range(12, 18), 6, first_positions=12))
     return rig
 
 
@@ -52,7 +52,7 @@ def test_blocks_stay_retired_until_the_plan_after_it_has_run(rig: PlanningRig) -
 
 
 def test_earlier_plans_in_flight_are_aborted_too(rig: PlanningRig) -> None:
-    rig.step(ops.append(1, range(18, 20), 2, first_position=18))
+    rig.step(ops.append(1, range(18, 20), 2, first_positions=18))
     abort_from_next(rig, 3)
     assert rig.session.plans == {}
     assert rig.session.is_voided(2)
@@ -93,8 +93,8 @@ def test_a_fork_stays_with_what_its_parent_had_written() -> None:
     rig = PlanningRig()
     rig.admit(1, range(12))
     rig.run()
-    rig.step(ops.append(1, [12], 1, first_position=12))
-    rig.step(ops.fork(1, 2), ops.append(2, [13], 1, first_position=13))
+    rig.step(ops.append(1, [12], 1, first_positions=12))
+    rig.step(ops.fork(1, 2), ops.append(2, [13], 1, first_positions=13))
     rig.abort()
     rig.check()
     parent, child = rig.state(1), rig.state(2)

@@ -20,7 +20,9 @@ def run(
     """Append (sequence, first position, slots, tokens) of each item; its result and the plan."""
     ids, firsts, slots, tokens = zip(*items, strict=True)
     given_tokens = [token for of_item in tokens for token in of_item]
-    operation = ops.appends(ids, firsts, slots, map(len, tokens), given_tokens)
+    operation = ops.append(
+        ids, given_tokens, slots, first_positions=firsts, num_tokens=map(len, tokens)
+    )
     (result,), plan = rig.step(operation)
     return result, plan or tpb.Plan()
 
@@ -110,7 +112,7 @@ def test_without_room_an_item_is_later_or_never_and_others_go_on(rig: PlanningRi
     "column", ["first_positions", "num_slots", "num_tokens", "token_ids", "sequence_ids"]
 )
 def test_columns_that_do_not_fit_one_another_change_nothing(rig: PlanningRig, column: str) -> None:
-    operation = ops.append(1, [12], 1, first_position=12)
+    operation = ops.append(1, [12], 1, first_positions=12)
     setattr(operation.append, column, getattr(operation.append, column)[:-1])
     (result,), plan = rig.step(operation)
     (failure,) = result.failures

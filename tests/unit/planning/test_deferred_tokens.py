@@ -17,7 +17,7 @@ def reserved(num_slots: int = 9) -> PlanningRig:
     """Sequence 1, of step 1, knows tokens 0 to 6 and has ``num_slots`` slots without tokens."""
     rig = PlanningRig()
     rig.admit(1, range(7))
-    rig.step(ops.append(1, (), num_slots, first_position=7))
+    rig.step(ops.append(1, (), num_slots, first_positions=7))
     return rig
 
 

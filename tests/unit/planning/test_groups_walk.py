@@ -29,7 +29,7 @@ def held(world: World, group: int) -> int:
 def decode(world: World, sequence_id: int, num: int) -> None:
     for _ in range(num):
         first = len(world.sequences[sequence_id])
-        result = world.step(ops.append(sequence_id, [first % 7], 1, first_position=first))
+        result = world.step(ops.append(sequence_id, [first % 7], 1, first_positions=first))
         assert not result.results[0].failures, result
         world.check()
 
@@ -82,7 +82,7 @@ def test_a_quota_holds_in_each_group() -> None:
     decode(world, 1, 15)
     assert (held(world, 0), held(world, 1)) == (6, 3), "the window's group has room for more"
     before = [core.usage(1) for core in world.pool.groups]
-    grown = world.step(ops.append(1, [5], 1, first_position=48)).results[0].failures[0]
+    grown = world.step(ops.append(1, [5], 1, first_positions=48)).results[0].failures[0]
     assert grown.status == cpb.OPERATION_STATUS_NEVER
     assert grown.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
     assert [core.usage(1) for core in world.pool.groups] == before
@@ -200,7 +200,7 @@ def operations(world: World, rng: Random) -> list[cpb.Operation]:
             num = rng.choice((1, 1, 1, 4, 9))
             num_new = max(0, first + num - num_tokens)
             tokens = [rng.randrange(1000) for _ in range(num_new)]
-            made.append(ops.append(sequence_id, tokens, num, first_position=first))
+            made.append(ops.append(sequence_id, tokens, num, first_positions=first))
         elif kind < 0.75:
             new = next(i for i in range(1, 99) if i not in world.sequences)
             if not any(op.HasField("admit") or op.HasField("fork") for op in made):

@@ -14,5 +14,5 @@ def test_an_append_takes_at_most_two_blocks_and_those_of_its_slots(
     num_tokens: int, most: int
 ) -> None:
     message = cpb.Append()
-    message.CopyFrom(ops.append(1, [5] * num_tokens, num_tokens, first_position=9).append)
+    message.CopyFrom(ops.append(1, [5] * num_tokens, num_tokens, first_positions=9).append)
     assert most_growth(message, block_size_tokens=4) == most

@@ -55,8 +55,8 @@ def test_items_are_counted_by_their_columns_and_each_operation_as_one_at_least()
         (ops.free([]), 1),
         (ops.free([1, 2, 3]), 3),
         (ops.swap_out([1, 2]), 2),
-        (ops.forks([1, 1], [2, 3]), 2),
-        (ops.appends([1, 2], [0, 0], [1, 1], [0, 0], []), 2),
+        (ops.fork(1, [2, 3]), 2),
+        (ops.append([1, 2], (), 1, first_positions=0), 2),
     ]
     for operation, num in operations:
         assert_counted([operation], num)
@@ -69,10 +69,12 @@ def may_plan(named: Named) -> bool:
 
 
 def test_only_an_append_of_tokens_alone_makes_no_plan() -> None:
-    (tokens,) = read_operations([ops.appends([1, 2], [0, 0], [0, 0], [1, 0], [5])], 9)
+    (tokens,) = read_operations(
+        [ops.append([1, 2], [5], 0, first_positions=0, num_tokens=[1, 0])], 9
+    )
     assert not may_plan(tokens)
     for operation in (
-        ops.appends([1, 2], [0, 0], [0, 1], [0, 0], []),
+        ops.append([1, 2], (), [0, 1], first_positions=0),
         ops.free([1]),
         ops.fork(1, 2),
         cpb.Operation(),
@@ -118,8 +120,8 @@ def test_an_admission_may_pass_over_the_cache_and_compute_in_parts(rig: Planning
 
 
 def test_a_fork_shares_all_blocks_and_waits_for_the_same_receipts(rig: PlanningRig) -> None:
-    rig.step(ops.append(1, [12], 1, first_position=12))
-    (result,), plan = rig.step(ops.forks([1, 1], [2, 3]))
+    rig.step(ops.append(1, [12], 1, first_positions=12))
+    (result,), plan = rig.step(ops.fork(1, [2, 3]))
     assert list(columns.read(INT32, result.fork.num_blocks, "num_blocks")) == [2, 2]
     assert plan is not None
     rig.check()
@@ -197,13 +199,13 @@ def test_what_is_refused_is_named_from_the_step_on_and_changes_nothing(
 def test_a_sequence_that_computes_in_the_step_is_left_alone(
     rig: PlanningRig, operation: cpb.Operation
 ) -> None:
-    (_, result), _ = rig.step(ops.append(1, [12], 1, first_position=12), operation)
+    (_, result), _ = rig.step(ops.append(1, [12], 1, first_positions=12), operation)
     assert type(from_wire(result.failures[0].error)) is SequenceBusyError
     rig.check()
 
 
 def test_one_item_that_fails_leaves_the_others_done(rig: PlanningRig) -> None:
-    (result,), _ = rig.step(ops.forks([1, 9, 1], [2, 3, 4]))
+    (result,), _ = rig.step(ops.fork([1, 9, 1], [2, 3, 4]))
     assert [failure.item for failure in result.failures] == [1]
     assert rig.live() == [1, 2, 4]
 

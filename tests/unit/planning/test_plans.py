@@ -88,14 +88,14 @@ def test_a_copy_on_write_copies_only_what_stands_before_the_write() -> None:
     rig = PlanningRig()
     rig.admit(1, range(12))
     rig.step(ops.fork(1, 2))
-    _, plan = rig.step(ops.append(2, (), 4, first_position=12))
+    _, plan = rig.step(ops.append(2, (), 4, first_positions=12))
     assert plan is not None
     ((source, destination),) = transfers_of(plan.transfers)
     assert (source[1], destination[1]) == (rig.state(1).table[1], rig.state(2).table[1])
     assert rig.pool.counters().num_copies_on_write == 1
     rig.check()
     rig.step(ops.fork(1, 3))
-    _, plan = rig.step(ops.append(3, range(12, 24), 12, first_position=12))
+    _, plan = rig.step(ops.append(3, range(12, 24), 12, first_positions=12))
     assert plan is not None
     assert len(transfers_of(plan.transfers)) == 1, "the blocks after it are all new"
     rig.check()
@@ -124,7 +124,7 @@ def test_the_plan_after_an_abort_keeps_tables_and_has_what_it_allocates() -> Non
     rig.run()
     rig.abort()
     _, plan = rig.step(
-        ops.append(1, range(12, 20), 8, first_position=12), ops.fork(1, 2), ops.free([9])
+        ops.append(1, range(12, 20), 8, first_positions=12), ops.fork(1, 2), ops.free([9])
     )
     assert plan is not None
     assert plan.resync

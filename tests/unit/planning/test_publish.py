@@ -28,7 +28,7 @@ def test_what_was_published_is_followed_by_what_comes_later() -> None:
     rig = PlanningRig()
     rig.admit(1, range(12))
     rig.run()
-    rig.step(ops.append(1, range(12, 16), 4, first_position=12))
+    rig.step(ops.append(1, range(12, 16), 4, first_positions=12))
     rig.run()
     head, tail = rig.state(1).table
     assert rig.published() == [(head, -1), (tail, head)]
@@ -63,7 +63,7 @@ def test_a_sequence_that_is_moved_is_published_once_it_has_arrived() -> None:
     rig.step(ops.swap_out([1]))
     rig.run()
     rig.published()
-    rig.step(ops.append(1, [], 0, first_position=8))
+    rig.step(ops.append(1, [], 0, first_positions=8))
     rig.step(ops.swap_in([1]))
     assert rig.published() == []
     rig.run()

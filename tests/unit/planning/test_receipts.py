@@ -30,7 +30,7 @@ def rig() -> PlanningRig:
     """Plans 1 and 2 are in flight: a prompt of 12 tokens, and 6 more."""
     rig = PlanningRig()
     rig.admit(1, range(12))
-    rig.step(ops.append(1, range(12, 18), 6, first_position=12))
+    rig.step(ops.append(1, range(12, 18), 6, first_positions=12))
     return rig
 
 
