@@ -74,7 +74,7 @@ FAULTS = {
         SESSION,
         'if over and error.field.startswith("session.")',
         'if False and error.field.startswith("session.")',
-        "tests/rpc/test_sdk_control_plane.py"
+        "tests/rpc/operations/test_client_over_a_bad_network.py"
         "::test_a_lease_is_kept_by_the_client_and_lost_without_it",
     ),
     "swapped_addresses_are_not_told": Fault(

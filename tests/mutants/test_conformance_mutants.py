@@ -11,11 +11,11 @@ import pytest
 from tests.helpers.source_faults import Fault, assert_noticed
 
 SHARING = "control_plane/sharing/sharing.py"
-YIELDING = "tests/rpc/test_operations_conformance_yielding.py"
-RETENTIONS = "tests/rpc/test_operations_conformance_retentions.py"
-NAMESPACES = "tests/rpc/test_operations_conformance_namespaces.py"
-WATCH = "tests/rpc/test_operations_conformance_watch.py"
-QUESTIONS = "tests/rpc/test_operations_conformance_questions.py"
+YIELDING = "tests/rpc/operations/test_yielding.py"
+RETENTIONS = "tests/rpc/operations/test_retained_and_forgotten.py"
+NAMESPACES = "tests/rpc/operations/test_kept_apart.py"
+WATCH = "tests/rpc/operations/test_index_feed.py"
+QUESTIONS = "tests/rpc/operations/test_cached_prefixes.py"
 TOLD = "tests/rpc/test_told_streams.py"
 SHARERS = "tests/unit/core/test_many_sharers.py"
 

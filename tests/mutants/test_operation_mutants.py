@@ -8,7 +8,7 @@ from control_plane.steps.operations import OPERATIONS
 from kvplane import ops
 from tests.helpers.patched_faults import load
 
-TABLE = load("rpc/test_operations_table.py")
+TABLE = load("rpc/operations/test_operations_table.py")
 
 
 @pytest.mark.parametrize("where", ["class", "builder", "row"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from control_plane.server.server import ControlPlaneServer
+from control_plane.steps.operations import OPERATIONS
 from kvplane import ControlClient, Layout, SequenceState, Session, ops
 from kvplane.errors import KvplaneError, SequenceNotFoundError
 from kvplane.results import StepResult, error_of
@@ -28,8 +29,6 @@ BLOCK = LAYOUT.block_size_tokens
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 MAX_ID = 12
 """Sequences 1 to this one are compared before and after a refusal."""
-
-_ONE_ITEM = ("admit", "swap_out", "swap_in", "retain", "release", "forget")
 
 Block = tuple[int, int, int]
 """Tier, index and generation."""
@@ -154,9 +153,14 @@ class Caller:
         """Compute these tokens after the last one."""
         state = await self.session.describe_sequence(sequence_id)
         operation = ops.append(
-            sequence_id, token_ids, len(token_ids), first_position=state.num_scheduled_tokens
+            sequence_id, token_ids, len(token_ids), first_positions=state.num_scheduled_tokens
         )
         return await self.do(operation)
+
+    async def cache(self, token_ids: Sequence[int]) -> None:
+        """Leave the prompt's full blocks cached, and no sequence of them."""
+        await self.admit(MAX_ID, token_ids)
+        await self.do(ops.free(MAX_ID))
 
     async def refuse(self, operation: pb.Operation) -> list[pb.ItemFailure]:
         """Return the failures of a refused operation; nothing must have changed."""
@@ -165,7 +169,8 @@ class Caller:
         (outcome,) = result.results
         assert outcome.failures, "it was done"
         assert result.plan is None
-        if operation.WhichOneof("operation") in _ONE_ITEM:
+        name = operation.WhichOneof("operation")
+        if name is None or OPERATIONS[name].is_one_item:
             assert outcome.WhichOneof("done") is None
         assert await self.world.state() == before
         return list(outcome.failures)

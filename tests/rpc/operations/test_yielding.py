@@ -1,10 +1,8 @@
-"""Sessions that are asked for blocks, over a socket: what they are told, what they lose when they
+"""Sessions that are asked for blocks: what they are told, what they lose when they
 do not yield, and that the prefixes which they wrote are found all the same.
 """
 
 from __future__ import annotations
-
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -14,8 +12,6 @@ from kvplane.results import SessionNews, news_of
 from kvplane.v1 import control_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, Caller, StoppedClock, World, prompt
 
-StartWorld = Callable[..., Awaitable[World]]
-
 PATIENCE_S = 30.0
 GRACE_S = 1.0
 """How long others wait before a session is asked, and then how long it has."""
@@ -23,13 +19,8 @@ PAST_GRACE_S = 1.25
 
 
 @pytest.fixture
-async def world(start_world: StartWorld) -> World:
+async def world(start_world) -> World:
     return await start_world(num_device_blocks=8, num_host_blocks=0)
-
-
-@pytest.fixture
-async def clock(world: World) -> StoppedClock:
-    return world.stop_clock()
 
 
 @pytest.fixture
@@ -61,7 +52,7 @@ async def block_growth(senior: Caller, junior: Caller) -> pb.Operation:
     """
     await senior.admit(1, prompt(4, extra=0))
     await junior.admit(1, prompt(3, seed=1), fork_sequence_ids=[2])
-    growth = ops.append(1, [5], 1, first_position=4 * BLOCK)
+    growth = ops.append(1, [5], 1, first_positions=4 * BLOCK)
     assert (await senior.later(growth)).reason == pb.SHORTAGE_REASON_BLOCKS
     return growth
 
@@ -87,7 +78,7 @@ async def test_growth_that_is_blocked_cuts_who_is_asked_and_does_not_yield(
     assert (await world.counters()).num_cut_sequences == 2
     third = await world.caller()
     assert await third.num_cached(prompt(3, seed=1)) == 3 * BLOCK
-    await senior.do(ops.free([1]))
+    await senior.do(ops.free(1))
     assert (await third.admit(1, prompt(3, seed=1))).num_cached_tokens == 3 * BLOCK
 
 
@@ -97,7 +88,7 @@ async def test_what_a_plan_in_flight_writes_is_found_though_its_sequence_is_cut(
     """Its blocks wait for the receipt: they are nobody else's before."""
     await senior.admit(1, prompt(4, extra=0))
     admitted = await junior.session.step([ops.admit(1, prompt(3, seed=1))])
-    growth = ops.append(1, [5], 1, first_position=4 * BLOCK)
+    growth = ops.append(1, [5], 1, first_positions=4 * BLOCK)
     await senior.later(growth)
     clock.advance(PAST_GRACE_S)
     assert (await told(junior)).sequences_asked == (1,)
@@ -139,11 +130,11 @@ async def test_who_is_asked_and_frees_enough_loses_nothing(world, clock, senior,
     await senior.admit(1, prompt(4, extra=0))
     await junior.admit(1, prompt(1, seed=1))
     await junior.admit(2, prompt(1, seed=2))
-    growth = ops.append(1, [5], 1, first_position=4 * BLOCK)
+    growth = ops.append(1, [5], 1, first_positions=4 * BLOCK)
     await senior.later(growth)
     clock.advance(PAST_GRACE_S)
     assert (await told(junior)).sequences_asked == (2,), "its newest"
-    await junior.do(ops.free([2]))
+    await junior.do(ops.free(2))
     clock.advance(PAST_GRACE_S)
     await senior.do(growth)
     assert await hears_nothing(junior)
@@ -161,10 +152,10 @@ async def test_a_sequence_that_was_cut_is_answered_as_revoked_until_it_is_freed(
     await told(junior)
     await senior.do(growth)
     for operation, field in (
-        (ops.append(1, [5], 1, first_position=3 * BLOCK + 1), "sequence_ids[0]"),
+        (ops.append(1, [5], 1, first_positions=3 * BLOCK + 1), "sequence_ids[0]"),
         (ops.fork(1, 3), "parent_sequence_ids[0]"),
         (ops.truncate(1, BLOCK), "sequence_ids[0]"),
-        (ops.swap_out([1]), "sequence_ids[0]"),
+        (ops.swap_out(1), "sequence_ids[0]"),
     ):
         (failure,) = await junior.refuse(operation)
         assert failure.error.reason == "SEQUENCE_REVOKED"
@@ -172,8 +163,8 @@ async def test_a_sequence_that_was_cut_is_answered_as_revoked_until_it_is_freed(
     for ask in (junior.session.describe_sequence, junior.session.block_table):
         with pytest.raises(SequenceNotFoundError):
             await ask(1)
-    await junior.do(ops.free([1]))
+    await junior.do(ops.free(1))
     await junior.fail(ops.truncate(1, BLOCK), SequenceNotFoundError, "sequence_ids[0]")
-    await senior.do(ops.free([1]))
+    await senior.do(ops.free(1))
     assert (await junior.admit(2, prompt(3, seed=1))).num_cached_tokens == 3 * BLOCK
     await junior.grow(2, 7)

@@ -1,8 +1,6 @@
-"""Pools of two layer groups over a socket: each operation is done in both groups or in neither."""
+"""Pools of two layer groups: each operation is done in both groups or in neither."""
 
 from __future__ import annotations
-
-from collections.abc import Awaitable, Callable
 
 import grpc.aio
 import pytest
@@ -12,7 +10,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_codec import from_rpc_error
-from tests.helpers.planning.operations_world import DEVICE, HOST, Caller, World, plan_of, prompt
+from tests.helpers.planning.operations_world import DEVICE, HOST, World, plan_of, prompt
 
 WINDOW = 12
 TWO_GROUPS = Layout(
@@ -29,17 +27,11 @@ HELLO = {
         pb.GroupBlocks(num_device_blocks=8, num_host_blocks=6),
     ],
 }
-StartWorld = Callable[..., Awaitable[World]]
 
 
 @pytest.fixture
-async def world(start_world: StartWorld) -> World:
+async def world(start_world) -> World:
     return await start_world(TWO_GROUPS, hello=HELLO)
-
-
-@pytest.fixture
-async def caller(world: World) -> Caller:
-    return await world.caller()
 
 
 async def held(world: World, tier: int = DEVICE) -> list[int]:

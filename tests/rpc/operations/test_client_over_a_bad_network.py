@@ -1,4 +1,6 @@
-"""The client against a real control plane, over a network that loses messages."""
+"""The client against a real control plane, over a network that loses messages, and through the
+ends of pools, leases and control planes.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,20 @@ from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, StepResult, ops
 from kvplane.errors import (
     InvalidRequestError,
-    LayoutMismatchError,
     NeverFitsError,
     PoolFullError,
     PoolNotFoundError,
     PoolNotReadyError,
-    PositionMismatchError,
     SequenceExistsError,
     SequenceNotFoundError,
     SessionExpiredError,
     StaleIncarnationError,
     StepConflictError,
-    TooManyPlansInFlightError,
 )
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
-from kvplane.wire.protocol import PAYLOAD_VERSION
 from tests.helpers.flaky_proxy import FlakyProxy
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -56,10 +54,6 @@ async def session(client: ControlClient, shard: RawShard) -> AsyncIterator[Sessi
         yield session
 
 
-def int32(column: bytes) -> list[int]:
-    return columns.read(columns.INT32, column, "column").tolist()
-
-
 async def lose_the_answer(
     control_server: ControlPlaneServer,
     client: ControlClient,
@@ -82,31 +76,6 @@ def fingerprint(control_server: ControlPlaneServer) -> object:
     return pool.num_sequences, pool.usage
 
 
-async def test_the_client_sees_what_the_plane_is(
-    control_server: ControlPlaneServer, client: ControlClient, shard: RawShard
-) -> None:
-    description = await client.describe()
-    assert description.incarnation == control_server.core.incarnation
-    assert await client.list_pools() == [POOL]
-    pool = await client.wait_ready(POOL)
-    assert Layout.from_proto(pool.layout) == LAYOUT
-    assert pool.shards[0].address == shard.hello.address
-
-
-async def test_a_session_knows_its_terms(
-    control_server: ControlPlaneServer, session: Session
-) -> None:
-    grant = tpb.SessionGrant.FromString(session.grant.payload)
-    assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")
-    assert grant.version == PAYLOAD_VERSION
-    assert session.layout == LAYOUT
-    assert (session.num_device_blocks, session.num_host_blocks) == (16, 8)
-    assert session.max_plans_in_flight == 4
-    assert session.time_to_live_s == pytest.approx(30)
-    assert session.incarnation == control_server.core.incarnation
-    assert [info.shard.index for info in session.shards] == [0]
-
-
 async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready(
     control_server: ControlPlaneServer, stub: object, client: ControlClient
 ) -> None:
@@ -116,8 +85,9 @@ async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready
         await client.wait_ready(POOL, 0.3)
     shard = RawShard(stub)  # type: ignore[arg-type]
     await shard.register()
-    with pytest.raises(PoolNotReadyError):
+    with pytest.raises(PoolNotReadyError) as not_ready:
         await client.open_session(POOL, LAYOUT, timeout_s=0.3)
+    assert not_ready.value.retry_delay_s is not None
     opening = asyncio.create_task(client.open_session(POOL, LAYOUT))
     await asyncio.sleep(0.1)
     await shard.report()
@@ -126,95 +96,45 @@ async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready
     shard.hang_up()
 
 
-async def test_another_layout_does_not_get_a_session(
-    client: ControlClient, shard: RawShard
+async def test_the_client_knows_its_plane_and_its_sessions_terms(
+    control_server: ControlPlaneServer, client: ControlClient, session: Session, shard: RawShard
 ) -> None:
-    other = Layout("other", 8, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
-    with pytest.raises(LayoutMismatchError):
-        await client.open_session(POOL, other)
+    description = await client.describe()
+    assert description.incarnation == session.incarnation == control_server.core.incarnation
+    assert await client.list_pools() == [POOL]
+    pool = await client.wait_ready(POOL)
+    assert Layout.from_proto(pool.layout) == session.layout == LAYOUT
+    assert pool.shards[0].address == session.shards[0].address == shard.hello.address
+    grant = tpb.SessionGrant.FromString(session.grant.payload)
+    assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")
+    assert (session.num_device_blocks, session.num_host_blocks) == (16, 8)
+    assert session.max_plans_in_flight == 4
+    assert session.time_to_live_s == pytest.approx(30)
 
 
-async def test_a_prompt_is_cached_for_others_once_its_receipt_is_in(
-    session: Session, shard: RawShard
-) -> None:
-    prompt = list(range(20))
-    admitted = await session.admit(1, prompt)
-    assert admitted.results[0].admit.num_scheduled_tokens == 20
-    assert (await session.lookup_prefix(prompt)).num_cached_tokens == 0
-    session.add_receipt(shard.receipt(admitted.plan))
-    again = await session.step([ops.admit(2, prompt)])
-    assert again.results[0].admit.num_cached_tokens == 16
-    assert (await session.describe_sequence(2)).num_cached_tokens == 16
-    tables = [indices((await session.block_table(i)).tables[0]) for i in (1, 2)]
-    assert tables[0][:2] == tables[1][:2]
-
-
-def indices(blocks: tpb.Blocks) -> list[int]:
-    return int32(blocks.indices)
-
-
-async def test_a_prompt_is_not_cached_for_another_namespace(
-    client: ControlClient, session: Session, shard: RawShard
-) -> None:
-    prompt = list(range(20))
-    session.add_receipt(shard.receipt((await session.admit(1, prompt)).plan))
-    await session.submit_receipts()
-    assert (await session.lookup_prefix(prompt)).num_cached_tokens == 16
-    async with await client.open_session(POOL, LAYOUT, namespace="adapter 3") as other:
-        assert (await other.lookup_prefix(prompt)).num_cached_tokens == 0
-
-
-async def test_operations_run_as_unary_calls_too(session: Session, shard: RawShard) -> None:
-    def ran(plan: tpb.SignedPayload) -> None:
-        session.add_receipt(shard.receipt(plan))
-
-    ran((await session.admit(1, [1] * 12, max_total_tokens=24)).plan)
-    with pytest.raises(PositionMismatchError) as caught:
-        await session.append(1, [2], 1, first_position=11)
-    assert caught.value.field == "operations[0].append.first_positions[0]"
-    appended = await session.append(1, [2], 1, first_position=12)
-    assert int32(appended.results[0].append.num_blocks) == [2]
-    ran(appended.plan)
-    forked = await session.fork(1, 2)
-    assert int32(forked.results[0].fork.num_blocks) == [2]
-    ran(forked.plan)
-    swapped = await session.swap_out([1, 2])
-    assert swapped.results[0].swap_out.num_blocks == 2
-    ran(swapped.plan)
-    ran((await session.swap_in([1, 2])).plan)
-    await session.free(1)
-    await session.submit_receipts()
-    with pytest.raises(SequenceNotFoundError):
-        await session.describe_sequence(1)
-
-
-async def test_what_there_is_no_room_for_is_told_apart_from_what_never_fits(
-    session: Session,
-) -> None:
-    await session.admit(1, [1] * 100)
+async def test_an_operation_that_was_not_done_raises_why(session: Session) -> None:
+    await session.run(ops.admit(1, [1] * 100))
     with pytest.raises(PoolFullError) as full:
-        await session.admit(2, [2] * 100)
+        await session.run(ops.admit(2, [2] * 100))
     assert full.value.retry_delay_s is not None
     with pytest.raises(NeverFitsError):
-        await session.admit(2, [2] * 1000)
+        await session.run(ops.admit(2, [2] * 1000))
     with pytest.raises(SequenceExistsError):
-        await session.admit(1, [1])
+        await session.run(ops.admit(1, [1]))
     with pytest.raises(InvalidRequestError) as caught:
-        await session.admit(3, [])
+        await session.run(ops.admit(3, []))
     assert caught.value.field == "operations[0].admit.token_ids"
+    with pytest.raises(SequenceNotFoundError):
+        await session.run(ops.free([1, 9]))
+    (freed,) = session.take_abandoned()
+    assert tpb.Plan.FromString(freed.answer.plan.payload).number == session.last_number
+    with pytest.raises(InvalidRequestError) as refused:
+        await session.step([ops.free([1])] * 5000, timeout_s=5)
+    assert refused.value.field == "operations"
+    await session.run(ops.admit(1, range(8)))
 
 
-async def test_plans_in_flight_are_bounded(session: Session, shard: RawShard) -> None:
-    plans = [(await session.admit(i, [i] * 4)).plan for i in range(1, 5)]
-    with pytest.raises(TooManyPlansInFlightError):
-        await session.admit(5, [5])
-    assert session.last_number == 5
-    session.add_receipt(shard.receipt(plans[0]))
-    await session.admit(5, [5])
-    assert session.last_number == 6
-
-
-async def test_a_step_whose_answer_is_lost_runs_once(
+async def test_a_step_and_a_unary_call_whose_answers_are_lost_run_once(
     control_server: ControlPlaneServer,
     client: ControlClient,
     proxy: FlakyProxy,
@@ -226,17 +146,10 @@ async def test_a_step_whose_answer_is_lost_runs_once(
     assert not result.results[0].failures
     assert tpb.Plan.FromString(result.plan.payload).number == session.last_number == 1
     assert proxy.num_connections == 2
-
-
-async def test_a_unary_call_whose_answer_is_lost_runs_once(
-    control_server: ControlPlaneServer,
-    client: ControlClient,
-    proxy: FlakyProxy,
-    session: Session,
-) -> None:
-    admitted = await lose_the_answer(control_server, client, proxy, session.admit(1, [1] * 20))
-    assert isinstance(admitted, StepResult)
-    assert tpb.Plan.FromString(admitted.plan.payload).number == session.last_number == 1
+    aborted = await lose_the_answer(control_server, client, proxy, session.abort_plan(1))
+    assert isinstance(aborted, list)
+    assert [state.num_scheduled_tokens for state in aborted] == [0]
+    assert session.last_number == 2
 
 
 async def test_a_step_that_ran_but_was_cancelled_is_answered_when_it_is_made_again(
@@ -288,7 +201,7 @@ async def test_every_step_runs_once_however_often_the_connection_breaks(
     session.add_receipt(shard.receipt(result.plan))
     breaking = asyncio.create_task(break_it())
     for token in range(30):
-        result = await session.step([ops.append(1, [token], 1, first_position=token + 1)])
+        result = await session.step([ops.append(1, [token], 1, first_positions=token + 1)])
         assert not result.results[0].failures
         session.add_receipt(shard.receipt(result.plan))
         await asyncio.sleep(random.uniform(0, 0.02))
@@ -304,9 +217,9 @@ async def test_every_step_runs_once_however_often_the_connection_breaks(
 async def test_an_aborted_plan_is_cut_back_to_what_was_written(
     session: Session, shard: RawShard
 ) -> None:
-    first = await session.admit(1, [1] * 12, max_total_tokens=24)
+    first = await session.run(ops.admit(1, [1] * 12, max_total_tokens=24))
     session.add_receipt(shard.receipt(first.plan))
-    await session.append(1, [2], 1, first_position=12)
+    await session.run(ops.append(1, [2], 1, first_positions=12))
     (aborted,) = await session.abort_plan(session.last_number)
     assert (aborted.num_scheduled_tokens, aborted.admitted_by) == (12, 1)
     resynced = await session.resync()
@@ -322,7 +235,7 @@ async def test_a_number_used_behind_the_clients_back_does_not_lock_the_session(
     step = pb.StepRequest(session=session.ref, number=1, operations=[ops.admit(9, [9])])
     await stub.RunStep(pb.RunStepRequest(step=step))  # type: ignore[attr-defined]
     with pytest.raises(StepConflictError):
-        await session.admit(1, [1])
+        await session.run(ops.admit(1, [1]))
     resynced = await session.resync()
     assert [state.sequence_id for state in resynced.sequences] == [9]
 
@@ -336,7 +249,7 @@ async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
     await shard.report()
     async with ControlClient(server.address) as client:
         session = await client.open_session(POOL, LAYOUT)
-        await session.admit(1, [1])
+        await session.run(ops.admit(1, [1]))
         await asyncio.sleep(1.2)
         assert (await session.describe_sequence(1)).num_tokens == 1
         await session.detach()
@@ -355,7 +268,7 @@ async def test_a_closed_session_gives_its_blocks_back(
     client: ControlClient, shard: RawShard
 ) -> None:
     async with await client.open_session(POOL, LAYOUT) as session:
-        await session.admit(1, [1] * 20)
+        await session.run(ops.admit(1, [1] * 20))
         assert (await client.describe_pool(POOL)).num_sequences == 1
     pool = await client.describe_pool(POOL)
     assert (pool.num_sessions, pool.num_sequences) == (0, 0)
@@ -378,7 +291,7 @@ async def test_a_session_is_opened_again_after_the_control_plane_was_replaced(
         await shard.register()
         await shard.report()
         with pytest.raises(StaleIncarnationError):
-            await session.step([ops.append(1, [2], 1, first_position=20)])
+            await session.step([ops.append(1, [2], 1, first_positions=20)])
         again = await session.reopen()
         assert again.id != session.id
         assert again.incarnation > session.incarnation
@@ -387,12 +300,3 @@ async def test_a_session_is_opened_again_after_the_control_plane_was_replaced(
         assert readmitted == {1: 0, 2: 0}, "nothing is computed yet"
         await again.close()
     shard.hang_up()
-
-
-async def test_a_step_of_more_than_there_may_be_is_refused_and_the_next_one_runs(
-    session: Session,
-) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        await session.step([ops.free([1])] * 5000, timeout_s=5)
-    assert refused.value.field == "operations"
-    await session.step([ops.admit(1, range(8))], timeout_s=5)

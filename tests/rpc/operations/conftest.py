@@ -1,0 +1,24 @@
+"""A pool of 16 device and 8 host blocks, of 8 tokens each, and one engine that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.helpers.planning.operations_world import Caller, StoppedClock, World
+
+
+@pytest.fixture
+async def world(start_world: Callable[..., Awaitable[World]]) -> World:
+    return await start_world()
+
+
+@pytest.fixture
+async def clock(world: World) -> StoppedClock:
+    return world.stop_clock()
+
+
+@pytest.fixture
+async def caller(world: World) -> Caller:
+    return await world.caller()

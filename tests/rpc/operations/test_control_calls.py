@@ -1,0 +1,303 @@
+"""Each call of the control plane but the steps: pools, sessions, their numbers and receipts. Each
+refusal has a status that names the reason and the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ops
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, protocol, signing
+from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
+from tests.helpers.planning.registration_messages import LAYOUT
+
+PROMPT = list(range(1, 21))  # 20 tokens: 3 blocks of 8, of which 2 are full
+INVALID = ("INVALID_ARGUMENT", "INVALID_REQUEST")
+NO_POOL = ("NOT_FOUND", "POOL_NOT_FOUND")
+
+
+async def refused(call: Awaitable[Any], code: str, reason: str, field: str = "") -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await call
+    error = from_rpc_error(failure.value)
+    told = (failure.value.code().name, error.reason, error.field)
+    assert told == (code, reason, field), failure.value.details()
+
+
+# Pools.
+
+
+async def test_it_says_who_it_is_and_which_pools_have_registered(
+    stub: Stub, control_server: ControlPlaneServer
+) -> None:
+    answer = await stub.DescribeControlPlane(pb.DescribeControlPlaneRequest())
+    assert answer.protocol == protocol.supported()
+    assert answer.incarnation == control_server.core.incarnation > 0
+    assert answer.version
+    assert list((await stub.ListPools(pb.ListPoolsRequest())).pool_ids) == []
+    shards = [RawShard(stub, pool_id=name) for name in ("b", "a")]
+    for shard in shards:
+        await shard.register()
+    assert list((await stub.ListPools(pb.ListPoolsRequest())).pool_ids) == ["a", "b"]
+    for shard in shards:
+        shard.hang_up()
+
+
+async def test_it_describes_a_pool(stub: Stub, session: RawSession, shard: RawShard) -> None:
+    await session.admit(1, PROMPT)
+    pool = await stub.DescribePool(pb.DescribePoolRequest(pool_id="pool"))
+    assert pool.layout == LAYOUT.to_proto()
+    assert pool.ready
+    assert (pool.num_sessions, pool.num_sequences) == (1, 1)
+    assert [tier.num_blocks for tier in pool.usage.tiers] == [16, 8]
+    assert pool.usage.tiers[0].num_held_blocks == 3
+    assert pool.counters.num_lookup_tokens > 0
+    [info] = pool.shards
+    assert (info.epoch, info.address, info.connected) == (11, "127.0.0.1:1", True)
+    assert info.shard == shard.hello.shard
+
+
+async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) -> None:
+    opening = pb.OpenSessionRequest(
+        pool_id="x", protocol=protocol.supported(), layout=LAYOUT.to_proto()
+    )
+    find = pb.FindPrefixRequest(token_ids=bytes(4), pool_ids=["pool", "x"])
+    await refused(stub.DescribePool(pb.DescribePoolRequest(pool_id="x")), *NO_POOL, "pool_id")
+    await refused(stub.DescribePool(pb.DescribePoolRequest()), *INVALID, "pool_id")
+    await refused(stub.ListSessions(pb.ListSessionsRequest(pool_id="x")), *NO_POOL, "pool_id")
+    await refused(stub.Watch(pb.WatchRequest(pool_id="x")).read(), *NO_POOL, "pool_id")
+    await refused(stub.OpenSession(opening), *NO_POOL, "pool_id")
+    await refused(stub.FindPrefix(find), *NO_POOL, "pool_ids[1]")
+
+
+async def test_an_error_carries_reason_domain_and_field_in_its_details(stub: Stub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.DescribePool(pb.DescribePoolRequest())
+    status = rpc_status.from_call(failure.value)  # type: ignore[arg-type]
+    assert status is not None
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "kvplane")
+    assert info.metadata["field"] == "pool_id"
+    assert status.details[1].Unpack(bad)
+    assert bad.field_violations[0].field == "pool_id"
+
+
+# Sessions.
+
+
+async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawShard) -> None:
+    session = await RawSession.open(stub, shard)
+    opened = session.opened
+    assert opened.protocol_version == 2
+    assert opened.time_to_live.seconds == 30
+    assert (opened.num_device_blocks, opened.num_host_blocks) == (16, 8)
+    assert opened.layout == LAYOUT.to_proto()
+    assert [info.address for info in opened.shards] == ["127.0.0.1:1"]
+    sealed = opened.grant
+    key = shard.welcome.key
+    signing.verify(key, signing.GRANT, sealed.type, sealed.payload, sealed.signature, field="grant")
+    grant = tpb.SessionGrant.FromString(sealed.payload)
+    assert (grant.version, grant.session, grant.pool_id) == (1, opened.session, "pool")
+    assert (grant.tenant, list(grant.shard_epochs), grant.ordinal) == ("default", [11], 1)
+    assert grant.layout_fingerprint == LAYOUT.fingerprint
+    assert grant.max_plans_in_flight == opened.max_plans_in_flight
+    assert (await RawSession.open(stub, shard)).ref.session_id != session.ref.session_id
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "reason", "field"),
+    [
+        ({"protocol": None}, *INVALID, "protocol"),
+        (
+            {"protocol": tpb.ProtocolRange(oldest=1, newest=1)},
+            *("FAILED_PRECONDITION", "PROTOCOL_MISMATCH", "protocol"),
+        ),
+        ({"layout": None}, *INVALID, "layout.fingerprint"),
+        (
+            {"layout": tpb.Layout(fingerprint=bytes(32))},
+            *("FAILED_PRECONDITION", "LAYOUT_MISMATCH", "layout"),
+        ),
+        ({"layout": tpb.Layout(groups=LAYOUT.to_proto().groups)}, *INVALID, "layout.dtype"),
+        ({"namespace": "x" * 129}, *INVALID, "namespace"),
+        ({"client_name": "x" * 129}, *INVALID, "client_name"),
+        ({"pool_id": ""}, *INVALID, "pool_id"),
+    ],
+)
+async def test_a_session_is_not_opened_when(
+    stub: Stub, shard: RawShard, changes: dict[str, Any], code: str, reason: str, field: str
+) -> None:
+    fields = {"pool_id": "pool", "protocol": protocol.supported(), "layout": LAYOUT.to_proto()}
+    request = pb.OpenSessionRequest(**{**fields, **changes})
+    await refused(stub.OpenSession(request), code, reason, field)
+
+
+async def test_a_lease_is_renewed_and_a_session_closed_twice(
+    stub: Stub, session: RawSession
+) -> None:
+    renewed = await stub.RenewSession(pb.RenewSessionRequest(session=session.ref))
+    assert renewed.time_to_live.seconds == 30
+    await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
+    await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
+    call = stub.RenewSession(pb.RenewSessionRequest(session=session.ref))
+    await refused(call, "NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
+
+
+async def test_requests_name_the_incarnation_and_sessions_of_others_do_not_exist(
+    stub: Stub, session: RawSession
+) -> None:
+    ref = session.ref
+    unknown = tpb.SessionRef(incarnation=ref.incarnation, session_id=ref.session_id ^ 1)
+    other = tpb.SessionRef(incarnation=ref.incarnation - 1, session_id=ref.session_id)
+    step = pb.StepRequest(number=1, operations=[ops.admit(1, PROMPT)])
+    calls: list[tuple[Any, Any]] = [
+        (stub.RenewSession, pb.RenewSessionRequest()),
+        (stub.SubmitReceipts, pb.SubmitReceiptsRequest(number=1)),
+        (stub.AbortPlan, pb.AbortPlanRequest(number=1, plan_number=1)),
+        (stub.Resync, pb.ResyncRequest(number=1)),
+        (stub.CheckOperations, pb.CheckOperationsRequest(operations=step.operations)),
+        (stub.GetBlockTable, pb.GetBlockTableRequest(sequence_id=1)),
+        (stub.LookupPrefix, pb.LookupPrefixRequest(token_ids=b"abcd")),
+        (stub.ExplainPrefix, pb.ExplainPrefixRequest(token_ids=b"abcd")),
+        (stub.DescribeSequence, pb.DescribeSequenceRequest(sequence_id=1)),
+        (stub.RunStep, pb.RunStepRequest(step=step)),
+    ]
+    for method, request in calls:
+        names = request.step if method is stub.RunStep else request
+        names.session.CopyFrom(unknown)
+        await refused(method(request), "NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
+        names.session.CopyFrom(other)
+        wanted = ("FAILED_PRECONDITION", "STALE_INCARNATION", "session.incarnation")
+        await refused(method(request), *wanted)
+    await refused(
+        stub.CloseSession(pb.CloseSessionRequest(session=other)),
+        *("FAILED_PRECONDITION", "STALE_INCARNATION", "session.incarnation"),
+    )
+    await session.admit(1, PROMPT)  # its number was not used up
+
+
+async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawSession) -> None:
+    await session.admit(5, PROMPT)
+    name = {"session": session.ref, "sequence_id": 5}
+    table = await stub.GetBlockTable(pb.GetBlockTableRequest(**name))
+    assert table.num_tokens == 20
+    [held] = table.tables
+    assert held.tier == tpb.TIER_DEVICE
+    assert len(set(columns.read(INT32, held.indices, "indices"))) == 3
+    assert list(columns.read(INT64, held.generations, "generations")) == [1, 1, 1]
+    assert await session.num_written(5) == 0
+    await session.submit()
+    state = (await stub.DescribeSequence(pb.DescribeSequenceRequest(**name))).sequences
+    assert state == pb.SequenceStates(
+        sequence_ids=columns.pack(INT64, [5]),
+        admitted_by=columns.pack(INT64, [1]),
+        num_tokens=columns.pack(INT64, [20]),
+        num_scheduled_tokens=columns.pack(INT64, [20]),
+        num_written_tokens=columns.pack(INT64, [20]),
+        num_cached_tokens=columns.pack(INT64, [0]),
+        num_blocks=columns.pack(INT32, [3]),
+        tiers=columns.pack(UINT8, [tpb.TIER_DEVICE]),
+    )
+    name["sequence_id"] = 6
+    for call in (
+        stub.GetBlockTable(pb.GetBlockTableRequest(**name)),
+        stub.DescribeSequence(pb.DescribeSequenceRequest(**name)),
+    ):
+        await refused(call, "NOT_FOUND", "SEQUENCE_NOT_FOUND", "sequence_id")
+
+
+# Numbers.
+
+
+async def test_a_call_without_a_step_is_refused(stub: Stub, session: RawSession) -> None:
+    await refused(stub.RunStep(pb.RunStepRequest()), *INVALID, "step")
+    step = pb.StepRequest(session=session.ref, number=0)
+    await refused(stub.RunStep(pb.RunStepRequest(step=step)), *INVALID, "number")
+    await session.admit(1, PROMPT)
+
+
+async def test_a_number_is_used_once_whatever_came_of_it(stub: Stub, session: RawSession) -> None:
+    step = pb.StepRequest(session=session.ref, number=1, operations=[ops.admit(1, PROMPT)])
+    first = pb.RunStepRequest(step=step)
+    answer = await stub.RunStep(first)
+    assert await stub.RunStep(first) == answer
+    other = pb.RunStepRequest(step=step)
+    other.step.operations[0].admit.sequence_id = 2
+    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_CONFLICT", "number")
+    other.step.number = 5
+    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_OUT_OF_ORDER", "number")
+    first.step.receipts.append(session.shard.receipt(answer.result.plan))
+    assert await stub.RunStep(first) == answer
+    assert await session.num_written(1) == 20, "a repeated request still has its receipts applied"
+    wrong = pb.AbortPlanRequest(session=session.ref, number=2, plan_number=77)
+    for _ in range(2):
+        await refused(stub.AbortPlan(wrong), *INVALID, "plan_number")
+    submit = pb.SubmitReceiptsRequest(session=session.ref, number=2)
+    await refused(stub.SubmitReceipts(submit), "FAILED_PRECONDITION", "STEP_CONFLICT", "number")
+    submit.number = 3
+    await stub.SubmitReceipts(submit)
+
+
+async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
+    stub: Stub, session: RawSession
+) -> None:
+    await session.admit(1, PROMPT)
+    session.receipts.clear()
+    abort = pb.AbortPlanRequest(plan_number=1, **session.next())
+    answer = await stub.AbortPlan(abort)
+    assert columns.read(INT64, answer.sequences.num_scheduled_tokens, "scheduled").tolist() == [0]
+    assert await stub.AbortPlan(abort) == answer
+    appended = await session.step(ops.append(1, [], 20, first_positions=0))
+    assert tpb.Plan.FromString(appended.plan.payload).resync
+    assert await stub.AbortPlan(abort) == answer, "a late duplicate"
+    await session.submit()
+    assert await session.num_written(1) == 20, "the late duplicate took effect"
+    done = pb.AbortPlanRequest(plan_number=3, **session.next())
+    await refused(stub.AbortPlan(done), "FAILED_PRECONDITION", "PLAN_RECEIPTED", "plan_number")
+
+
+async def test_a_resync_answers_with_whole_tables_and_the_same_when_repeated(
+    stub: Stub, session: RawSession
+) -> None:
+    await session.admit(1, PROMPT)
+    request = pb.ResyncRequest(**session.next())  # it brings the receipt
+    answer = await stub.Resync(request)
+    plan = tpb.Plan.FromString(answer.plan.payload)
+    assert plan.resync
+    assert columns.read(INT32, plan.changes.num_blocks, "num_blocks").tolist() == [3]
+    written = columns.read(INT64, answer.sequences.num_written_tokens, "written")
+    assert written.tolist() == [20]
+    assert await stub.Resync(request) == answer
+
+
+async def test_receipts_that_are_forged_are_refused_and_change_nothing(
+    stub: Stub, session: RawSession
+) -> None:
+    plan = (await session.admit(1, PROMPT)).plan
+    shard = session.shard
+    unsigned = shard.receipt(plan)
+    unsigned.signature = bytes(32)
+    good = shard.receipt(plan)
+    for receipt, *error, field in (
+        (unsigned, "DATA_LOSS", "BAD_SIGNATURE", "signature"),
+        (shard.signed(b"\xff\xff"), *INVALID, "payload"),
+        (shard.receipt(plan, version=2), "FAILED_PRECONDITION", "PROTOCOL_MISMATCH", "version"),
+    ):
+        session.receipts = [good, receipt]
+        call = stub.SubmitReceipts(pb.SubmitReceiptsRequest(**session.next()))
+        await refused(call, *error, f"receipts[1].{field}")
+        assert await session.num_written(1) == 0
+    session.receipts = [good, good]
+    await session.submit()
+    assert await session.num_written(1) == 20, "a receipt may come twice"

@@ -1,0 +1,477 @@
+"""One row an operation: the contract, the core's table, the builders and this table have the same
+operations. Over a socket each is checked, done, counted and repeated, and each refusal names its
+reason and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pytest
+
+from control_plane.steps.operations import OPERATIONS
+from kvplane import StepResult, ops
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    NeverFitsError,
+    PoolFullError,
+    PositionMismatchError,
+    QuotaExceededError,
+    SequenceBusyError,
+    SequenceExistsError,
+    SequenceNotFoundError,
+    SequenceSwappedError,
+)
+from kvplane.results import error_of
+from kvplane.v1 import control_pb2 as pb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
+from tests.helpers.planning.operations_world import BLOCK, DEVICE, HOST, Caller, prompt
+
+FAILED: Final = pb.OPERATION_STATUS_FAILED
+LATER, NEVER = pb.OPERATION_STATUS_LATER, pb.OPERATION_STATUS_NEVER
+LACKS_BLOCKS, LACKS_HEADROOM, LACKS_QUOTA = (
+    pb.SHORTAGE_REASON_BLOCKS,
+    pb.SHORTAGE_REASON_HEADROOM,
+    pb.SHORTAGE_REASON_QUOTA,
+)
+
+PROMPT: Final = list(range(1, 21))  # 2 full blocks and a part of one
+ADMITTED: Final = (ops.admit(1, PROMPT), ops.admit(2, PROMPT[:9]))
+"""Sequence 2 shares the first block of sequence 1."""
+RETAINED: Final = (*ADMITTED, ops.retain(PROMPT, time_to_live_s=60.0))
+
+MIXED: Final = (
+    ops.admit(1, prompt(1)),
+    ops.admit(2, prompt(1, seed=1)),
+    ops.swap_out(2),
+    ops.admit(3, prompt(3, seed=2)),
+    ops.free(3),
+    ops.retain(prompt(2, seed=2), time_to_live_s=60.0, priority=90),
+)
+"""Sequence 1 has 9 tokens on the device and sequence 2 as many on the host. Of another prompt three
+blocks are cached and two retained.
+"""
+CROWDED: Final = (
+    ops.admit(1, prompt(7, extra=0)),
+    ops.admit(2, prompt(7, seed=1, extra=0)),
+)
+"""Two of the 16 device blocks are left."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An operation that is not done after the steps ``before``, on a pool with these ``settings``.
+    ``why``: an error and its field; or a status and the shortage: its tier, its reason and the
+    numbers of blocks that are needed and available. ``waits``: whether it waits in the queue, and
+    so is done later without being sent again; a check does not foresee that.
+    """
+
+    operation: pb.Operation
+    why: tuple[type[KvplaneError], str] | tuple[int, int, int, int, int]
+    before: tuple[pb.Operation, ...] = MIXED
+    settings: dict[str, Any] = field(default_factory=dict)
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """``done`` can be done after the steps ``before``, is counted as ``num_items`` and answered by
+    ``answer``. ``partly``: three sequences, of which the second is unknown, and the column that
+    answers. ``busy``: what cannot be done of sequence 1 in a step that computes it.
+    """
+
+    done: pb.Operation
+    num_items: int
+    answer: dict[str, Any]
+    refusals: dict[str, Refusal]
+    before: tuple[pb.Operation, ...] = ADMITTED
+    partly: tuple[pb.Operation, dict[str, Any]] | None = None
+    busy: tuple[pb.Operation, type[KvplaneError]] | None = None
+
+
+def int32(*values: int) -> bytes:
+    return columns.pack(INT32, values)
+
+
+def invalid(operation: pb.Operation, at: str) -> Refusal:
+    return Refusal(operation, (InvalidRequestError, at))
+
+
+def unknown(operation: pb.Operation, at: str = "sequence_ids[0]") -> Refusal:
+    return Refusal(operation, (SequenceNotFoundError, at))
+
+
+def swapped(operation: pb.Operation, at: str = "sequence_ids[0]") -> Refusal:
+    return Refusal(operation, (SequenceSwappedError, at))
+
+
+def exists(operation: pb.Operation, at: str) -> Refusal:
+    return Refusal(operation, (SequenceExistsError, at))
+
+
+def crowded(operation: pb.Operation, status: int, num_needed: int, num_available: int) -> Refusal:
+    """Without room on the device, beside two sequences."""
+    why = (status, DEVICE, LACKS_BLOCKS, num_needed, num_available)
+    return Refusal(operation, why, CROWDED)
+
+
+def over_quota(
+    operation: pb.Operation, status: int, num_needed: int, num_available: int, num_tokens: int
+) -> Refusal:
+    """Beyond a tenant's four blocks, of which a sequence of ``num_tokens`` has some."""
+    why = (status, DEVICE, LACKS_QUOTA, num_needed, num_available)
+    before = (ops.admit(1, range(num_tokens)),)
+    return Refusal(operation, why, before, {"max_tenant_blocks": 4})
+
+
+OTHERS: Final = prompt(16, seed=5)
+ROWS: Final = {
+    "admit": Row(
+        ops.admit(3, PROMPT, fork_sequence_ids=[4]),
+        1,
+        {"num_cached_tokens": 16, "num_blocks": 3, "num_scheduled_tokens": 4},
+        {
+            "id 0": invalid(ops.admit(0, [1]), "sequence_id"),
+            "a live id": exists(ops.admit(1, [1]), "sequence_id"),
+            "no tokens": invalid(ops.admit(3, []), "token_ids"),
+            "part of a token": invalid(ops.admit(3, bytes(7)), "token_ids"),
+            "a negative token": invalid(ops.admit(3, [1, 2, -3]), "token_ids[2]"),
+            "total": invalid(ops.admit(3, [1], max_total_tokens=-1), "max_total_tokens"),
+            "compute": invalid(ops.admit(3, [1], num_compute_tokens=-1), "num_compute_tokens"),
+            "fork 0": invalid(ops.admit(3, [1], fork_sequence_ids=[4, 0]), "fork_sequence_ids[1]"),
+            "a live fork": exists(
+                ops.admit(3, [1], fork_sequence_ids=[4, 1]), "fork_sequence_ids[1]"
+            ),
+            "itself": exists(ops.admit(3, [1], fork_sequence_ids=[4, 3]), "fork_sequence_ids[1]"),
+            "a fork twice": exists(
+                ops.admit(3, [1], fork_sequence_ids=[4, 4]), "fork_sequence_ids[1]"
+            ),
+            "part of an id": invalid(
+                ops.admit(3, [1], fork_sequence_ids=bytes(7)), "fork_sequence_ids"
+            ),
+            "no room": crowded(ops.admit(3, OTHERS[:25]), LATER, 4, 2),
+            "no room for forks": crowded(
+                ops.admit(3, OTHERS[:17], fork_sequence_ids=[4, 5]), LATER, 3, 2
+            ),
+            "too long": crowded(ops.admit(3, OTHERS), NEVER, 17, 16),
+            "too long to wait": crowded(ops.admit(3, OTHERS, wait=True), NEVER, 17, 16),
+            "total too long": crowded(ops.admit(3, [1], max_total_tokens=129), NEVER, 17, 16),
+            "quota": over_quota(ops.admit(2, OTHERS[:9]), LATER, 2, 1, num_tokens=17),
+            "quota, waiting": over_quota(
+                ops.admit(2, OTHERS[:9], wait=True), LATER, 2, 1, num_tokens=17
+            ),
+            "over the quota": over_quota(ops.admit(2, OTHERS[:33]), NEVER, 5, 4, num_tokens=25),
+            "total over the quota": over_quota(
+                ops.admit(2, OTHERS[:9], max_total_tokens=33), NEVER, 5, 4, num_tokens=25
+            ),
+        },
+    ),
+    "append": Row(
+        ops.append(
+            [1, 2], [5, 6], 1, first_positions=[20, 9], num_tokens=1, num_lookahead_slots=[0, 8]
+        ),
+        2,
+        {"num_blocks": int32(3, 3)},
+        {
+            "unknown": unknown(ops.append(9, [5], 1, first_positions=9)),
+            "on the host": swapped(ops.append(2, [5], 1, first_positions=9)),
+            "position": Refusal(
+                ops.append(1, [5], 1, first_positions=8),
+                (PositionMismatchError, "first_positions[0]"),
+            ),
+            "slots": invalid(ops.append(1, [5], -1, first_positions=9), "num_slots[0]"),
+            "a negative token": invalid(ops.append(1, [-5], 1, first_positions=9), "token_ids[0]"),
+            "fewer tokens": invalid(
+                ops.append(1, [5], 1, first_positions=9, num_tokens=2), "token_ids"
+            ),
+            "length": invalid(ops.append(1, [5], 1, first_positions=[9, 9]), "first_positions"),
+            "lookahead": invalid(
+                ops.append(1, [5], 1, first_positions=9, num_lookahead_slots=[-1]),
+                "num_lookahead_slots[0]",
+            ),
+            "length of lookahead": invalid(
+                ops.append(1, [5], 1, first_positions=9, num_lookahead_slots=[1, 1]),
+                "num_lookahead_slots",
+            ),
+            "no room": crowded(ops.append(1, [5] * 17, 17, first_positions=56), LATER, 3, 2),
+            "no room to look ahead": crowded(
+                ops.append(1, [5], 1, first_positions=56, num_lookahead_slots=2 * BLOCK),
+                *(LATER, 3, 2),
+            ),
+            "looks too far ahead": crowded(
+                ops.append(1, [5], 1, first_positions=56, num_lookahead_slots=16 * BLOCK),
+                *(NEVER, 24, 16),
+            ),
+            "over the quota": over_quota(
+                ops.append(1, [5] * BLOCK, BLOCK, first_positions=25), NEVER, 5, 4, num_tokens=25
+            ),
+        },
+        partly=(
+            ops.append([1, 9, 2], [5, 5, 5], 1, first_positions=[20, 9, 9], num_tokens=1),
+            {"num_blocks": int32(3, 0, 2)},
+        ),
+        busy=(ops.append(1, [5], 1, first_positions=20), InvalidRequestError),
+    ),
+    "fork": Row(
+        ops.fork(1, [3, 4]),
+        2,
+        {"num_blocks": int32(3, 3)},
+        {
+            "unknown": unknown(ops.fork(9, 3), "parent_sequence_ids[0]"),
+            "a live id": exists(ops.fork(1, 1), "sequence_ids[0]"),
+            "id 0": invalid(ops.fork(1, 0), "sequence_ids[0]"),
+            "length": invalid(ops.fork([1, 1], [3]), "parent_sequence_ids"),
+            "too many entries": Refusal(
+                ops.fork(1, 3),
+                (QuotaExceededError, "sequence_ids[0]"),
+                (ops.admit(1, prompt(1)), ops.fork(1, 2)),
+                {"max_table_entries": 5},
+            ),
+        },
+        partly=(ops.fork([1, 9, 2], [3, 4, 5]), {"num_blocks": int32(3, 0, 2)}),
+        busy=(ops.fork(1, 2), SequenceBusyError),
+    ),
+    "free": Row(
+        ops.free([1, 2]),
+        2,
+        {"num_released_blocks": int32(2, 2)},
+        {"unknown": unknown(ops.free(9))},
+        partly=(ops.free([1, 9, 2]), {"num_released_blocks": int32(2, 0, 2)}),
+        busy=(ops.free(1), SequenceBusyError),
+    ),
+    "truncate": Row(
+        ops.truncate([1, 2], [16, 8]),
+        2,
+        {"num_released_blocks": int32(1, 1)},
+        {
+            "unknown": unknown(ops.truncate(9, 1)),
+            "to nothing": invalid(ops.truncate(1, 0), "num_tokens[0]"),
+            "to more": invalid(ops.truncate(1, 10), "num_tokens[0]"),
+            "length": invalid(ops.truncate(1, [5, 5]), "num_tokens"),
+        },
+        partly=(ops.truncate([1, 9, 2], 8), {"num_released_blocks": int32(2, 0, 1)}),
+        busy=(ops.truncate(1, 4), SequenceBusyError),
+    ),
+    "swap_out": Row(
+        ops.swap_out([1, 2]),
+        1,
+        {"num_blocks": 4},
+        {
+            "nothing": invalid(ops.swap_out([]), "sequence_ids"),
+            "unknown": unknown(ops.swap_out([1, 9]), "sequence_ids[1]"),
+            "out already": swapped(ops.swap_out([1, 2]), "sequence_ids[1]"),
+            "one twice": invalid(ops.swap_out([1, 1]), "sequence_ids[1]"),
+            "no room": Refusal(
+                ops.swap_out(2),
+                (LATER, HOST, LACKS_BLOCKS, 7, 1),
+                (*CROWDED, ops.swap_out(1)),
+            ),
+            "too much": Refusal(ops.swap_out([1, 2]), (NEVER, HOST, LACKS_BLOCKS, 14, 8), CROWDED),
+        },
+        busy=(ops.swap_out(1), SequenceBusyError),
+    ),
+    "swap_in": Row(
+        ops.swap_in(1),
+        1,
+        {"num_blocks": 3},
+        {
+            "in already": swapped(ops.swap_in(1)),
+            "unknown": unknown(ops.swap_in(9)),
+            "no room": Refusal(
+                ops.swap_in(1),
+                (LATER, DEVICE, LACKS_BLOCKS, 7, 2),
+                (*CROWDED, ops.swap_out(1), ops.admit(3, prompt(7, seed=2, extra=0))),
+                waits=True,
+            ),
+            "headroom": Refusal(
+                ops.swap_in(1),
+                (LATER, DEVICE, LACKS_HEADROOM, 4, 3),
+                (
+                    ops.admit(1, prompt(4, extra=0)),
+                    ops.swap_out(1),
+                    ops.admit(2, prompt(9, seed=1, extra=0)),
+                ),
+                {"watermark": 0.25},
+                waits=True,
+            ),
+            "quota": Refusal(
+                ops.swap_in(1),
+                (LATER, DEVICE, LACKS_QUOTA, 3, 2),
+                (ops.admit(1, prompt(2)), ops.swap_out(1), ops.admit(2, prompt(1, seed=1))),
+                {"max_tenant_blocks": 4},
+            ),
+        },
+        (*ADMITTED, ops.swap_out(1)),
+    ),
+    "retain": Row(
+        ops.retain(PROMPT, time_to_live_s=60.0),
+        1,
+        {"num_retained_blocks": 2, "num_retained_tokens": 16},
+        {
+            "no tokens": invalid(ops.retain([], time_to_live_s=1), "token_ids"),
+            "a negative token": invalid(
+                ops.retain([*prompt(2, seed=2), -1], time_to_live_s=1), "token_ids"
+            ),
+            "no time": invalid(ops.retain(prompt(3, seed=2), time_to_live_s=0), "time_to_live"),
+            "negative time": invalid(
+                ops.retain(prompt(3, seed=2), time_to_live_s=-1), "time_to_live"
+            ),
+            "priority 0": invalid(
+                ops.retain(prompt(3, seed=2), time_to_live_s=1, priority=0), "priority"
+            ),
+            "priority 101": invalid(
+                ops.retain(prompt(3, seed=2), time_to_live_s=1, priority=101), "priority"
+            ),
+        },
+    ),
+    "release": Row(
+        ops.release(PROMPT),
+        1,
+        {"num_released_blocks": 2},
+        {"no tokens": invalid(ops.release([]), "token_ids")},
+        RETAINED,
+    ),
+    "forget": Row(
+        ops.forget(PROMPT[:8], force=True),
+        1,
+        {"num_forgotten_blocks": 2, "num_blocks_in_use": 2},
+        {
+            "no tokens": invalid(ops.forget([]), "token_ids"),
+            "part of a block": invalid(ops.forget(prompt(1, extra=0)[:7]), "token_ids"),
+            "more than a block": invalid(ops.forget(prompt(1)), "token_ids"),
+        },
+    ),
+}
+
+
+def in_contract(message: type[pb.Operation | pb.OperationResult], oneof: str) -> set[str]:
+    return {each.name for each in message.DESCRIPTOR.oneofs_by_name[oneof].fields}
+
+
+def test_no_table_lacks_an_operation() -> None:
+    operations = in_contract(pb.Operation, "operation")
+    assert in_contract(pb.OperationResult, "done") == operations
+    assert OPERATIONS.keys() == ROWS.keys() == operations
+    for name, operation in OPERATIONS.items():
+        assert operation.name == name
+        built = getattr(ops, name)
+        assert callable(built)
+        assert (ROWS[name].partly is None) == operation.is_one_item
+    for name, row in ROWS.items():
+        for each in (row.done, *(refusal.operation for refusal in row.refusals.values())):
+            assert each.WhichOneof("operation") == name
+
+
+async def checked(caller: Caller, operation: pb.Operation) -> pb.OperationResult:
+    """Return the answer of a check, which must have changed nothing."""
+    before = await caller.world.state()
+    (result,) = await caller.session.check([operation])
+    assert await caller.world.state() == before
+    return result
+
+
+async def repeat(caller: Caller, operation: pb.Operation, result: StepResult) -> None:
+    """Assert that the last step, sent again by a unary call, is answered as before and changes
+    nothing.
+    """
+    before = await caller.world.state()
+    session = caller.session
+    step = pb.StepRequest(session=session.ref, number=session.last_number, operations=[operation])
+    again = (await caller.world.stub.RunStep(pb.RunStepRequest(step=step))).result
+    assert list(again.results) == list(result.results)
+    assert StepResult(again).plan == result.plan
+    assert again.revision == result.revision
+    assert await caller.world.state() == before
+
+
+@pytest.mark.parametrize("name", ROWS)
+async def test_an_operation_is_done_and_counted_and_its_repeat_is_answered_the_same(
+    world, caller, name
+) -> None:
+    row = ROWS[name]
+    for operation in row.before:
+        await caller.do(operation)
+    answer = pb.OperationResult(**{name: row.answer})
+    is_answered = OPERATIONS[name].is_checked_with_answer
+    assert await checked(caller, row.done) == (answer if is_answered else pb.OperationResult())
+    counted = world.server.metrics.operations
+    before = counted.values.get((name, "ok"), 0)
+    result = await caller.session.step([row.done])
+    assert list(result.results) == [answer]
+    assert counted.values[name, "ok"] - before == row.num_items
+    await repeat(caller, row.done, result)
+    world.server.core.check_integrity()
+
+
+REFUSALS: Final = {
+    f"{name}: {why}": refusal for name, row in ROWS.items() for why, refusal in row.refusals.items()
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+async def test_a_refusal_is_foreseen_by_a_check_and_changes_nothing(start_world, name) -> None:
+    refusal = REFUSALS[name]
+    world = await start_world(**refusal.settings)
+    caller = await world.caller()
+    for operation in refusal.before:
+        await caller.do(operation)
+    check = await checked(caller, refusal.operation)
+    (failure,) = await caller.refuse(refusal.operation)
+    assert_said(failure, refusal)
+    if refusal.waits:
+        failure.shortage.ClearField("place_in_line")
+        failure.shortage.retry_delay.CopyFrom(check.failures[0].shortage.retry_delay)
+    for each in (*check.failures, failure):
+        each.error.ClearField("request_id")  # each is of its own call
+        each.error.ClearField("message")  # of columns it depends on which code reads them first
+    assert list(check.failures) == [failure]
+    world.server.core.check_integrity()
+
+
+def assert_said(failure: pb.ItemFailure, refusal: Refusal) -> None:
+    error, shortage = error_of(failure), failure.shortage
+    if len(refusal.why) == 2:
+        kind, at = refusal.why
+        path = f"operations[0].{refusal.operation.WhichOneof('operation')}.{at}"
+        assert (failure.status, type(error), error.field) == (FAILED, kind, path), repr(error)
+        return
+    lacks = shortage.num_blocks_needed, shortage.num_blocks_available
+    assert (failure.status, shortage.tier, shortage.reason, *lacks) == refusal.why
+    is_later = failure.status == LATER
+    assert type(error) is (PoolFullError if is_later else NeverFitsError)
+    assert shortage.HasField("retry_delay") == (is_later and not refusal.waits)
+    assert shortage.place_in_line == refusal.waits
+
+
+async def test_what_is_no_operation_is_refused(caller) -> None:
+    (failure,) = await caller.refuse(pb.Operation())
+    assert (type(error_of(failure)), failure.error.field) == (InvalidRequestError, "operations[0]")
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.partly])
+async def test_an_item_that_is_refused_leaves_those_beside_it_done(caller, name) -> None:
+    for operation in ADMITTED:
+        await caller.do(operation)
+    operation, answer = ROWS[name].partly
+    result = await caller.session.step([operation])
+    (outcome,) = result.results
+    (failure,) = outcome.failures
+    assert (failure.item, type(error_of(failure))) == (1, SequenceNotFoundError)
+    assert "sequence_ids[1]" in failure.error.field
+    done = pb.OperationResult(**{name: answer})
+    assert getattr(outcome, name) == getattr(done, name)
+    await repeat(caller, operation, result)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.busy])
+async def test_a_sequence_that_a_step_computes_is_busy_for_the_rest_of_it(caller, name) -> None:
+    operation, kind = ROWS[name].busy
+    result = await caller.step(ops.admit(1, PROMPT), operation)
+    (failure,) = result.results[1].failures
+    assert type(error_of(failure)) is kind
+    (pool,) = [await caller.world.client.describe_pool("pool")]
+    assert pool.num_sequences == 1
+    assert (await caller.session.describe_sequence(1)).num_tokens == 20

@@ -1,0 +1,76 @@
+"""What a tenant may have: blocks and sessions. It is refused with the reason before any work is
+done, and a refusal changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvplane import ops
+from kvplane.errors import QuotaExceededError
+from kvplane.v1 import control_pb2 as pb
+from tests.helpers.planning.operations_world import BLOCK, prompt
+
+
+async def test_a_tenant_has_only_so_many_sessions(start_world) -> None:
+    world = await start_world(max_tenant_sessions=2)
+    first, _ = [await world.caller() for _ in range(2)]
+    before = await world.client.describe_pool("pool")
+    with pytest.raises(QuotaExceededError):
+        await world.caller()
+    assert await world.client.describe_pool("pool") == before
+    await first.session.close()
+    world.callers.remove(first)
+    async with asyncio.timeout(10):  # until the data plane has fenced it, it counts
+        answer = await world.shard.receive()
+        await world.shard.send(fence_done=pb.FenceDone(session=answer.fence.session))
+        while True:
+            try:
+                await world.caller()
+                break
+            except QuotaExceededError:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_tenant_holds_only_so_many_blocks_in_all_its_sessions(start_world) -> None:
+    world = await start_world(max_tenant_blocks=5)
+    one, other = [await world.caller() for _ in range(2)]
+    await one.admit(1, prompt(2, extra=0))
+    await other.admit(1, prompt(2))
+    await one.do(ops.fork(1, 2))  # shared blocks count once: 2 of the prompt and 1 more
+    assert (await world.usage())["held"] == 3
+    for caller, operation in (
+        (other, ops.admit(3, prompt(3, seed=1, extra=0))),
+        (one, ops.append(1, [5] * 17, 17, first_positions=2 * BLOCK)),
+    ):
+        shortage = await caller.later(operation)
+        assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
+        assert (shortage.num_blocks_needed, shortage.num_blocks_available) == (3, 2)
+    await other.admit(3, prompt(2, seed=1, extra=0))
+    shortage = await one.later(ops.append(1, [5], 1, first_positions=2 * BLOCK))
+    assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
+    await other.do(ops.free(3))
+    await one.grow(1, 5)
+    assert (await world.usage())["held"] == 4
+
+
+async def test_an_admission_in_line_is_judged_again_when_its_turn_comes(start_world) -> None:
+    world = await start_world(num_device_blocks=10, max_tenant_blocks=8)
+    one, other = [await world.caller() for _ in range(2)]
+    await one.admit(1, prompt(6, extra=0))
+    await one.admit(2, prompt(1, seed=1, extra=0))
+    results = [await one.session.step([ops.free(1)])]  # the receipt is missing
+    waits = ops.admit(5, prompt(5, seed=2, extra=0), wait=True)
+    assert (await other.later(waits)).place_in_line == 1
+    grows = ops.append(2, [5] * 4 * BLOCK, 4 * BLOCK, first_positions=BLOCK)
+    results.append(await one.session.step([grows]))
+    for result in results:
+        one.session.add_receipt(world.shard.receipt(result.plan))
+    await one.session.submit_receipts()
+    news = (await other.step()).news
+    assert not news.granted
+    assert dict(news.cut) == {5: pb.CUT_REASON_QUOTA}
+    await one.do(ops.free(2))
+    await other.admit(5, prompt(5, seed=2, extra=0))
