@@ -83,7 +83,7 @@ FAULTS = {
         "                pool.now_s + time_to_live_s,\n"
         "                pool.num_retainable_blocks(),\n            )\n            _, _, most",
         RETENTIONS,
-        "over_the_quota",
+        "refused_leaves",
     ),
     "a_retention_is_checked_too_late": Fault(
         "control_plane/steps/operations.py",
@@ -92,7 +92,7 @@ FAULTS = {
         "            step.handle, message.token_ids, 7, step.pool.now_s + time_to_live_s, 10**6\n"
         "        )\n        if not 1 <= message.priority <= MAX_PRIORITY:\n",
         RETENTIONS,
-        "repeats",
+        "refused_leaves",
     ),
     "namespaces_are_not_kept_apart": Fault(
         "control_plane/core.py",

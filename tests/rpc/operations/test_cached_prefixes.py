@@ -30,37 +30,6 @@ async def test_an_admission_finds_the_longest_cached_prefix_of_full_blocks(world
     assert (fresh.num_cached_tokens, fresh.num_scheduled_tokens) == (0, 0)
 
 
-async def test_a_block_is_found_once_it_is_full_and_written(world, caller) -> None:
-    await caller.admit(1, prompt(1, extra=7))
-    assert await caller.num_cached(prompt(2)) == 8
-    result = await caller.session.step([ops.append(1, [15], 1, first_positions=15)])
-    assert await caller.num_cached(prompt(2)) == 8
-    caller.session.add_receipt(world.shard.receipt(result.plan))
-    await caller.session.submit_receipts()
-    assert await caller.num_cached(prompt(2)) == 16
-
-
-async def test_what_a_freed_sequence_wrote_is_found_when_its_receipt_comes(world, caller) -> None:
-    result = await caller.session.step([ops.admit(1, prompt(2))])
-    await caller.session.step([ops.free(1)])
-    assert await caller.num_cached(prompt(2)) == 0
-    caller.session.add_receipt(world.shard.receipt(result.plan))
-    await caller.session.submit_receipts()
-    assert await caller.num_cached(prompt(2)) == 16
-
-
-async def test_equal_prompts_share_while_the_first_is_computed(world, caller) -> None:
-    """In its own step, and in the one after it."""
-    first = await caller.session.step([ops.admit(1, prompt(2)), ops.admit(2, prompt(2))])
-    second = await caller.session.step([ops.admit(3, prompt(2))])
-    tables = [(await caller.table(i))[:2] for i in (1, 2, 3)]
-    assert tables[0] == tables[1] == tables[2]
-    for result in (first, second):
-        caller.session.add_receipt(world.shard.receipt(result.plan))
-    await caller.session.submit_receipts()
-    assert (await world.usage())["held"] == 5
-
-
 # The host tier.
 
 
@@ -129,21 +98,14 @@ async def test_the_longest_match_of_every_pool_is_found_without_a_session(world,
     (only,) = await world.client.find_prefix(prompt(3, extra=0), pool_ids=["pool"])
     assert (only.num_device_tokens, only.num_host_tokens) == (24, 0)
     assert only.revision == (await caller.step()).revision
+    hashes = fixed((await caller.session.lookup_prefix(prompt(3))).hashes, 16)
+    for given, num_tokens in ((hashes, 24), (hashes[:2], 16), (hashes[1:], 0)):
+        (match,) = await world.client.find_prefix(hashes=given, pool_ids=["pool"])
+        assert match.num_device_tokens == num_tokens
+    (match,) = await world.client.find_prefix(hashes=hashes, namespace="lora", pool_ids=["pool"])
+    assert match.num_device_tokens == 0, "the hashes are another namespace's"
     assert await world.state() == before
     other.hang_up()
-
-
-async def test_a_match_is_found_by_hashes_too_and_in_its_own_namespace(world, caller) -> None:
-    await caller.admit(1, prompt(3))
-    hashes = fixed((await caller.session.lookup_prefix(prompt(3))).hashes, 16)
-    find = world.client.find_prefix
-    for given, num_tokens in ((hashes, 24), (hashes[:2], 16), (hashes[1:], 0), ([b"?" * 16], 0)):
-        (match,) = await find(hashes=given)
-        assert match.num_device_tokens == num_tokens
-    (match,) = await find(hashes=hashes, namespace="lora-7")
-    assert match.num_device_tokens == 0, "the hashes are another namespace's"
-    (match,) = await find(prompt(3), namespace="lora-7")
-    assert match.num_device_tokens == 0
 
 
 async def refuse(world: World, method: str, request: Any, field: str) -> None:

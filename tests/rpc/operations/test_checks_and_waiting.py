@@ -47,19 +47,6 @@ async def test_each_operation_is_checked_by_itself(caller) -> None:
     assert type(error_of(append.failures[0])) is SequenceNotFoundError
 
 
-async def test_what_blocks_a_later_will_come_back_with_receipts(world, caller) -> None:
-    admitted = await caller.session.step([ops.admit(1, prompt(14))])
-    freed = await caller.session.step([ops.free(1)])
-    other = await world.caller()
-    (later,) = await answers(other, ops.admit(1, prompt(4, seed=1)))
-    assert later.failures[0].shortage.num_blocks_pending == 15
-    for result in (admitted, freed):
-        caller.session.add_receipt(world.shard.receipt(result.plan))
-    await caller.session.submit_receipts()
-    (fits,) = await answers(other, ops.admit(1, prompt(4, seed=1)))
-    assert not fits.failures
-
-
 def random_operation(rng: random.Random) -> pb.Operation:
     one, two = rng.sample(range(1, 7), 2)
     kind = rng.randrange(8)
@@ -128,6 +115,15 @@ async def test_an_admission_that_waits_is_granted_when_there_is_room(world, call
         assert (state.num_tokens, state.num_scheduled_tokens) == (49, 0)
     await caller.do(ops.append(1, (), 49, first_positions=0))
     assert (await world.counters()).num_granted_admissions == 1
+
+
+async def test_a_swap_in_that_waits_is_done_when_it_is_sent_again(caller) -> None:
+    await caller.admit(1, prompt(4, extra=0))
+    await caller.do(ops.swap_out(1))
+    await caller.admit(2, prompt(13, seed=1, extra=0))
+    assert (await caller.later(ops.swap_in(1))).place_in_line == 1
+    await caller.do(ops.truncate(2, 12 * BLOCK))
+    await caller.do(ops.swap_in(1))
 
 
 async def test_a_grant_is_pushed_between_steps(world, caller) -> None:

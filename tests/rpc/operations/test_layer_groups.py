@@ -58,18 +58,6 @@ async def test_what_lies_behind_a_window_is_given_back_as_the_sequence_grows(wor
     assert (await held(world))[0] == 8
 
 
-async def test_a_group_without_room_refuses_for_all(world, caller) -> None:
-    await caller.admit(1, prompt(5))
-    shortage = await caller.later(ops.admit(2, prompt(3, seed=1)))
-    assert (shortage.num_blocks_needed, shortage.num_blocks_available) == (4, 2)
-    await caller.never(ops.admit(2, prompt(9, seed=1)))
-    await caller.do(ops.fork(1, 3))
-    assert await held(world) == [6, 6]
-    await caller.do(ops.free([1, 3]))
-    assert await held(world) == [0, 0]
-    assert (await caller.admit(2, prompt(3, seed=1))).num_cached_tokens == 0
-
-
 async def test_sequences_move_in_both_groups(world, caller) -> None:
     await caller.admit(1, prompt(3))
     moved = await caller.do(ops.swap_out([1]))
@@ -78,19 +66,6 @@ async def test_sequences_move_in_both_groups(world, caller) -> None:
     assert (await held(world), await held(world, HOST)) == ([0, 0], [4, 4])
     await caller.do(ops.swap_in([1]))
     assert (await held(world), await held(world, HOST)) == ([4, 4], [0, 0])
-
-
-async def test_a_hit_is_as_long_as_both_groups_have_what_it_needs(world, caller) -> None:
-    await caller.admit(1, prompt(4))
-    await caller.do(ops.free([1]))
-    assert await caller.num_cached(prompt(4)) == 32
-    await caller.admit(2, prompt(5, seed=2))  # the group with a window has to evict
-    await caller.do(ops.free([2]))
-    full, window = [(await world.usage(DEVICE, group))["cached"] for group in (0, 1)]
-    assert full == 9 > window
-    assert await caller.num_cached(prompt(5, seed=2)) == 40
-    expected = await caller.num_cached(prompt(4))
-    assert (await caller.admit(3, prompt(4))).num_cached_tokens == expected
 
 
 @pytest.mark.parametrize(

@@ -42,29 +42,10 @@ async def test_what_is_retained_is_evicted_last_but_never_kept_from_a_sequence(r
     await retainer.admit(1, prompt(6, seed=3, extra=0))
     assert await retainer.num_cached(prompt(2)) == 16
     assert await retainer.num_cached(prompt(2, seed=1)) == 0
+    shortage = await retainer.later(ops.admit(2, prompt(3, seed=4, extra=0)))
+    assert shortage.num_blocks_available == 2
     await retainer.admit(2, prompt(2, seed=4, extra=0))
     assert await retainer.num_cached(prompt(2)) == 0
-
-
-async def test_a_lower_priority_goes_first(start_world) -> None:
-    world = await start_world(num_device_blocks=8, num_host_blocks=0, max_retained_share=1.0)
-    caller = await world.caller()
-    for seed, priority in ((0, 90), (1, 10), (2, 50)):
-        await caller.cache(prompt(2, seed))
-        await caller.do(ops.retain(prompt(2, seed), time_to_live_s=60, priority=priority))
-    await caller.admit(1, prompt(4, seed=3, extra=0))
-    assert [await caller.num_cached(prompt(2, seed)) for seed in range(3)] == [16, 0, 16]
-
-
-async def test_a_prefix_that_is_retained_again_is_kept_no_shorter_and_no_lower(
-    clock, retainer
-) -> None:
-    """Another engine of the tenant may have asked for it first."""
-    await retainer.do(ops.retain(prompt(2), time_to_live_s=1, priority=100))
-    await retainer.do(ops.retain(prompt(2), time_to_live_s=2 * TIME_S, priority=10))
-    for passed_s, priority in ((0, 100), (2, PRIORITY), (TIME_S, 10), (TIME_S, 0)):
-        clock.advance(passed_s)
-        assert await priorities(retainer) == [priority, priority, 0]
 
 
 async def test_a_release_makes_room_for_another_retention(retainer) -> None:
@@ -82,28 +63,11 @@ async def test_a_release_makes_room_for_another_retention(retainer) -> None:
     assert [block.priority for block in blocks] == [ops.DEFAULT_PRIORITY] * 2
 
 
-@pytest.mark.parametrize("time_to_live_s", [1, 10 * TIME_S], ids=["shorter", "longer"])
-async def test_a_retention_over_the_quota_leaves_earlier_ones_as_they_are(
-    clock, retainer, time_to_live_s
-) -> None:
-    for more in (prompt(3), prompt(1, seed=1)):  # what follows, and another prompt
-        operation = ops.retain(more, time_to_live_s=time_to_live_s, priority=100)
-        await retainer.fail(operation, QuotaExceededError, "token_ids")
-    await assert_as_it_was(clock, retainer)
-
-
-async def assert_as_it_was(clock: StoppedClock, retainer: Caller) -> None:
-    """The first retention has its priority, and ends when it was to end."""
-    assert await priorities(retainer) == [PRIORITY, PRIORITY, 0]
-    clock.advance(TIME_S - 1)
-    assert await priorities(retainer) == [PRIORITY, PRIORITY, 0]
-    clock.advance(2)
-    assert await priorities(retainer) == [0, 0, 0]
-
-
-async def test_a_retention_that_is_wrong_leaves_the_one_it_repeats_as_it_is(
-    clock, retainer
-) -> None:
+async def test_a_retention_that_is_refused_leaves_earlier_ones_as_they_are(clock, retainer) -> None:
+    for time_to_live_s in (1, 10 * TIME_S):
+        for more in (prompt(3), prompt(1, seed=1)):  # what follows, and another prompt
+            operation = ops.retain(more, time_to_live_s=time_to_live_s, priority=100)
+            await retainer.fail(operation, QuotaExceededError, "token_ids")
     for operation, field in (
         (ops.retain(prompt(2), time_to_live_s=10 * TIME_S, priority=101), "priority"),
         (ops.retain(prompt(2), time_to_live_s=-1, priority=1), "time_to_live"),
@@ -112,14 +76,11 @@ async def test_a_retention_that_is_wrong_leaves_the_one_it_repeats_as_it_is(
     ):
         await retainer.fail(operation, InvalidRequestError, field)
     await retainer.never(ops.admit(2, prompt(8, seed=2)))
-    await assert_as_it_was(clock, retainer)
-
-
-async def test_what_is_retained_counts_as_available(retainer) -> None:
-    await retainer.admit(2, prompt(3, seed=3, extra=0))
-    shortage = await retainer.later(ops.admit(3, prompt(6, seed=4, extra=0)))
-    assert shortage.num_blocks_available == 5
     assert await priorities(retainer) == [PRIORITY, PRIORITY, 0]
+    clock.advance(TIME_S - 1)
+    assert await priorities(retainer) == [PRIORITY, PRIORITY, 0], "it ends no earlier"
+    clock.advance(2)
+    assert await priorities(retainer) == [0, 0, 0], "and no later"
 
 
 # Forgetting.
@@ -168,14 +129,3 @@ async def test_all_of_a_namespace_or_a_tenant_is_forgotten(world, caller, scope)
     is_tenant = scope is ops.Scope.TENANT
     assert forgotten.num_forgotten_blocks == (5 if is_tenant else 3)
     assert await caller.num_cached(prompt(2)) == (0 if is_tenant else 16)
-
-
-async def test_what_was_forgotten_while_it_is_computed_is_not_published(world, caller) -> None:
-    result = await caller.session.step([ops.admit(1, prompt(2))])
-    await caller.session.step([ops.forget(ops.Scope.NAMESPACE, force=True)])
-    caller.session.add_receipt(world.shard.receipt(result.plan))
-    await caller.session.submit_receipts()
-    await caller.do(ops.free(1))
-    assert await (await world.caller()).num_cached(prompt(2)) in (0, 16)
-    await caller.do(ops.forget(ops.Scope.NAMESPACE))
-    assert (await world.usage())["free"] == 16

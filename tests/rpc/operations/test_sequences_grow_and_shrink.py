@@ -35,21 +35,6 @@ async def test_a_prompt_takes_blocks_as_its_chunks_come(world, caller) -> None:
     assert await caller.num_cached([*tokens, 1]) == 32
 
 
-async def test_lookahead_slots_have_blocks_before_they_are_computed(world, caller) -> None:
-    await caller.admit(1, prompt(1, extra=0))
-    ahead = ops.append(1, [8], 1, first_positions=8, num_lookahead_slots=2 * BLOCK)
-    result = await caller.do(ahead)
-    assert int32(result.results[0].append.num_blocks) == [4]
-    table = await caller.table(1)
-    state = await caller.session.describe_sequence(1)
-    assert (state.num_tokens, state.num_scheduled_tokens, state.num_blocks) == (9, 9, 4)
-    for position in range(9, 25):
-        step = await caller.grow(1, position)
-        assert not plan_of(step).changes.kinds, "only a block that is missing costs anything"
-    assert await caller.table(1) == table
-    assert (await world.usage())["held"] == 4
-
-
 @pytest.mark.parametrize("how", ["admitted together", "forked"])
 async def test_sequences_of_one_prompt_share_its_blocks_until_they_write(
     world, caller, how
@@ -109,18 +94,6 @@ async def test_rejected_tokens_are_given_back_with_the_blocks_they_empty(world, 
     await caller.do(ops.truncate(1, 10))
     assert await world.state() == before, "to truncate to what is there changes nothing"
     assert (await caller.grow(1, 77)).results[0].append.num_blocks
-
-
-async def test_what_no_plan_has_written_yet_is_truncated_too(world, caller) -> None:
-    await caller.admit(1, prompt(1))
-    step = await caller.session.step([ops.append(1, [9] * 9, 9, first_positions=9)])
-    truncated = await caller.session.step([ops.truncate(1, 9)])
-    for result in (step, truncated):
-        caller.session.add_receipt(world.shard.receipt(result.plan))
-    await caller.session.submit_receipts()
-    state = await caller.session.describe_sequence(1)
-    assert (state.num_tokens, state.num_written_tokens, state.num_blocks) == (9, 9, 2)
-    assert await caller.num_cached([*prompt(1), *[9] * 8]) == 8
 
 
 # Attention windows.

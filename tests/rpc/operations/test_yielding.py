@@ -82,30 +82,6 @@ async def test_growth_that_is_blocked_cuts_who_is_asked_and_does_not_yield(
     assert (await third.admit(1, prompt(3, seed=1))).num_cached_tokens == 3 * BLOCK
 
 
-async def test_what_a_plan_in_flight_writes_is_found_though_its_sequence_is_cut(
-    world, clock, senior, junior
-) -> None:
-    """Its blocks wait for the receipt: they are nobody else's before."""
-    await senior.admit(1, prompt(4, extra=0))
-    admitted = await junior.session.step([ops.admit(1, prompt(3, seed=1))])
-    growth = ops.append(1, [5], 1, first_positions=4 * BLOCK)
-    await senior.later(growth)
-    clock.advance(PAST_GRACE_S)
-    assert (await told(junior)).sequences_asked == (1,)
-    clock.advance(PAST_GRACE_S)
-    assert await junior.session.wait_for_news(PATIENCE_S)
-    dropped = await junior.session.step([])  # its plan is in flight too
-    assert dict(dropped.news.cut) == {1: pb.CUT_REASON_GROWTH}
-    third = await world.caller()
-    assert await third.num_cached(prompt(3, seed=1)) == 0
-    assert (await senior.later(growth)).num_blocks_pending == 4
-    for result in (admitted, dropped):
-        junior.session.add_receipt(world.shard.receipt(result.plan))
-    await junior.session.submit_receipts()
-    await senior.do(growth)
-    assert await third.num_cached(prompt(3, seed=1)) == 3 * BLOCK
-
-
 async def test_who_is_past_its_turn_is_asked_and_then_cut_for_who_waits(
     world, clock, senior, junior
 ) -> None:
