@@ -21,8 +21,6 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from kvplane_blocks import PlainStep
-
 from control_plane import checks, queries
 from control_plane.admission.decisions import AdmissionConfig
 from control_plane.config import CoreConfig
@@ -34,9 +32,8 @@ from control_plane.registration.registration import Registration
 from control_plane.sessions.session import END_CAUSES, EndedSessions, Session, random_session_id
 from control_plane.sessions.silent_shards import lost_sessions
 from control_plane.sharing.sharing import Sharing
-from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps.answers import StepAnswer
 from control_plane.steps.operations import Step, read_operations
-from control_plane.steps.plain_steps import PlainAnswer, PlainSteps
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.requests import Request, Requests
 from control_plane.views import view
@@ -104,7 +101,6 @@ class ControlPlane:
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
         self._requests = Requests(config, self._sharing_of, self._require_open)
-        self._plain_steps = PlainSteps(config, self._sharing_of)
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """Record that a shard has fenced an ended session. Raises PoolNotFoundError,
@@ -262,25 +258,15 @@ class ControlPlane:
     def answer(self, request: Request, tenant: str) -> Any:
         """Run one of the four requests to its end; returns the answer's message."""
         answer = run_to_end(self.run(request, tenant))
-        if isinstance(answer, LargeAnswer):
+        if isinstance(answer, StepAnswer):
             return cpb.StepResponse.FromString(answer.encoded)
         return answer
 
     def run(self, request: Request, tenant: str) -> Slices[Any]:
         """Run one of the four requests in slices. Between them other sessions may make any call,
-        its own none. Returns the answer: of a step with a large plan, a LargeAnswer.
+        its own none. Returns the answer's message, of a step a StepAnswer.
         """
         return self._requests.run(self._session(request.session, tenant), request)
-
-    def plain_step(self, request: PlainStep, tenant: str) -> PlainAnswer | None:
-        """Run ``step`` for a request of the most common shapes. Returns None when it has to be read
-        as a message and passed to ``answer``; what has changed then, ``answer`` would change too.
-        """
-        session = self._sessions.get(request.session_id)
-        if session is None or session.tenant != tenant or request.incarnation != self.incarnation:
-            return None
-        self._renew(session)
-        return self._plain_steps.answer(session, request)
 
     def _require_open(self, session: Session) -> None:
         if self._sessions.get(session.id) is not session:

@@ -11,15 +11,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
-from kvplane_blocks import PlainStep
-
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import Engine
 from benchmarks.control_plane.gc_pauses import Pauses
 from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
-from control_plane.steps.large_answers import LargeAnswer
 from kvplane.slices import run_to_end
 from kvplane.v1 import control_pb2 as cpb
 
@@ -69,23 +66,12 @@ class CorePool:
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
         data = request.SerializeToString()
         began = time.perf_counter()
-        plain = PlainStep.read(data)
-        done = None if plain is None else self.core.plain_step(plain, TENANT)
-        if done is not None:
-            answer = done.encoded
-            self.core.take_notified()
-        else:
-            answer = self._answer(cpb.StepRequest.FromString(data))
-        seconds = time.perf_counter() - began
-        self._announce()
-        return cpb.StepResponse.FromString(answer), seconds
-
-    def _answer(self, request: cpb.StepRequest) -> bytes:
-        answer = run_to_end(self.core.run(request, TENANT))
+        answer = run_to_end(self.core.run(cpb.StepRequest.FromString(data), TENANT))
         self.core.take_notified()
-        is_large = isinstance(answer, LargeAnswer)
-        encoded: bytes = answer.encoded if is_large else answer.SerializeToString()
-        return encoded
+        seconds = time.perf_counter() - began
+        answer.settle()
+        self._announce()
+        return cpb.StepResponse.FromString(answer.encoded), seconds
 
     def _announce(self) -> None:
         began = time.perf_counter()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from control_plane.observing import PoolObservation
@@ -18,8 +18,7 @@ from control_plane.pools.statistics import (
     WAIT_BOUNDS_S,
 )
 from control_plane.sessions.session import END_CAUSES
-from control_plane.steps.operations import OPERATIONS
-from control_plane.steps.plain_steps import PlainAnswer
+from control_plane.steps.answers import StepAnswer
 from kvplane.serving.observability.histogram import Histogram
 from kvplane.serving.observability.metrics import (
     LATENCY_BUCKETS_S,
@@ -223,29 +222,19 @@ class ControlPlaneMetrics(PlaneMetrics):
         self._step_duration = Histogram(LATENCY_BUCKETS_S)
         self._observe: Callable[[], Observed] = lambda: ([], {})
 
-    def count_step(
-        self, operations: Iterable[pb.Operation], result: pb.StepResult, duration_s: float
-    ) -> None:
+    def count_step(self, answer: StepAnswer, duration_s: float) -> None:
         """Count a step that was answered, its operations and its plan."""
         self._step_duration.add(duration_s)
-        self.num_plans += result.HasField("plan")
-        for operation, done in zip(operations, result.results, strict=True):
-            kind = operation.WhichOneof("operation") or "none"
-            for failure in done.failures:
+        self.num_plans += answer.has_plan
+        for (operation, message), result in zip(answer.operations, answer.results, strict=True):
+            kind, failures = operation.name or "none", result.failures
+            for failure in failures:
                 status = _STATUS_NAMES[failure.status]
                 self.operations.inc(kind, status)
                 self.refused_items.inc(kind, status, _reason_of(failure))
-            if done.WhichOneof("done") is not None:
-                num_items = OPERATIONS[kind].num_items(getattr(operation, kind))
-                num_done = num_items - len(done.failures)
+            if result.WhichOneof("done") is not None:
+                num_done = operation.num_items(message) - len(failures)
                 self.operations.inc(kind, "ok", by=num_done)
-
-    def count_plain_step(self, answer: PlainAnswer, duration_s: float) -> None:
-        """Count a plain step of which all items were done, its operation and its plan."""
-        self._step_duration.add(duration_s)
-        self.num_plans += answer.has_plan
-        if answer.kind:
-            self.operations.inc(answer.kind, "ok", by=answer.num_done)
 
     def read_pools(self, observe: Callable[[], Observed]) -> None:
         """Export what ``observe`` says of the pools at each scrape."""

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvplane_blocks import PlainStep
-
 from control_plane.core import ControlPlane
 from control_plane.server.config import PROGRAM, ControlPlaneConfig
 from control_plane.server.election.elector import Elector
@@ -27,7 +25,6 @@ from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
-from control_plane.steps.plain_steps import may_be_plain
 from kvplane import __version__, tracing
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.serving import event_loop
@@ -124,7 +121,6 @@ class ControlPlaneServer(PlaneServer):
             self.metrics,
             max_counts=max_counts,
             also_bind=config.plane_bind,
-            quick={"Step": PlainStep.read} if may_be_plain(config.core) else None,
         )
         about = {"version": __version__, "incarnation": str(incarnation)}
         self._page = PageServer(core.view_pools, self._access, about)

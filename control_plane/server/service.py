@@ -17,17 +17,17 @@ from typing import Any, Final, cast
 
 import grpc.aio
 from google.protobuf import duration_pb2
-from kvplane_blocks import PlainStep
 
 from control_plane.core import ControlPlane
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
-from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps.answers import StepAnswer
 from control_plane.steps.requests import Request
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.observability.logs import frames_of
+from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams, stopping_error
 from kvplane.slices import Slices
 from kvplane.v1 import control_pb2 as pb
@@ -127,6 +127,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._step_streams: dict[int, _StepStream] = {}  # by session, the latest
         self._notices: set[asyncio.Task[None]] = set()
         self._is_flush_due = False
+        self._uncounted: list[tuple[StepAnswer, float]] = []
 
     def stop(self) -> None:
         """End streams that wait for a request now, the others after their current answer."""
@@ -154,6 +155,10 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     def _flush_now(self) -> None:
         self._is_flush_due = False
         self.flush()
+        for answer, duration_s in self._uncounted:
+            answer.settle()
+            self._metrics.count_step(answer, duration_s)
+        self._uncounted.clear()
 
     async def work(self) -> None:
         """Do the core's long work, in slices between requests. Runs until cancelled."""
@@ -223,10 +228,8 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         _LOGGER.info("session closed id=%d", request.session.session_id)
         return pb.CloseSessionResponse()
 
-    async def Step(
-        self, request_iterator: AsyncIterator[pb.StepRequest], context: _Context
-    ) -> None:
-        stream, requests = _StepStream(context), self._streams.open(request_iterator)
+    async def Step(self, incoming: Requests, context: _Context) -> None:
+        stream, requests = _StepStream(context), self._streams.open(incoming)
         try:
             while True:
                 try:
@@ -236,10 +239,13 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                     continue
                 if request is None:
                     return
-                session_id = _session_id(request)
-                answer = await self._answer(request, caller().tenant)
-                is_callers = isinstance(answer, bytes) or answer.HasField("result")
-                if is_callers and self._step_streams.get(session_id) is not stream:
+                try:
+                    answer = await self._step(request, caller().tenant, incoming.num_bytes)
+                except KvplaneError as error:
+                    await stream.write(self._refuse(request.number, error))
+                    continue
+                session_id = request.session.session_id
+                if self._step_streams.get(session_id) is not stream:
                     stream.session_ids.add(session_id)
                     self._step_streams[session_id] = stream
                 await stream.write(answer)
@@ -251,10 +257,8 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def RunStep(self, request: pb.RunStepRequest, context: _Context) -> pb.RunStepResponse:
         if not request.HasField("step"):
             raise InvalidRequestError("is missing: it holds the step to run", field="step")
-        response = await self._step(request.step, caller().tenant)
-        if isinstance(response, bytes):
-            response = pb.StepResponse.FromString(response)
-        return pb.RunStepResponse(result=response.result)
+        encoded = await self._step(request.step, caller().tenant)
+        return pb.RunStepResponse(result=pb.StepResponse.FromString(encoded).result)
 
     async def SubmitReceipts(
         self, request: pb.SubmitReceiptsRequest, context: _Context
@@ -327,67 +331,42 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> AsyncIterator[pb.RegisterResponse]:
         return self._registrar.serve(request_iterator, caller())
 
-    async def _answer(
-        self, request: pb.StepRequest | PlainStep, tenant: str
-    ) -> pb.StepResponse | bytes:
-        try:
-            if isinstance(request, PlainStep):
-                if self._long.is_running(request.session_id):
-                    await self._long.wait(request.session_id)
-                answer = self._plain_step(request, tenant)
-                if answer is not None:
-                    return answer
-                request = pb.StepRequest.FromString(request.data)
-            return await self._step(request, tenant)
-        except KvplaneError as error:
-            return self._refuse(request.number, error)
-
     def _refuse(self, number: int, error: KvplaneError) -> pb.StepResponse:
         self._metrics.rpc.rejected.inc(error.reason)
         return pb.StepResponse(number=number, error=to_wire(error))
 
-    async def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse | bytes:
-        """Return a step's answer, a large one encoded."""
+    async def _step(
+        self, request: pb.StepRequest, tenant: str, num_bytes: int | None = None
+    ) -> bytes:
+        """Return the encoded answer of a step that ran. ``num_bytes``: of the request, if known."""
         begin = time.perf_counter()
-        with tracing.span(
-            "kvplane.control_plane.step",
-            request.traceparent,
-            "SERVER",
-            session=request.session.session_id,
-            number=request.number,
-        ):
-            answer = await self._run(request, tenant)
-        is_large = isinstance(answer, LargeAnswer)
-        response: pb.StepResponse = answer.response if is_large else answer
-        self._metrics.count_step(request.operations, response.result, time.perf_counter() - begin)
-        return answer.encoded if is_large else response
-
-    def _plain_step(self, request: PlainStep, tenant: str) -> bytes | None:
-        """Return a plain step's encoded answer; None when the request must be read as a message."""
+        answer: StepAnswer
         if tracing.is_on():
-            return None
-        begin = time.perf_counter()
-        answer = self._core.plain_step(request, tenant)
-        if answer is None:
-            return None
-        self._flush_soon()
-        duration_s = time.perf_counter() - begin
-        if answer.response is None:
-            self._metrics.count_plain_step(answer, duration_s)
+            with tracing.span(
+                "kvplane.control_plane.step",
+                request.traceparent,
+                "SERVER",
+                session=request.session.session_id,
+                number=request.number,
+            ):
+                answer = await self._run(request, tenant, num_bytes)
         else:
-            operations = pb.StepRequest.FromString(request.data).operations
-            self._metrics.count_step(operations, answer.response.result, duration_s)
+            answer = await self._run(request, tenant, num_bytes)
+        self._uncounted.append((answer, time.perf_counter() - begin))
         return answer.encoded
 
-    async def _run(self, request: Request, tenant: str) -> Any:
+    async def _run(self, request: Request, tenant: str, num_bytes: int | None = None) -> Any:
         """Return the core's answer to a request that has a number, after its session's earlier
-        requests.
+        requests. ``num_bytes``: of the request, if known.
         """
+        if num_bytes is None:
+            num_bytes = request.ByteSize()  # protobuf encodes the request to find it
         session_id = request.session.session_id
-        await self._long.wait(session_id)
+        if self._long.is_running(session_id):
+            await self._long.wait(session_id)
         try:
             slices = self._core.run(request, tenant)
-            has_begun = request.ByteSize() <= LARGE_REQUEST_BYTES
+            has_begun = num_bytes <= LARGE_REQUEST_BYTES
             if has_begun:
                 try:
                     next(slices)
@@ -395,11 +374,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                     return end.value
             return await self._long.run(session_id, slices, has_begun=has_begun)
         finally:  # a request that failed as a whole may have applied its receipts
-            self.flush()
-
-
-def _session_id(request: pb.StepRequest | PlainStep) -> int:
-    return request.session_id if isinstance(request, PlainStep) else request.session.session_id
+            self._flush_soon()
 
 
 class _WatchServer:

@@ -35,39 +35,48 @@ _WITH_TOKENS: Final = (cpb.StepRequest, cpb.SubmitReceiptsRequest)
 class Answer:
     """The answer to a number: a message, or why the request failed as a whole."""
 
-    __slots__ = ("_error", "_message", "content")
+    __slots__ = ("_content", "_error", "_message", "_request")
 
-    def __init__(self, content: bytes, message: Any, error: KvplaneError | None) -> None:
+    def __init__(self, request: Any, message: Any, error: KvplaneError | None) -> None:
         """``message``: a message or an encoded StepResponse."""
-        self.content = content
+        self._request = request
+        self._content = b""
         self._message = message
         # A copy without a traceback, which would keep the request alive.
         self._error = None if error is None else _copy(error)
 
+    def content(self) -> bytes:
+        """Return ``content_of`` the request, which is kept until this is first called."""
+        if self._request is not None:
+            self._content, self._request = content_of(self._request), None
+        return self._content
+
     def result(self) -> Any:
-        """Return the message. Raises the error instead when there is one."""
+        """Return the message, or the encoded StepResponse. Raises the error instead when there is
+        one.
+        """
         if self._error is not None:
             raise _copy(self._error)
-        if isinstance(self._message, bytes):
-            self._message = cpb.StepResponse.FromString(self._message)
         return self._message
 
 
 class Numbering:
     """The last number used, and the answers that are still remembered."""
 
-    __slots__ = ("_answers", "_num_kept", "last")
+    __slots__ = ("_answers", "_latest", "_num_kept", "last")
 
     def __init__(self, num_kept: int) -> None:
         self.last = 0
         self._num_kept = num_kept
         self._answers: OrderedDict[int, Answer] = OrderedDict()
+        self._latest: Answer | None = None
 
-    def repeated(self, number: int, content: bytes) -> Answer | None:
-        """Return the answer that the number got, or None when it is the next one.
+    def repeated(self, request: Any) -> Answer | None:
+        """Return the answer that the request's number got, or None when it is the next one.
 
         Raises InvalidRequestError, StepOutOfOrderError, StepConflictError; none uses a number.
         """
+        number = request.number
         if number < 1:
             raise InvalidRequestError("must be at least 1: count requests from 1", field="number")
         if number == self.last + 1:
@@ -78,7 +87,7 @@ class Numbering:
                 f"{number} is not the next: send the next request as {self.last + 1}",
                 field="number",
             )
-        if answer.content != content:
+        if answer.content() != content_of(request):
             raise StepConflictError(
                 f"{number} was used for a request of other content: send this one as "
                 f"{self.last + 1}",
@@ -90,11 +99,20 @@ class Numbering:
         """Use up the next number."""
         self.last += 1
 
-    def remember(self, content: bytes, message: Any, error: KvplaneError | None = None) -> None:
+    def remember(self, request: Any, message: Any, error: KvplaneError | None = None) -> None:
         """Remember the last number's answer: a message or encoded StepResponse, or an error."""
-        self._answers[self.last] = Answer(content, message, error)
+        self.settle()
+        self._latest = self._answers[self.last] = Answer(request, message, error)
         while len(self._answers) > self._num_kept:
             self._answers.popitem(last=False)
+
+    def settle(self) -> None:
+        """Let go of the last request, of which a digest is enough. It is taken here so that the
+        answer need not wait for it.
+        """
+        if self._latest is not None:
+            self._latest.content()
+            self._latest = None
 
 
 def content_of(request: Any) -> bytes:
@@ -106,19 +124,16 @@ def content_of(request: Any) -> bytes:
     content = xxhash.xxh3_128(b"%b %d" % (_METHODS[kind], request.number))
     if kind is cpb.StepRequest:
         for operation in request.operations:
-            _add(content, operation)
+            encoded = operation.SerializeToString()
+            content.update(b"%d " % len(encoded))
+            content.update(encoded)
     elif kind is cpb.AbortPlanRequest:
         content.update(b" %d" % request.plan_number)
     if kind in _WITH_TOKENS and request.HasField("deferred_tokens"):
-        content.update(b" deferred ")
-        _add(content, request.deferred_tokens)
+        encoded = request.deferred_tokens.SerializeToString()
+        content.update(b" deferred %d " % len(encoded))
+        content.update(encoded)
     return content.digest()
-
-
-def _add(content: xxhash.xxh3_128, part: Message) -> None:
-    encoded = part.SerializeToString()
-    content.update(b"%d " % len(encoded))
-    content.update(encoded)
 
 
 def _copy(error: KvplaneError) -> KvplaneError:

@@ -45,12 +45,11 @@ Done = tuple[int, int, int]
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _ON_DEVICE: Final = bytes([_DEVICE])
-LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
+_LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
 _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # A headroom larger than any pool: the core refuses, and says how many blocks are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
-_ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
     Reason.TURN: cpb.CUT_REASON_TURN,
@@ -71,18 +70,6 @@ class Sharing:
         self._pool = pool
         self._config = config
         self._queue = AdmissionQueue(DeviceBlocks(pool, self.members), config)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody waits: then an operation may be the core's own call, for an admission with
-        ``started`` after it.
-        """
-        return self._queue.is_idle
-
-    @property
-    def num_headroom(self) -> int:
-        """Blocks that an admission leaves free."""
-        return self._queue.num_headroom()
 
     # Sessions
 
@@ -130,7 +117,7 @@ class Sharing:
         done = admit(self._headroom() if queue.is_idle else _PROBE)
         key = waiting.key if waiting is not None and is_again else member.families.new_key()
         must_wait: MustWait | None = None
-        if len(done) == 5 and done[1] in LATER:
+        if len(done) == 5 and done[1] in _LATER:
             must_wait = self._ask(member, key, done[2], wait=message.wait)
             if must_wait is None:
                 done = admit(self._headroom())
@@ -141,36 +128,22 @@ class Sharing:
             member.queued = QueuedAdmission(key, message, member.session.numbers.last, since_s)
         return done, must_wait
 
-    def why_later(self, member: Member, failure: Failure) -> MustWait | None:
-        """Return why an admission waits that the core answered LATER: one made while the queue was
-        idle, without ``wait``.
-        """
-        return self._ask(member, member.families.new_key(), failure[2], wait=False)
-
     def append(self, member: Member, message: cpb.Append) -> tuple[bytes, list[Failure] | None]:
         """Extend sequences; no growth passes an older one that waits for blocks."""
         native, handle = member.session.native, member.session.handle
-        is_blocked = self._queue.is_growth_blocked
-        num_obtainable = 0 if is_blocked else native.num_obtainable(handle, _DEVICE)
-        if is_blocked or most_growth(message, self._pool.block_size) > num_obtainable:
-            growth = native.growth(
-                handle,
-                message.sequence_ids,
-                message.first_positions,
-                message.num_slots,
-                message.num_lookahead_slots,
-            )
-            if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
-                return self._append_in_turn(member, message)
-        return native.append(
-            handle,
-            message.sequence_ids,
-            message.first_positions,
-            message.num_slots,
-            message.num_tokens,
-            message.token_ids,
-            message.num_lookahead_slots,
-        )
+        ids, firsts, slots = message.sequence_ids, message.first_positions, message.num_slots
+        given = message.num_tokens, message.token_ids
+        ahead = message.num_lookahead_slots
+        num_obtainable = 0
+        if not self._queue.is_growth_blocked:
+            done = native.append_if_sure(handle, ids, firsts, slots, *given, ahead)
+            if done is not None:
+                return done
+            num_obtainable = native.num_obtainable(handle, _DEVICE)
+        growth = native.growth(handle, ids, firsts, slots, ahead)
+        if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
+            return self._append_in_turn(member, message)
+        return native.append(handle, ids, firsts, slots, *given, ahead)
 
     def fork(self, member: Member, message: cpb.Fork) -> tuple[bytes, list[Failure] | None]:
         """Fork sequences. The ids of an admission that waits are not available."""
@@ -230,7 +203,7 @@ class Sharing:
         done = swap(headroom if queue.is_idle else _PROBE)
         must_wait: MustWait | None = None
         ids = columns.read(INT64, sequence_ids, "sequence_ids")
-        if not isinstance(done, int) and done[1] in LATER:
+        if not isinstance(done, int) and done[1] in _LATER:
             family = member.families.of(ids[0])
             must_wait = (
                 None if family.is_live else self._ask(member, family.key, done[2], wait=True)
@@ -310,20 +283,15 @@ class Sharing:
         return must_wait
 
     def _started(self, member: Member, key: int, message: cpb.Admit, num_cached: int) -> None:
+        """Record sequences admitted together. ``key``: a new one of the member's families, or that
+        of the admission that waited.
+        """
         ids = [message.sequence_id]
         if message.fork_sequence_ids:
             ids += columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
         num_looked_up = 0
         if member.revoked and not message.skip_prefix_lookup:
             num_looked_up = len(message.token_ids) // 4
-        self.started(member, key, ids, num_looked_up, num_cached)
-
-    def started(
-        self, member: Member, key: int, ids: list[int], num_looked_up: int, num_cached: int
-    ) -> None:
-        """Record sequences admitted together. ``num_looked_up``: tokens looked up for the first.
-        ``key``: a new one of the member's families, or that of the admission that waited.
-        """
         member.families.add(key, ids)
         if member.queued is not None and member.queued.key == key:
             member.queued = None
@@ -416,7 +384,7 @@ class Sharing:
             self._pool.num_granted_admissions += 1
             self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
-        if done[1] in LATER:
+        if done[1] in _LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
         # The head of the queue cannot be admitted as things are: it leaves the queue.
         self._queue.withdraw(session.id, waiting.key)
@@ -483,18 +451,3 @@ def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
         if waiting.names(sequence_id):
             field = f"fork_sequence_ids[{i - 1}]" if i else "sequence_id"
             raise SequenceExistsError(f"sequence {sequence_id} waits to be admitted", field=field)
-
-
-def most_growth(message: cpb.Append, block_size_tokens: int) -> int:
-    """Return a bound on the blocks that the append takes, from its columns alone."""
-    num = columns.count(INT64, message.sequence_ids)
-    if message.num_slots == _ONES[: 4 * num] and not message.num_lookahead_slots:
-        return 2 * num
-    num_slots = sum(
-        sum(columns.read(INT32, column, name))
-        for name, column in (
-            ("num_slots", message.num_slots),
-            ("num_lookahead_slots", message.num_lookahead_slots),
-        )
-    )
-    return 2 * num + num_slots // block_size_tokens

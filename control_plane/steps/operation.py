@@ -60,3 +60,7 @@ class Operation:
     def do(self, step: Any, message: Any, result: cpb.OperationResult) -> Failures:
         """Run an operation that is one slice; see ``run``."""
         raise NotImplementedError
+
+
+Named = tuple[Operation, Any]
+"""An operation and its message."""

@@ -27,7 +27,7 @@ from control_plane.steps.failures import (
     error_of_columns,
     shortage_of,
 )
-from control_plane.steps.operation import Failure, Failures, Operation
+from control_plane.steps.operation import Failure, Failures, Named, Operation
 from control_plane.steps.slices import SLICE_BLOCKS, SLICE_TOKENS, parts_of
 from kvplane.errors import (
     BlockInUseError,
@@ -47,9 +47,6 @@ _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 # Entries of a prefix that are counted when it is forgotten: a fraction of a millisecond.
 _MOST_COUNTED: Final = 4096
-
-Named = tuple[Operation, Any]
-"""An operation and its message."""
 
 
 class Step:
@@ -74,16 +71,27 @@ class Step:
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> Slices[None]:
         """Do the items of an operation that can be done. ``index``: its position in the request."""
         operation, message = named
-        at = f"operations[{index}].{operation.name}" if operation.name else f"operations[{index}]"
-        try:
-            failures = yield from self._timed(operation, operation.run(self, message, result))
-        except ColumnError as error:
-            add_error(result, at, error_of_columns(error))
-        except KvplaneError as error:
-            add_error(result, at, error)
-        else:
-            if failures is not None:
-                add_failures(result, self.member, at, operation, failures)
+        slices, failures, spent_s = operation.run(self, message, result), None, 0.0
+        is_done = False
+        while not is_done:  # count the time that it takes itself, without others' between slices
+            begin_s = time.perf_counter()
+            try:
+                next(slices)
+            except StopIteration as end:
+                failures, is_done = end.value, True
+            except ColumnError as error:
+                add_error(result, _at(index, operation), error_of_columns(error))
+                is_done = True
+            except KvplaneError as error:
+                add_error(result, _at(index, operation), error)
+                is_done = True
+            spent_s += time.perf_counter() - begin_s
+            if not is_done:
+                yield
+        if failures is not None:
+            add_failures(result, self.member, _at(index, operation), operation, failures)
+        if not self.check_as:
+            self.pool.statistics.allocation_s[operation.name].add(spent_s)
 
     def refuse(
         self, result: cpb.OperationResult, failure: Failure, must_wait: MustWait | None
@@ -97,22 +105,10 @@ class Step:
         result.failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
         return None
 
-    def _timed(self, operation: Operation, slices: Slices[Failures]) -> Slices[Failures]:
-        """Run the slices, and count the time that they take themselves."""
-        spent_s = 0.0
-        try:
-            while True:
-                begin_s = time.perf_counter()
-                try:
-                    next(slices)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
-                finally:
-                    spent_s += time.perf_counter() - begin_s
-                yield
-        finally:
-            if not self.check_as:
-                self.pool.statistics.allocation_s[operation.name].add(spent_s)
+
+def _at(index: int, operation: Operation) -> str:
+    """Return the field of an operation in its request, such as "operations[2].append"."""
+    return f"operations[{index}].{operation.name}" if operation.name else f"operations[{index}]"
 
 
 class Admit(Operation):
@@ -187,6 +183,11 @@ class Append(Operation):
                 message.num_lookahead_slots,
                 step.check_as,
             )
+            return refused
+        num_tokens = len(message.token_ids) // _TOKEN_BYTES
+        if step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
+            step.num_taken_tokens += num_tokens
+            result.append.num_blocks, refused = step.sharing.append(step.member, message)
             return refused
         num_blocks, failures = bytearray(), list[Failure]()
         for first, part in parts_of(message):

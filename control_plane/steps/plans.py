@@ -5,53 +5,37 @@ from __future__ import annotations
 from control_plane.pools.publications import owner_of
 from control_plane.sessions.session import PlanRecord, Session
 from control_plane.sharing.member import Member
-from control_plane.steps.slices import SLICE_ENTRIES, digest_of
+from control_plane.steps.answers import SignedPlan
+from control_plane.steps.slices import SLICE_BYTES, SLICE_ENTRIES, digest_of
 from kvplane import tracing
 from kvplane.slices import Slices
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
 
 
-def finish_plan(
-    member: Member,
-    number: int,
-    answer: cpb.StepResult | cpb.ResyncResponse,
-    traceparent: str = "",
-    *,
-    most_bytes: int | None = None,
-) -> Slices[bytes]:
-    """End the step that was begun. Its plan, if there is anything to carry out, is in flight from
-    now on and goes into ``answer``. ``traceparent``: for data planes' spans; ignored if malformed.
-
-    Returns a payload of more than ``most_bytes``, and leaves it out of ``answer``.
+def finish_plan(member: Member, number: int, traceparent: str = "") -> Slices[SignedPlan | None]:
+    """End the step that was begun. Returns its plan, which is in flight from now on; None if there
+    is nothing to carry out. ``traceparent``: for data planes' spans; ignored if malformed.
     """
     session = member.session
     while session.native.prepare(session.handle, SLICE_ENTRIES):
         yield
     prefix = session.plan_prefix
-    if tracing.checked(traceparent):
+    if traceparent and tracing.checked(traceparent):
         prefix += tpb.Plan(traceparent=traceparent).SerializeToString()
     member.is_drafted = False
     payload = session.native.finish(session.handle, prefix)
     if payload is None:
-        return b""
-    # In flight before it is hashed: no receipt of it can come before the answer.
-    session.plans[number] = PlanRecord(b"", session.pool.now_s)
+        return None
     session.last_plan = number
-    digest = yield from digest_of(payload)
-    is_apart = most_bytes is not None and len(payload) > most_bytes
-    answer.plan.type = signing.PLAN
-    answer.plan.payload = b"" if is_apart else payload
-    answer.plan.signature = begin_plan(session, number, digest)
-    return payload if is_apart else b""
-
-
-def begin_plan(session: Session, number: int, digest: bytes) -> bytes:
-    """Record that the plan is in flight; returns its signature."""
+    if len(payload) > SLICE_BYTES:
+        # In flight before it is hashed: no receipt of it can come before the answer.
+        session.plans[number] = PlanRecord(b"", session.pool.now_s)
+        digest = yield from digest_of(payload)
+    else:
+        digest = signing.digest(payload)
     session.plans[number] = PlanRecord(digest, session.pool.now_s)
-    session.last_plan = number
-    return signing.sign_digest(session.pool.key, signing.PLAN, digest)
+    return SignedPlan(payload, signing.sign_digest(session.pool.key, signing.PLAN, digest))
 
 
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:

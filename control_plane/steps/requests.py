@@ -13,13 +13,13 @@ from typing import Any, Final, NamedTuple
 from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
 from control_plane.queries import states
-from control_plane.sessions.numbering import content_of
 from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.abort import abort_from, abort_plans
+from control_plane.steps.answers import SignedPlan, StepAnswer, step_answer
 from control_plane.steps.deferred_tokens import take_deferred_tokens
-from control_plane.steps.large_answers import LARGE_BYTES, LargeAnswer, large_answer
+from control_plane.steps.operation import Named
 from control_plane.steps.operations import Step, check_no_plan, read_operations
 from control_plane.steps.plans import finish_plan
 from control_plane.steps.receipts import take_receipts
@@ -28,6 +28,7 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.slices import Slices
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -35,10 +36,11 @@ Request = cpb.StepRequest | cpb.SubmitReceiptsRequest | cpb.AbortPlanRequest | c
 
 
 class _Step(NamedTuple):
-    """The outcome of a step. ``payload``: its plan's, if that is large and not in the message."""
+    """The outcome of a step. ``result``: the results of its operations alone."""
 
-    response: cpb.StepResponse
-    payload: bytes
+    operations: Sequence[Named]
+    result: cpb.StepResult
+    plan: SignedPlan | None
 
 
 class Requests:
@@ -54,7 +56,7 @@ class Requests:
         self._config = config
         self._sharing_of = sharing_of
         self._require_open = require_open
-        self._kinds: dict[type, Callable[[Member, Any], Slices[Any]]] = {
+        self._kinds: dict[type, Callable[[Member, Sharing, Any], Slices[Any]]] = {
             cpb.StepRequest: self._step,
             cpb.SubmitReceiptsRequest: self._submit_receipts,
             cpb.AbortPlanRequest: self._abort_plan,
@@ -62,55 +64,51 @@ class Requests:
         }
 
     def run(self, session: Session, request: Request) -> Slices[Any]:
-        """Run a request under its number, or repeat its answer. Returns the answer: of a step with
-        a large plan, a LargeAnswer. Raises why the request failed as a whole, and at any slice why
+        """Run a request under its number, or repeat its answer. Returns the answer's message,
+        of a step a StepAnswer. Raises why the request failed as a whole, and at any slice why
         the session has ended.
         """
         self._require_open(session)
-        slices = self._answer(session, request)
-        try:
-            next(slices)
-        except StopIteration as end:
-            return end.value
-        sharing = self._sharing_of(session.pool)
-        sharing.set_busy(session.id, True)
+        sharing, numbers = self._sharing_of(session.pool), session.numbers
+        earlier = numbers.repeated(request)
+        slices: Slices[Any]
+        if earlier is not None:
+            slices = self._take_again(session, request)
+        else:
+            numbers.use()
+            slices = self._kinds[type(request)](sharing.members[session.id], sharing, request)
+        is_busy, outcome = False, None
         try:
             while True:
+                try:
+                    next(slices)
+                except StopIteration as end:
+                    outcome = end.value
+                    break
+                if not is_busy:
+                    is_busy = True
+                    sharing.set_busy(session.id, True)
                 yield
                 self._require_open(session)
-                next(slices)
-        except StopIteration as end:
-            return end.value
-        finally:
-            slices.close()
-            sharing.set_busy(session.id, False)
-
-    def _answer(self, session: Session, request: Request) -> Slices[Any]:
-        content = content_of(request)
-        answer = session.numbers.repeated(request.number, content)
-        if answer is not None:
-            yield from self._take_again(session, request)
-            return answer.result()
-        session.numbers.use()
-        sharing = self._sharing_of(session.pool)
-        member = sharing.members[session.id]
-        try:
-            message = yield from self._kinds[type(request)](member, request)
         except KvplaneError as error:
-            session.numbers.remember(content, None, error)
+            if earlier is None:
+                numbers.remember(request, None, error)
             raise
         finally:
+            slices.close()
             sharing.serve()
-        payload = b""
-        if isinstance(message, _Step):
-            message, payload = message
-            if (news := member.take_news()) is not None:
-                message.result.news.CopyFrom(news)
-        if payload:
-            message = large_answer(message, payload)
-        is_large = isinstance(message, LargeAnswer)
-        session.numbers.remember(content, message.encoded if is_large else message)
-        return message
+            if is_busy:
+                sharing.set_busy(session.id, False)
+        if earlier is not None:
+            outcome = earlier.result()
+            return StepAnswer(outcome) if isinstance(outcome, bytes) else outcome
+        if not isinstance(outcome, _Step):
+            numbers.remember(request, outcome)
+            return outcome
+        news = sharing.members[session.id].take_news()
+        answer = step_answer(session, request.number, *outcome, news)
+        numbers.remember(request, answer.encoded)
+        return answer
 
     def _take_again(self, session: Session, request: Request) -> Slices[None]:
         # A receipt is true whenever it arrives. One that is refused does not change the answer.
@@ -119,74 +117,69 @@ class Requests:
         except KvplaneError as error:
             _LOGGER.info("a repeated request brought a receipt that was refused: %s", error.reason)
 
-    def _step(self, member: Member, request: cpb.StepRequest) -> Slices[_Step]:
-        yield from self._take_past(member, request)
+    def _step(self, member: Member, sharing: Sharing, request: cpb.StepRequest) -> Slices[_Step]:
         session = member.session
+        if request.receipts:
+            yield from take_receipts(session, self._bounded(request.receipts))
+        if request.HasField("deferred_tokens"):
+            take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
             check_no_plan(member, operations)
-        response = cpb.StepResponse(number=request.number)
-        result = response.result
         session.native.begin(session.handle, request.number)
-        step = Step(member, self._sharing_of(session.pool))
-        add = result.results.add
+        step, result = Step(member, sharing), cpb.StepResult()
         for i, operation in enumerate(operations):
-            yield from step.run(i, operation, add())
+            yield from step.run(i, operation, result.results.add())
             if step.num_taken_tokens >= SLICE_TOKENS:
                 step.num_taken_tokens = 0
                 yield
-        payload = yield from finish_plan(
-            member, request.number, result, request.traceparent, most_bytes=LARGE_BYTES
-        )
-        pool = session.pool
-        result.usage.CopyFrom(pool.usage())
-        result.revision = pool.revision()
-        return _Step(response, payload)
+        plan = yield from finish_plan(member, request.number, request.traceparent)
+        return _Step(operations, result, plan)
 
     def _submit_receipts(
-        self, member: Member, request: cpb.SubmitReceiptsRequest
+        self, member: Member, sharing: Sharing, request: cpb.SubmitReceiptsRequest
     ) -> Slices[cpb.SubmitReceiptsResponse]:
-        yield from self._take_past(member, request)
+        yield from take_receipts(member.session, self._bounded(request.receipts))
+        if request.HasField("deferred_tokens"):
+            take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
         pool = member.session.pool
         return cpb.SubmitReceiptsResponse(usage=pool.usage(), revision=pool.revision())
 
     def _abort_plan(
-        self, member: Member, request: cpb.AbortPlanRequest
+        self, member: Member, sharing: Sharing, request: cpb.AbortPlanRequest
     ) -> Slices[cpb.AbortPlanResponse]:
         session = member.session
         yield from take_receipts(session, self._bounded(request.receipts))
         yield from abort_from(session, request.plan_number)
         session.pool.statistics.num_aborts += 1
-        return cpb.AbortPlanResponse(sequences=(yield from self._aborted(member)))
+        return cpb.AbortPlanResponse(sequences=(yield from self._aborted(member, sharing)))
 
-    def _resync(self, member: Member, request: cpb.ResyncRequest) -> Slices[cpb.ResyncResponse]:
+    def _resync(
+        self, member: Member, sharing: Sharing, request: cpb.ResyncRequest
+    ) -> Slices[cpb.ResyncResponse]:
         session = member.session
         yield from take_receipts(session, self._bounded(request.receipts))
         yield from abort_plans(session, next_plan=request.number, keeps_tables=False)
         session.pool.statistics.num_resyncs += 1
-        response = cpb.ResyncResponse(sequences=(yield from self._aborted(member)))
+        sequences = yield from self._aborted(member, sharing)
         session.native.begin(session.handle, request.number)
-        yield from finish_plan(member, request.number, response)
-        return response
+        plan = yield from finish_plan(member, request.number)
+        assert plan is not None, "a resync has a plan, even if it has no table"
+        payload, signature = plan
+        signed = tpb.SignedPayload(type=signing.PLAN, payload=payload, signature=signature)
+        return cpb.ResyncResponse(sequences=sequences, plan=signed)
 
-    def _aborted(self, member: Member) -> Slices[cpb.SequenceStates]:
+    def _aborted(self, member: Member, sharing: Sharing) -> Slices[cpb.SequenceStates]:
         """Return the states of all sequences of the session after an abort."""
         session = member.session
         has_many = session.native.num_sequences(session.handle) > SLICE_SEQUENCES
         if has_many:
             yield
         sequences = states(session)
-        self._sharing_of(session.pool).aborted(member, sequences)
+        sharing.aborted(member, sequences)
         if has_many:
             yield
         return sequences
-
-    def _take_past(
-        self, member: Member, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
-    ) -> Slices[None]:
-        yield from take_receipts(member.session, self._bounded(request.receipts))
-        if request.HasField("deferred_tokens"):
-            take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
 
     def _bounded(self, receipts: Sequence[tpb.SignedPayload]) -> Sequence[tpb.SignedPayload]:
         most = self._config.max_operations

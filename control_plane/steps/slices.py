@@ -26,11 +26,10 @@ between two slices takes a tenth of that.
 """
 SLICE_SEQUENCES: Final = 4096
 """Sequences that are described: a millisecond."""
+SLICE_BYTES: Final = 1 << 21
+"""Bytes of a plan that are hashed: a millisecond."""
 SLICE_RECEIPTS: Final = 256
 """Receipts that are verified: two milliseconds."""
-MANY_TOKENS: Final = 4 * SLICE_TOKENS
-"""Tokens of plans in flight; more than this take some milliseconds to receipt."""
-_HASHED_BYTES: Final = 1 << 21  # a millisecond
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 
@@ -38,10 +37,9 @@ _TOKEN_BYTES: Final = 4
 def digest_of(payload: bytes) -> Slices[bytes]:
     """Return ``signing.digest`` of the payload, hashed in slices."""
     digest, view = hashlib.sha256(), memoryview(payload)
-    for begin in range(0, len(payload), _HASHED_BYTES):
-        if len(payload) > _HASHED_BYTES:
-            yield
-        digest.update(view[begin : begin + _HASHED_BYTES])
+    for begin in range(0, len(payload), SLICE_BYTES):
+        yield
+        digest.update(view[begin : begin + SLICE_BYTES])
     return digest.digest()
 
 

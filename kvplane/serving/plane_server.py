@@ -87,14 +87,12 @@ class PlaneServer:
         also_serve: Sequence[ServiceDescriptor] = (),
         max_counts: Mapping[str, int] | None = None,
         also_bind: str = "",
-        quick: Mapping[str, Callable[[bytes], Any | None]] | None = None,
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer. ``also_serve``:
         services whose servicers the caller adds to the server, with the same checks as the first.
         ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
-        ``also_bind``: a second address, or empty. ``quick``: by method's name, see
-        ``Admission.quick``.
+        ``also_bind``: a second address, or empty.
 
         Raises OSError when an address cannot be bound or a TLS file cannot be read, and
         InvalidRequestError for a wrong access list.
@@ -110,10 +108,9 @@ class PlaneServer:
             for each in services
             for method in each.methods
         }
-        quick = {f"/{service_name}/{name}": read for name, read in (quick or {}).items()}
         budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
         answers = ReceiveBudget(max_caller_bytes=config.max_caller_received_bytes)
-        admission = Admission(self._gate, bounds, budget, quick, answers)
+        admission = Admission(self._gate, bounds, budget, answers)
         metrics.rpc.received = budget
         self._server = serving.build(
             config.bind,

@@ -31,9 +31,6 @@ class Admission:
     gate: Gate
     bounds: Mapping[str, MessageBounds]
     budget: ReceiveBudget
-    quick: Mapping[str, Callable[[bytes], Any | None]] = field(default_factory=dict)
-    """By method: reads requests of a common shape, within the bounds, without making a message.
-    Returns None for others."""
     answers: ReceiveBudget = field(default_factory=ReceiveBudget)
     """Unread answers to unary calls, which gRPC keeps until the callers read them."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -61,7 +58,6 @@ class Requests:
         self._gate, self._budget, self._large = admission.gate, admission.budget, admission.large
         self._bounds = admission.bounds.get(method)  # None: not a method of the contract
         self._answers = admission.answers
-        self._quick = admission.quick.get(method)
         self._method = method
         self._decode = decode
         self._context = context
@@ -92,10 +88,6 @@ class Requests:
             self.check_caller()
         self._budget.take(self._caller, len(data))
         self._num_held = len(data)
-        if self._quick is not None and len(data) < _LARGE_BYTES:
-            quick = self._quick(data)
-            if quick is not None:
-                return quick
         if self._bounds is not None:
             self._bounds.check(data)
         if len(data) >= _LARGE_BYTES:
@@ -120,6 +112,11 @@ class Requests:
             raise DeadlineExceededError(f"no request came within {_ARRIVAL_S:g} s") from None
         except StopAsyncIteration:
             raise InvalidRequestError("the call ended without a request") from None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the last request."""
+        return self._num_held
 
     def hold_answer(self, num_bytes: int) -> None:
         """Count the answer until the call is over. Raises QuotaExceededError when the caller has

@@ -17,6 +17,7 @@ from kvplane.errors import InvalidRequestError
 INT32: Final = "i"
 INT64: Final = "q"
 UINT8: Final = "B"
+_SIZES: Final = {kind: array(kind).itemsize for kind in (INT32, INT64, UINT8)}
 _IS_BIG_ENDIAN: Final = sys.byteorder == "big"
 
 
@@ -53,12 +54,12 @@ def read(kind: str, column: bytes, field: str, *, length: int | None = None) -> 
 
 def count(kind: str, column: bytes) -> int:
     """Count the elements of a column, from its bytes alone."""
-    return len(column) // array(kind).itemsize
+    return len(column) // _SIZES[kind]
 
 
 def zeros(kind: str, length: int) -> array[int]:
     """Return ``length`` elements of 0."""
-    return array(kind, bytes(array(kind).itemsize * length))
+    return array(kind, bytes(_SIZES[kind] * length))
 
 
 def fixed(column: bytes, size_bytes: int) -> Sequence[bytes]:

@@ -38,9 +38,9 @@ def sign(key: bytes, type_tag: str, payload: bytes) -> bytes:
 
 def sign_digest(key: bytes, type_tag: str, payload_digest: bytes) -> bytes:
     """Return the 32-byte signature of the payload with this ``digest``."""
-    begun = _begun(key)
+    begun = _begun(key, type_tag)
     inner, outer = begun[0].copy(), begun[1].copy()
-    inner.update(type_tag.encode() + b"\0" + payload_digest)
+    inner.update(payload_digest)
     outer.update(inner.digest())
     signature: bytes = outer.digest()
     return signature
@@ -76,10 +76,10 @@ def digest(payload: bytes) -> bytes:
 
 
 @lru_cache(_NUM_KEYS)
-def _begun(key: bytes) -> tuple[Any, Any]:
-    """Return the two hashes of an HMAC (RFC 2104, section 4), fed with the key alone."""
+def _begun(key: bytes, type_tag: str) -> tuple[Any, Any]:
+    """Return the two hashes of an HMAC (RFC 2104, section 4), fed with the key and the type."""
     if len(key) > _BLOCK_BYTES:
         key = hashlib.sha256(key).digest()
     padded = key.ljust(_BLOCK_BYTES, b"\0")
     inner, outer = bytes(byte ^ 0x36 for byte in padded), bytes(byte ^ 0x5C for byte in padded)
-    return hashlib.sha256(inner), hashlib.sha256(outer)
+    return hashlib.sha256(inner + type_tag.encode() + b"\0"), hashlib.sha256(outer)

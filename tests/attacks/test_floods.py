@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,12 @@ import pytest
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
-from kvplane.errors import DeadlineExceededError, KvplaneError, QuotaExceededError
+from kvplane.errors import (
+    DeadlineExceededError,
+    KvplaneError,
+    QuotaExceededError,
+    UnavailableError,
+)
 from kvplane.serving import requests, server
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
@@ -100,6 +106,10 @@ def test_streams_on_one_connection_are_bounded(
         for call in calls:
             call.cancel()
         idle.set()
+        # The server refuses streams until it has heard that others were cancelled.
+        deadline_s = time.monotonic() + 10.0
+        while isinstance(refusal(channel, "ControlPlaneService/ListPools", b""), UnavailableError):
+            assert time.monotonic() < deadline_s
         assert refusal(channel, "ControlPlaneService/ListPools", b"") is None
 
 

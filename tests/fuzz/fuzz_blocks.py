@@ -17,7 +17,6 @@ import kvplane_blocks
 import xxhash
 from kvplane_blocks import _native
 
-from tests.fuzz.plain_requests import PLAIN_CALLS, fuzz_plain_bytes
 from tests.fuzz.pool_calls import STEP_CALLS, end, end_some, fence
 from tests.fuzz.pool_world import World, make_calls, new_core, settings
 from tests.fuzz.prefix_calls import PREFIX_CALLS
@@ -65,12 +64,6 @@ def fuzz_groups(data: atheris.FuzzedDataProvider) -> None:
     check_followers(world)
 
 
-def fuzz_plain_steps(data: atheris.FuzzedDataProvider) -> None:
-    """Half of the calls are requests as bytes."""
-    calls = STEP_CALLS + PREFIX_CALLS
-    make_calls(new_world(data, 1, 2), PLAIN_CALLS * len(calls) + calls, unsettled=UNSETTLED)
-
-
 def fuzz_rebuild(data: atheris.FuzzedDataProvider) -> None:
     """The pool goes on when it is built."""
     same, block_tokens = settings(data), data.PickValueInList([*BLOCK_TOKENS])
@@ -86,8 +79,6 @@ TARGETS = {
     "hashes": fuzz_hashes,
     "pool": fuzz_pool,
     "groups": fuzz_groups,
-    "plain-bytes": fuzz_plain_bytes,
-    "plain-steps": fuzz_plain_steps,
     "rebuild": fuzz_rebuild,
 }
 

@@ -57,7 +57,10 @@ def append(world: World, session: Session) -> None:
     tokens = world.column(4, sum(counts), 2)
     packed = b"".join(count.to_bytes(4, "little") for count in counts)
     world.pool.growth(session.handle, ids, firsts, slots, ahead)
-    world.pool.append(session.handle, ids, firsts, slots, packed, tokens, ahead)
+    columns = ids, firsts, slots, packed, tokens, ahead
+    if data.ConsumeBool() and world.pool.append_if_sure(session.handle, *columns) is not None:
+        return
+    world.pool.append(session.handle, *columns)
 
 
 def truncate(world: World, session: Session) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplane_blocks import GroupedPool, Pool
 
+from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
 if TYPE_CHECKING:
@@ -184,13 +185,16 @@ class World:
     # Steps
 
     def finish(self, session: Session) -> None:
-        """End the step; its plan can be read."""
+        """End the step; its plan can be read, and its answer has it."""
         with granted():
             payload = self.pool.finish(session.handle, b"")
         session.is_due = False
         if payload is not None:
             plan = tpb.Plan.FromString(payload)
             assert plan.number == session.number, plan
+        encoded = self.pool.answer(session.number, b"", payload or b"", b"signed", 1, b"")
+        result = cpb.StepResponse.FromString(encoded).result
+        assert result.plan.payload == (payload or b"")
 
     def begin(self, session: Session) -> None:
         session.number += 1

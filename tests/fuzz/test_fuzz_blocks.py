@@ -19,18 +19,14 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fuzz.plain_requests import seeds
-
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "fuzz" / "fuzz_blocks.py"
 NUM_RUNS = int(os.environ.get("KVPLANE_FUZZ_RUNS", "1000000"))
-# Of a hundred inputs. Those of bytes alone take microseconds each, the others milliseconds.
+# Of a hundred inputs. Those of hashes take microseconds each, the others milliseconds.
 SHARES = {
     "hashes": 5,
-    "plain-bytes": 70,
-    "plain-steps": 7,
     "pool": 10,
     "groups": 5,
     "rebuild": 3,
@@ -60,12 +56,6 @@ FAULTS = {
         "bindings/hashes.cpp",
         "parent.size() != hash.size()",
         "parent.size() < hash.size()",
-    ),
-    "a message has any size": Fault(
-        "plain-bytes", "steps/plain_step.cpp", "data_.size() - at_ < sizeof(value)", "at_ < 1"
-    ),
-    "a column may be short": Fault(
-        "plain-steps", "steps/plain_step.cpp", "column.size != num", "column.size > num"
     ),
     "an abort is of one group": Fault(
         "groups",
@@ -126,7 +116,7 @@ def fuzz(
 ) -> subprocess.CompletedProcess[str]:
     """From the inputs in ``corpus`` on, to which the fuzzer adds."""
     corpus.mkdir(parents=True, exist_ok=True)
-    for i, seed in enumerate(seeds() if target == "plain-bytes" else RANDOM_INPUTS):
+    for i, seed in enumerate(RANDOM_INPUTS):
         (corpus / f"seed {i}").write_bytes(seed)
     environment = {
         "KVPLANE_PYTHON": sys.executable,

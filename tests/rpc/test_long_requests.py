@@ -29,7 +29,6 @@ class Lingering:
         self._is_first = True
         self._run = core.run
         patch.setattr("control_plane.steps.requests.SLICE_TOKENS", 40)
-        patch.setattr("control_plane.steps.requests.LARGE_BYTES", 300)
         patch.setattr(core, "run", self.run)
 
     def run(self, request: Any, tenant: str) -> Slices[Any]:

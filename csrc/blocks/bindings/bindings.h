@@ -11,8 +11,8 @@ void bind_codes(pybind11::module_& module);
 void bind_pool(pybind11::module_& module);
 // The operations of a step; after bind_pool.
 void bind_steps(pybind11::module_& module);
-// Steps of the most common shape; after bind_pool.
-void bind_plain_steps(pybind11::module_& module);
+// Answers to steps; after bind_pool.
+void bind_answers(pybind11::module_& module);
 // Retention, forgetting, watching and rebuilding; after bind_pool.
 void bind_extras(pybind11::module_& module);
 

@@ -254,12 +254,6 @@ void bind_sessions(py::class_<P>& pool) {
       py::arg("handle"), py::arg("plan"),
       py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
   pool.def(
-      "num_tokens_in_flight",
-      [](const P& self, SessionHandle handle) {
-        return self.num_tokens_in_flight(checked(self, handle));
-      },
-      py::arg("handle"));
-  pool.def(
       "abort",
       [](P& self, SessionHandle handle, int64_t next_plan, bool keeps_tables, int64_t max_blocks) {
         checked(self, handle);

@@ -69,6 +69,24 @@ auto in_step(P& pool, SessionHandle handle, int64_t check_as, const Call& call) 
   });
 }
 
+AppendColumns read_append(const py::bytes& sequence_ids, const py::bytes& first_positions,
+                          const py::bytes& num_slots, const py::bytes& num_tokens,
+                          const py::bytes& token_ids, const py::bytes& num_lookahead) {
+  AppendColumns columns = read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
+  columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
+  columns.token_ids = read<int32_t>(token_ids, "token_ids");
+  check_tokens(columns.num_tokens, columns.token_ids, 0);
+  return columns;
+}
+
+// A bound on the blocks that an append takes, from its columns alone.
+int64_t most_growth(const AppendColumns& columns, int64_t block_size) {
+  int64_t num_slots = 0;
+  for (const Span<int32_t>& slots : {columns.num_slots, columns.num_lookahead})
+    for (int64_t i = 0; i < slots.size; ++i) num_slots += std::max(slots[i], 0);
+  return 2 * columns.sequence_ids.size + num_slots / block_size;
+}
+
 template <typename P>
 void bind_steps_of(py::class_<P>& pool) {
   pool.def(
@@ -105,11 +123,8 @@ void bind_steps_of(py::class_<P>& pool) {
       [](P& self, SessionHandle handle, const py::bytes& sequence_ids,
          const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
          const py::bytes& token_ids, const py::bytes& num_lookahead, int64_t check_as) {
-        AppendColumns columns =
-            read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
-        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
-        columns.token_ids = read<int32_t>(token_ids, "token_ids");
-        check_tokens(columns.num_tokens, columns.token_ids, 0);
+        const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
+                                                  num_tokens, token_ids, num_lookahead);
         return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
           return as_tuple(Pool::append(groups, handle, columns, only_check));
         });
@@ -117,6 +132,21 @@ void bind_steps_of(py::class_<P>& pool) {
       py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
       py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"),
       py::arg("check_as") = 0);
+  pool.def(
+      "append_if_sure",
+      [](P& self, SessionHandle handle, const py::bytes& sequence_ids,
+         const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
+         const py::bytes& token_ids, const py::bytes& num_lookahead) -> py::object {
+        const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
+                                                  num_tokens, token_ids, num_lookahead);
+        const int64_t most = most_growth(columns, first_of(self).index().block_size());
+        if (most > self.num_obtainable(checked(self, handle), kDevice)) return py::none();
+        return in_groups(self, [&](Groups groups) -> py::object {
+          return as_tuple(Pool::append(groups, handle, columns));
+        });
+      },
+      py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
+      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
   pool.def(
       "growth",
       [](const P& self, SessionHandle handle, const py::bytes& sequence_ids,

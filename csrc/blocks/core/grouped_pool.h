@@ -70,9 +70,6 @@ class GroupedPool {
   std::vector<Failure> deferred_tokens(SessionHandle handle, const DeferredColumns& columns);
   bool receipted(SessionHandle handle, int64_t plan,
                  int64_t max_blocks = std::numeric_limits<int64_t>::max());
-  int64_t num_tokens_in_flight(SessionHandle handle) const {
-    return first().num_tokens_in_flight(handle);
-  }
   int64_t release_retained(SessionHandle handle, Span<int32_t> tokens);
   // Leading full blocks that an admission would find: their entries in the first group.
   std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;

@@ -108,7 +108,6 @@ class Pool final : private Listener {
   // call, which must then come before any other call of the session.
   bool receipted(SessionHandle handle, int64_t plan,
                  int64_t max_blocks = std::numeric_limits<int64_t>::max());
-  int64_t num_tokens_in_flight(SessionHandle handle) const;
   // Aborts all plans in flight; returns as `receipted` does. `keeps`: the next plan need not send
   // table entries that the data plane has.
   static bool abort(Groups groups, SessionHandle handle, int64_t next_plan, bool keeps,

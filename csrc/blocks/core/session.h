@@ -88,7 +88,6 @@ struct Transfer {
 // Changes that a plan in flight makes once it has run, or undoes when it is aborted.
 struct PlanRecord {
   int64_t number = 0;
-  int64_t num_tokens = 0;                              // that it computes or copies
   std::vector<std::pair<uint32_t, uint32_t>> touched;  // (sequence, uid): have spans or transfers
   std::vector<Transfer> transfers;
   std::vector<Demotion> demotions;

@@ -47,10 +47,6 @@ constexpr size_t kUsualBytes = 64;
 
 }  // namespace
 
-Hash digest_of(std::string_view first, std::string_view second) {
-  return hash_of(first.data(), first.size(), second.data(), second.size());
-}
-
 Hash root_hash(std::string_view root) {
   return hash_of(kRootPrefix.data(), kRootPrefix.size(), root.data(), root.size());
 }

@@ -11,9 +11,6 @@ namespace kvplane::blocks {
 
 using Hash = std::array<uint8_t, 16>;
 
-// The hash of two parts as if they were one.
-Hash digest_of(std::string_view first, std::string_view second);
-
 // The hash that the first block of each of a root's prefixes is chained to.
 Hash root_hash(std::string_view root);
 

@@ -71,12 +71,6 @@ bool Pool::end_receipted(Session& session, int64_t left) {
   return false;
 }
 
-int64_t Pool::num_tokens_in_flight(SessionHandle handle) const {
-  int64_t num = 0;
-  for (const PlanRecord& record : sessions_[handle].plans) num += record.num_tokens;
-  return num;
-}
-
 // Publishes blocks of the sequence that plans up to `done`, which have run, wrote.
 void Pool::advance(Session& session, uint32_t index, int64_t done) {
   Sequence& sequence = sequences_[index];

@@ -57,46 +57,6 @@ TOO_MANY_ENTRIES: Final = 24
 class ColumnError(ValueError):
     """Columns cannot be read: args are the column, the index or -1, and what is wrong."""
 
-MAX_PLAIN_RECEIPTS: Final = 8
-
-class PlainStep:
-    """An encoded StepRequest of the most common shapes: receipts, and at most one operation; no
-    deferred tokens and no traceparent. The operation is an append, whose columns fit together and
-    have no lookahead, or an admission with no other fields than ``max_total_tokens``.
-    """
-
-    @staticmethod
-    def read(data: bytes) -> PlainStep | None:
-        """Read a request; None for any other, also for an encoding that protobuf never writes."""
-    @property
-    def data(self) -> bytes: ...
-    @property
-    def incarnation(self) -> int: ...
-    @property
-    def session_id(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def kind(self) -> str:
-        """The operation's name, "admit" or "append"; empty when there is none."""
-    @property
-    def num_items(self) -> int:
-        """Items of an append."""
-    @property
-    def sequence_id(self) -> int:
-        """The sequence of an admission."""
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the operation."""
-    @property
-    def content(self) -> bytes:
-        """The digest that ``content_of`` returns for the message."""
-    @property
-    def receipts(self) -> list[tuple[int, int, bytes, bytes]]:
-        """Each receipt's claimed plan and shard, its payload and its signature, none of them
-        checked. Their type is that of receipts.
-        """
-
 class _Sessions:
     """Methods of both ``Pool`` and ``GroupedPool``; the module has no such class."""
 
@@ -145,6 +105,17 @@ class _Sessions:
         num_lookahead: bytes,
         check_as: int = 0,
     ) -> tuple[bytes, list[_Failure] | None]: ...
+    def append_if_sure(
+        self,
+        handle: int,
+        sequence_ids: bytes,
+        first_positions: bytes,
+        num_slots: bytes,
+        num_tokens: bytes,
+        token_ids: bytes,
+        num_lookahead: bytes,
+    ) -> tuple[bytes, list[_Failure] | None] | None:
+        """``append``; or None, with nothing changed, if there might not be room for all of it."""
     def growth(
         self,
         handle: int,
@@ -183,36 +154,17 @@ class _Sessions:
         whether some are left.
         """
     def finish(self, handle: int, prefix: bytes) -> bytes | None: ...
-    def plain_step(
-        self,
-        handle: int,
-        request: PlainStep,
-        done: int,
-        headroom: int,
-        most_tokens: int,
-        prefix: bytes,
-    ) -> (
-        tuple[_Done | None, list[_Failure] | None, bytes | None, float]
-        | tuple[_Failure, float]
-        | None
-    ):
-        """Call ``receipted`` with plan ``done``, ``begin``, ``append`` or ``admit``, ``finish``.
-        Returns the operation's result, the items refused, the plan, and the operation's seconds.
-
-        None, with nothing changed, when all tables are due, plans in flight compute more than
-        ``most_tokens``, or an append might not find room. For a refused admission, its failure and
-        the seconds: the step has begun then, and ``finish`` was not called.
-        """
-    def plain_answer(
+    def answer(
         self,
         number: int,
-        done: _Done | None,
-        payload: bytes | None,
+        results: bytes,
+        payload: bytes,
         signature: bytes,
         revision: int,
+        news: bytes,
     ) -> bytes:
-        """Encode the StepResponse. ``done``: the operation's result, None when there was none.
-        ``payload``: the plan's, or None.
+        """Encode a StepResponse, with the pool's usage. ``results``: the field of that name of a
+        StepResult, encoded. ``payload``, ``news``: empty without a plan, or news.
         """
     def deferred_tokens(
         self,
@@ -227,8 +179,6 @@ class _Sessions:
         """Record that plans up to this one have run. Publishes or releases about ``max_blocks`` at
         a time; if it returns True, the same call must follow before any other of the session.
         """
-    def num_tokens_in_flight(self, handle: int) -> int:
-        """Count the tokens that plans in flight compute or copy."""
     def abort(
         self, handle: int, next_plan: int, keeps_tables: bool = True, max_blocks: int = ...
     ) -> bool:

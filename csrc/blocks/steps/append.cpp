@@ -319,7 +319,6 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   spans.sequence_ids.push_back(sequence.id);
   spans.first_positions.push_back(sequence.num_scheduled);
   spans.num_tokens.push_back(static_cast<int32_t>(num_slots));
-  session.record.num_tokens += num_slots;
   sequence.num_scheduled += num_slots;
   sequence.computed_by = session.number;
   sequence.progress_s = now_s_;

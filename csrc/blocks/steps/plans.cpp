@@ -27,7 +27,6 @@ void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, ui
   const BlockRef destination{tier, copy, store(tier).generation(copy)};
   session.destinations.insert(key_of(tier, copy), 1);
   note(session, {source, destination});
-  session.record.num_tokens += block_size_;
 }
 
 // After an abort, the plan names its transfers once all tables are written to it.

@@ -50,6 +50,9 @@ class ProtoFields : public Sink {
     bytes(field, {reinterpret_cast<const char*>(values), num_values * sizeof(T)});
   }
 
+  // Fields that are encoded already.
+  void encoded(std::string_view fields) { Sink::put(fields.data(), fields.size()); }
+
   // The header of a nested message whose fields, num_bytes of them in all, are written next.
   void message(uint32_t field, size_t num_bytes) {
     tag(field, kLengthDelimited);

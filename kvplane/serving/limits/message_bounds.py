@@ -34,12 +34,13 @@ MAX_COUNTS: Final[Mapping[str, int]] = {
     "AttentionOptions.sinks": 65_536,
     "Tensor.shape": 16,
 }
-MAX_STRING_BYTES: Final = 4096
+MAX_STRING_BYTES: Final = 8192
 # A message here has ten fields at most. Singular and unknown fields are bounded by the number of
 # elements in the request; more can only be an attempt to waste time.
-_MAX_FIELDS: Final = 1024
+_MAX_FIELDS: Final = 4096
 _MAX_FIELDS_PER_ELEMENT: Final = 16
-# Shorter requests have too few fields to need a check.
+_FIELD_BYTES: Final = 2  # at least
+# Shorter messages within a request have too few fields to need a check.
 _SMALL_BYTES: Final = 256
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -61,6 +62,14 @@ class _Field:
         self.is_float = field.type == FieldDescriptor.TYPE_FLOAT
         self.is_packed = most is not None and inner is None and not self.is_string
 
+    def least_bytes(self) -> int:
+        """Return the bytes of the shortest value that exceeds a bound."""
+        if self.is_string:
+            return MAX_STRING_BYTES
+        if self.most is None:
+            return _FIELD_BYTES * _MAX_FIELDS
+        return self.most * (1 if self.is_packed else _FIELD_BYTES)
+
 
 _Fields = dict[int, _Field]
 
@@ -73,12 +82,14 @@ class MessageBounds:
         self._max_counts = {**MAX_COUNTS, **(changes or {})}
         self._known: dict[str, _Fields] = {}
         self._fields = self._read(descriptor)
+        of_all = (field for fields in self._known.values() for field in fields.values())
+        self._least_bytes = min((field.least_bytes() for field in of_all), default=0)
 
     def check(self, data: bytes) -> None:
         """Raise InvalidRequestError naming a field that exceeds its bound. Malformed bytes are left
         to the parser.
         """
-        if len(data) < _SMALL_BYTES:
+        if len(data) <= self._least_bytes:
             return
         try:
             _Walk(data).message(self._fields, 0, len(data), "")

@@ -347,18 +347,12 @@ class Caller(View):
 
     def append(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows:
         """Append. Rows: id, first position, slots, tokens, lookahead slots."""
-        ahead = [row[4] for row in rows]
-        return _rows(
-            self.pool.append(
-                self.handle,
-                i64(row[0] for row in rows),
-                i64(row[1] for row in rows),
-                i32(row[2] for row in rows),
-                i32(len(row[3]) for row in rows),
-                i32(token for row in rows for token in row[3]),
-                i32(ahead) if any(ahead) else b"",
-            )
-        )
+        return _rows(self.pool.append(self.handle, *_append_columns(rows)))
+
+    def append_if_sure(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows | None:
+        """``append``, if its columns say that there is room."""
+        done = self.pool.append_if_sure(self.handle, *_append_columns(rows))
+        return None if done is None else _rows(done)
 
     def truncate(self, *rows: tuple[int, int]) -> Rows:
         """Truncate. Rows: id, tokens that stay."""
@@ -424,6 +418,18 @@ class _Checks:
 
     def swap_some(self, handle: int, max_blocks: int) -> bool:
         return False
+
+
+def _append_columns(rows: Sequence[tuple[int, int, int, Sequence[int], int]]) -> tuple[bytes, ...]:
+    ahead = [row[4] for row in rows]
+    return (
+        i64(row[0] for row in rows),
+        i64(row[1] for row in rows),
+        i32(row[2] for row in rows),
+        i32(len(row[3]) for row in rows),
+        i32(token for row in rows for token in row[3]),
+        i32(ahead) if any(ahead) else b"",
+    )
 
 
 def _rows(answer: tuple[bytes, list[Failure] | None]) -> Rows:

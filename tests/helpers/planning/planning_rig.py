@@ -100,7 +100,11 @@ class PlanningRig:
         step = Step(self.sharing.members[session.id], self.sharing)
         for i, operation in enumerate(read_operations(operations, 1000)):
             run_to_end(step.run(i, operation, result.results.add()))
-        run_to_end(finish_plan(self.sharing.members[session.id], number, result))
+        plan = run_to_end(finish_plan(self.sharing.members[session.id], number))
+        if plan is not None:
+            result.plan.MergeFrom(
+                tpb.SignedPayload(type=signing.PLAN, payload=plan.payload, signature=plan.signature)
+            )
         self.pool.announce()
         return result
 

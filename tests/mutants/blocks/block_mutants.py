@@ -56,17 +56,6 @@ FAULTS = {
     "roots_that_no_block_names_are_kept": Mutant(
         "recovery/rebuild.cpp", "  if (roots_.size() >= prune_at_) prune_roots();\n", ""
     ),
-    "columns_of_other_lengths_are_plain": Mutant(
-        "steps/plain_step.cpp",
-        "(num >= 0 && column.size != num)",
-        "(num >= 0 && column.size < num)",
-    ),
-    "what_a_plain_step_has_not_is_passed_over": Mutant(
-        "steps/plain_step.cpp",
-        "  if (!is_whole(fields)) return std::nullopt;",
-        "  if (fields.failed()) return std::nullopt;",
-    ),
-    "a_long_number_is_plain": Mutant("steps/plain_step.cpp", "if (!byte) break;", ""),
     "a_receipt_that_is_taken_in_chunks_forgets_some": Mutant(
         "index/publish.cpp",
         "const auto& [index, uid] = touched[next_touched++];",

@@ -53,7 +53,7 @@ def publications_kept_quiet(patch: pytest.MonkeyPatch) -> None:
 
 def duplicates_run_again(patch: pytest.MonkeyPatch) -> None:
     """A request whose number was used runs once more."""
-    patch.setattr(Numbering, "repeated", lambda self, number, content: None)
+    patch.setattr(Numbering, "repeated", lambda self, request: None)
 
 
 def refused_numbers_stay_free(patch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from control_plane.server.service import LongRequests
 from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.session import Session
 from control_plane.sharing.sharing import Sharing
-from control_plane.steps import large_answers, operations, requests, slices
-from control_plane.steps.large_answers import LargeAnswer
+from control_plane.steps import answers, operations, requests, slices
+from control_plane.steps.answers import StepAnswer
 from control_plane.steps.operations import SwapIn, SwapOut
 from kvplane.slices import run_to_end
 from kvplane.v1 import control_pb2 as cpb
@@ -150,7 +150,7 @@ def it_is_one_slice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControlPlane, "run", run)
 
 
-def a_large_answer_is_repeated_without_its_plan(patch: pytest.MonkeyPatch) -> None:
+def an_answer_is_repeated_without_its_plan(patch: pytest.MonkeyPatch) -> None:
     """Who asks again for it gets no plan."""
 
     def remember(self: Numbering, content: bytes, message: Any, *error: Any) -> None:
@@ -163,18 +163,17 @@ def a_large_answer_is_repeated_without_its_plan(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Numbering, "remember", remember)
 
 
-def a_large_answer_begins_with_its_plan(patch: pytest.MonkeyPatch) -> None:
+def an_answer_begins_with_its_plan(patch: pytest.MonkeyPatch) -> None:
     """Its bytes are not those of the message."""
 
-    def large_answer(response: cpb.StepResponse, payload: bytes) -> LargeAnswer:
-        whole = large_answers.large_answer(response, payload)
-        plan = cpb.StepResponse.FromString(whole.encoded).result.plan
-        head = cpb.StepResponse(result=cpb.StepResult(plan=plan)).SerializeToString()
-        rest = cpb.StepResponse.FromString(whole.encoded)
+    def step_answer(*parts: Any) -> StepAnswer:
+        answer = answers.step_answer(*parts)
+        rest = cpb.StepResponse.FromString(answer.encoded)
+        head = cpb.StepResponse(result=cpb.StepResult(plan=rest.result.plan)).SerializeToString()
         rest.result.ClearField("plan")
-        return LargeAnswer(head + rest.SerializeToString(), response)
+        return answer._replace(encoded=head + rest.SerializeToString())
 
-    patch.setattr(requests, "large_answer", large_answer)
+    patch.setattr(requests, "step_answer", step_answer)
 
 
 def operations_are_checked_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -195,8 +194,8 @@ CORE = {
     each_part_counts_items_from_its_own_first: "test_a_request_in_slices_is_answered_as_in_one",
     fenced_before_all_is_released: "test_a_session_that_ends_is_released_between_requests",
     a_fence_is_forgotten_while_it_releases: "test_a_session_that_ends_is_released_between_requests",
-    a_large_answer_is_repeated_without_its_plan: "test_a_request_in_slices_is_answered_as_in_one",
-    a_large_answer_begins_with_its_plan: "test_a_request_in_slices_is_answered_as_in_one",
+    an_answer_is_repeated_without_its_plan: "test_a_request_in_slices_is_answered_as_in_one",
+    an_answer_begins_with_its_plan: "test_a_request_in_slices_is_answered_as_in_one",
     a_large_swap_is_not_moved: "test_a_request_in_slices_is_answered_as_in_one",
     a_swap_is_one_slice: "test_a_session_may_end_while_many_blocks_are_swapped",
     operations_are_checked_at_once: "test_operations_are_checked_a_few_at_a_time",

@@ -109,6 +109,26 @@ def test_refused_appends() -> None:
     assert caller.append((1, 6, 7, [], 0)) == ([0], [(0, Code.LATER, 2, 1, DEVICE)])
 
 
+def test_an_append_is_sure_of_its_room_by_its_columns_alone() -> None:
+    caller = with_prompt(num_device=4)  # of 4 tokens each, of which the prompt has 2
+    caller.begin()
+    before = dump(caller.pool, [caller])
+    for rows in (
+        [(1, 6, 4, [], 0)],  # takes 1: at most 2 for a sequence, and 1 for 4 slots
+        [(1, 6, 1, [], 3)],
+        [(1, 6, 1, [], 0), (9, 0, 0, [], 0)],
+    ):
+        assert caller.append_if_sure(*rows) is None
+        assert dump(caller.pool, [caller]) == before
+    assert caller.append_if_sure((1, 6, 3, [], 0)) == ([3], [])
+    assert caller.append_if_sure((9, 0, 1, [], 0)) is None, "one block is left"
+    caller.finish()
+    caller.begin()
+    assert caller.free(1) == ([3], [])
+    refused = caller.append_if_sure((9, 0, 1, [], 0))
+    assert refused == ([0], [(0, Code.NOT_FOUND, 9, 0, 0)]), "what is refused, is refused alike"
+
+
 def test_a_neighbour_of_a_refused_item_is_done() -> None:
     caller = with_prompt()
     caller.begin()

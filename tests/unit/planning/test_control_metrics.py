@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from control_plane.server.metrics import ControlPlaneMetrics
+from control_plane.steps.answers import StepAnswer
+from control_plane.steps.operations import read_operations
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
@@ -32,7 +34,7 @@ def test_items_are_counted_by_operation_and_status() -> None:
         pb.OperationResult(failures=failures(never)),
         pb.OperationResult(failures=failures(failed)),
     ]
-    metrics.count_step(operations, pb.StepResult(results=results), 0.25)
+    metrics.count_step(StepAnswer(b"", read_operations(operations, 99), results), 0.25)
     counted = metrics.operations.values
     assert counted == {
         ("append", "ok"): 2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.steps.large_answers import large_answer
+from control_plane.steps.answers import SignedPlan, step_answer
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -56,20 +56,27 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
     rig.check()
 
 
-def test_a_large_answer_is_encoded_as_its_message_would_be() -> None:
+def test_an_answer_is_encoded_as_its_message_would_be() -> None:
     rig = PlanningRig()
-    result = rig.answer(ops.admit(2, range(9)))
-    result.revision = 300
-    result.news.granted.add(sequence_id=7)
-    whole = cpb.StepResponse(number=12345, result=result)
-    for payload in (b"7", bytes(127), bytes(128), bytes(1 << 21)):
-        whole.result.plan.payload = payload
-        without = cpb.StepResponse()
-        without.CopyFrom(whole)
-        without.result.plan.ClearField("payload")
-        answer = large_answer(without, payload)
-        assert answer.response == without
-        assert answer.encoded == whole.SerializeToString()
+    result = rig.answer(ops.admit(2, range(9)), ops.free([3]))
+    news = cpb.News(granted=[cpb.Grant(sequence_id=7)])
+    results = cpb.StepResult(results=result.results)
+    for payload in (b"", b"7", bytes(127), bytes(128), bytes(1 << 21)):
+        plan = SignedPlan(payload, b"s" * 32) if payload else None
+        for told in (None, news):
+            answer = step_answer(rig.session, 12345, (), results, plan, told)
+            whole = cpb.StepResponse(number=12345)
+            whole.result.results.extend(result.results)
+            if plan is not None:
+                whole.result.plan.type = signing.PLAN
+                whole.result.plan.payload, whole.result.plan.signature = plan
+            whole.result.usage.CopyFrom(rig.pool.usage())
+            whole.result.revision = rig.pool.revision()
+            if told is not None:
+                whole.result.news.CopyFrom(told)
+            assert answer.encoded == whole.SerializeToString()
+            assert list(answer.results) == list(result.results)
+            assert answer.has_plan == bool(payload)
 
 
 def test_the_source_of_a_transfer_is_held_until_its_plan_has_run() -> None:

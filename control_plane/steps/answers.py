@@ -1,0 +1,59 @@
+"""Answers to steps, from their parts: encoded once, with one copy of the plan's bytes.
+
+A message would copy the plan when it is set, and twice more when it is encoded. Where new pages
+must first be mapped, each copy of a large plan takes as long as hashing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from control_plane.sessions.session import Session
+from control_plane.steps.operation import Named
+from kvplane.v1 import control_pb2 as cpb
+
+
+class SignedPlan(NamedTuple):
+    """A plan of a step: its bytes, and their signature."""
+
+    payload: bytes
+    signature: bytes
+
+
+class StepAnswer(NamedTuple):
+    """``encoded``: a StepResponse. ``operations``: those that it answers, and ``results``: of the
+    StepResult in it, the results alone; neither has any in an answer that is given again.
+    ``has_plan``: whether a plan was made for it. ``settle`` does what can wait until the answer is
+    sent.
+    """
+
+    encoded: bytes
+    operations: Sequence[Named] = ()
+    results: Sequence[cpb.OperationResult] = ()
+    has_plan: bool = False
+    settle: Callable[[], None] = lambda: None
+
+
+def step_answer(
+    session: Session,
+    number: int,
+    operations: Sequence[Named],
+    result: cpb.StepResult,
+    plan: SignedPlan | None,
+    news: cpb.News | None,
+) -> StepAnswer:
+    """Answer a step, with the pool's usage and revision as they are now. ``result``: the results of
+    the operations alone.
+    """
+    pool = session.pool
+    payload, signature = plan or (b"", b"")
+    encoded = session.native.answer(
+        number,
+        result.SerializeToString(),
+        payload,
+        signature,
+        pool.revision(),
+        news.SerializeToString() if news is not None else b"",
+    )
+    return StepAnswer(encoded, operations, result.results, plan is not None, session.numbers.settle)
