@@ -20,16 +20,15 @@ def abort_from(session: Session, plan_number: int) -> Slices[None]:
 
     Raises PlanReceiptedError when it has run, InvalidRequestError when no plan has that number.
     """
-    if not 0 < plan_number < session.numbers.last:
-        raise InvalidRequestError("is not the number of a plan", field="plan_number")
     if session.is_voided(plan_number):
         return
-    if plan_number <= session.done:
+    if 0 < plan_number <= session.done:
         raise PlanReceiptedError(
             f"plan {plan_number} has run: what it wrote stays", field="plan_number"
         )
-    if any(number >= plan_number for number in session.plans):
-        yield from abort_plans(session, next_plan=session.numbers.last + 1)
+    if plan_number not in session.plans:
+        raise InvalidRequestError("is not the number of a plan", field="plan_number")
+    yield from abort_plans(session, next_plan=session.numbers.last + 1)
 
 
 def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> Slices[None]:

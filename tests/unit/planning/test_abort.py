@@ -6,6 +6,7 @@ import pytest
 
 from control_plane.steps.abort import abort_from
 from kvplane import ops
+from kvplane.errors import InvalidRequestError
 from kvplane.slices import run_to_end
 from kvplane.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
@@ -58,10 +59,15 @@ def test_earlier_plans_in_flight_are_aborted_too(rig: PlanningRig) -> None:
     assert rig.session.is_voided(2)
 
 
-def test_a_number_without_a_plan_in_flight_or_after_it_changes_nothing(rig: PlanningRig) -> None:
-    rig.session.numbers.use()
-    abort_from_next(rig, 3)
-    assert list(rig.session.plans) == [2]
+def test_a_number_that_made_no_plan_is_refused(rig: PlanningRig) -> None:
+    rig.run()
+    _, plan = rig.step()
+    assert plan is None
+    rig.step(ops.append(1, [18], 1, first_positions=18))
+    for number in (3, 5):
+        with pytest.raises(InvalidRequestError, match="is not the number of a plan"):
+            abort_from_next(rig, number)
+    assert list(rig.session.plans) == [4]
     assert not rig.session.resync_due
 
 
