@@ -240,7 +240,7 @@ def test_a_field_of_a_later_release_is_refused(inside: bool) -> None:
         message.MergeFromString(unknown)
     with pytest.raises(InvalidRequestError, match="does not know") as caught:
         Layout.from_proto(message)
-    assert caught.value.field == "layout"
+    assert caught.value.field == ("layout.groups[0]" if inside else "layout")
 
 
 @pytest.mark.parametrize("field", ["dtype", "kv_dtype"])
