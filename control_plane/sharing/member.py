@@ -87,6 +87,13 @@ class Member:
             num_blocks=num_blocks,
         )
 
+    def drop_grants(self) -> None:
+        """Drop the news of grants, which say what sequences were before an abort."""
+        if self.news is not None:
+            self.news.ClearField("granted")
+            if not self.news.ListFields():
+                self.take_news()
+
     def notify_cut(self, sequence_id: int, reason: cpb.CutReason) -> None:
         """Add to the news that a sequence was cut."""
         news = self._news()

@@ -221,8 +221,9 @@ class Sharing:
 
     def aborted(self, member: Member, sequences: cpb.SequenceStates) -> None:
         """Record the tiers of sequences after an abort, which may have changed them. ``sequences``:
-        all of the session.
+        all of the session, in the abort's answer, which so takes the place of news of grants.
         """
+        member.drop_grants()
         on_host: set[int] = set()
         if sequences.tiers.strip(_ON_DEVICE):
             ids = columns.read(INT64, sequences.sequence_ids, "sequence_ids")

@@ -454,6 +454,7 @@ class Engine:
             sequence.num_known = max(sequence.num_known, sequence.num_scheduled)
 
     def _believe_states(self, message: cpb.SequenceStates) -> None:
+        self.num_learned = (0, self.num_learned[1])  # grants are no news any more
         states = sequence_states(message)
         assert [state.sequence_id for state in states] == sorted(self.sequences)
         for state in states:

@@ -7,7 +7,7 @@ import pytest
 from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
-from kvplane.results import news_of
+from kvplane.results import news_of, sequence_states
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
@@ -69,6 +69,18 @@ def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
     assert world.pool().counters.num_granted_admissions == 1
     appended = only(other.step(ops.append(5, [], 24, first_positions=0)))
     assert not appended.failures
+    world.core.check_integrity()
+
+
+def test_an_abort_shows_what_was_granted_and_no_news_say_otherwise() -> None:
+    world, one, other = crowded()
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    free(one, 1)
+    (granted,) = sequence_states(other.resync().sequences)
+    assert (granted.sequence_id, granted.num_tokens, granted.num_scheduled_tokens) == (5, 0, 0)
+    result = other.step()
+    assert news_of(result).granted == (), "it would say that its tokens are known"
+    assert not result.HasField("news")
     world.core.check_integrity()
 
 
