@@ -60,7 +60,7 @@ async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
         ids = engine.new_ids(sizes.num_forks)
         for i in range(0, len(ids), _FORKS_A_STEP):
             await engine.step(ops.fork(parent, ids[i : i + _FORKS_A_STEP]))
-        append = ops.append(parent, [1], first_positions=_PROMPT_TOKENS)
+        append = ops.append(parent, [1], 1, first_positions=_PROMPT_TOKENS)
         await engine.step(append, is_receipted=False)
         ref, number = _numbered(pool)
         if name == "close":
