@@ -330,8 +330,6 @@ class Retain(_OfPrefix):
             raise InvalidRequestError("must be above 0", field="time_to_live")
         if not 1 <= message.priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"must be from 1 to {MAX_PRIORITY}", field="priority")
-        if step.check_as:
-            return
         pool = step.pool
         done = step.native.retain(
             step.handle,
@@ -339,6 +337,7 @@ class Retain(_OfPrefix):
             message.priority,
             pool.now_s + time_to_live_s,
             pool.num_retainable_blocks(),
+            bool(step.check_as),
         )
         if len(done) == 5:
             _, _, most, num, more = done
@@ -373,23 +372,24 @@ class Forget(_OfPrefix):
     def do(self, step: Step, message: cpb.Forget, result: cpb.OperationResult) -> None:
         what = message.WhichOneof("what")
         _check_forget(message, what, step.pool.block_size)
-        if step.check_as:
-            return
         session, native, force = step.member.session, step.native, message.force
+        only_check = bool(step.check_as)
         if what == "token_ids":
             num_forgotten, num_in_use = native.forget(
-                step.handle, message.token_ids, force, _MOST_COUNTED
+                step.handle, message.token_ids, force, _MOST_COUNTED, only_check
             )
         elif what == "namespace_contents":
-            num_forgotten, num_in_use = native.forget_roots([session.root], force)
+            num_forgotten, num_in_use = native.forget_roots([session.root], force, only_check)
         else:
             roots = [root for root in step.pool.roots() if owner_of(root)[0] == session.tenant]
-            num_forgotten, num_in_use = native.forget_roots(roots, force)
+            num_forgotten, num_in_use = native.forget_roots(roots, force, only_check)
         if num_in_use and not force:
             raise BlockInUseError(
                 f"sequences refer to {num_in_use} of the blocks: free them first, or force it",
                 field=what,
             )
+        if only_check:
+            return
         tenant, namespace = owner_of(session.root)
         step.pool.shards.forget_files(
             cpb.ForgetFiles(

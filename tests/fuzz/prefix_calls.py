@@ -10,7 +10,8 @@ def retain(world: World, session: Session) -> None:
     expires_at_s = world.now_s + data.PickValueInList([1.0, 9.0, 9.0, 1e15, 0.0, -1.0])
     priority = data.ConsumeIntInRange(-1, 102) if data.ConsumeBool() else 1
     most_blocks = world.number(12) if data.ConsumeBool() else 100
-    world.pool.retain(session.handle, _prefix(world), priority, expires_at_s, most_blocks)
+    how = priority, expires_at_s, most_blocks, world.data.ConsumeBool()
+    world.pool.retain(session.handle, _prefix(world), *how)
 
 
 def release(world: World, session: Session) -> None:

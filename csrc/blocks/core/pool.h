@@ -159,7 +159,8 @@ class Pool final : private Listener {
   // Retention: see retention.h and _native.pyi.
   static std::variant<Retained, Failure> retain(Groups groups, SessionHandle handle,
                                                 Span<int32_t> tokens, uint8_t priority,
-                                                double expires_at_s, int64_t most_blocks);
+                                                double expires_at_s, int64_t most_blocks,
+                                                bool only_check);
   int64_t release_retained(SessionHandle handle, Span<int32_t> tokens);
   // Device blocks that tables of the owner's sessions refer to.
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
@@ -175,9 +176,9 @@ class Pool final : private Listener {
   // entries, and returns whether some are left. Without `force` nothing changes if tables refer to
   // its blocks. Of more than `most_counted` entries the answer counts fewer than there are.
   static Forgotten forget(Groups groups, SessionHandle handle, Span<int32_t> tokens, bool force,
-                          int64_t most_counted);
+                          int64_t most_counted, bool only_check);
   static Forgotten forget_roots(Groups groups, const std::vector<std::string_view>& roots,
-                                bool force);
+                                bool force, bool only_check);
   bool forget_some(int64_t max_entries);
   std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
 

@@ -15,7 +15,7 @@
 namespace kvplane::blocks {
 
 Forgotten Pool::forget(Groups groups, SessionHandle handle, Span<int32_t> tokens, bool force,
-                       int64_t most_counted) {
+                       int64_t most_counted, bool only_check) {
   const int64_t num = tokens.size / groups[0]->block_size_;
   if (num == 0) return {};
   Forgotten all;
@@ -32,6 +32,7 @@ Forgotten Pool::forget(Groups groups, SessionHandle handle, Span<int32_t> tokens
     all.num_in_use += results.back().num_in_use;
   }
   if (all.num_in_use && !force) return {0, all.num_in_use};
+  if (only_check) return all;
   all.num_blocks = std::max(all.num_blocks, all.num_in_use);  // where not all were counted
   for (int64_t g = 0; g < groups.size; ++g)
     groups[g]->forget_prefix(handle, tokens, results[static_cast<size_t>(g)]);
@@ -69,8 +70,8 @@ void Pool::forget_prefix(SessionHandle handle, Span<int32_t> tokens, const Forgo
   forgetting_.push_back({detached, index_[detached].uid, result.is_large ? root : kNoEntry});
 }
 
-Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>& names,
-                             bool force) {
+Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>& names, bool force,
+                             bool only_check) {
   std::vector<std::vector<EntryId>> roots(static_cast<size_t>(groups.size));
   Forgotten all;
   for (int64_t g = 0; g < groups.size; ++g) {
@@ -83,6 +84,7 @@ Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>&
     all.num_in_use += groups[g]->num_in_use(found, {}, kNoEntry);
   }
   if (all.num_in_use && !force) return {0, all.num_in_use};
+  if (only_check) return all;
   for (int64_t g = 0; g < groups.size; ++g)
     for (const EntryId root : roots[static_cast<size_t>(g)]) groups[g]->forget_root(root);
   return all;

@@ -204,13 +204,26 @@ class _Sessions:
     def num_pending(self, handle: int, tier: int) -> int: ...
     def num_own_retired(self, handle: int, tier: int) -> int: ...
     def retain(
-        self, handle: int, token_ids: bytes, priority: int, expires_at_s: float, most_blocks: int
+        self,
+        handle: int,
+        token_ids: bytes,
+        priority: int,
+        expires_at_s: float,
+        most_blocks: int,
+        only_check: bool = False,
     ) -> tuple[int, int] | _Failure: ...
     def release_retained(self, handle: int, token_ids: bytes) -> int: ...
     def forget(
-        self, handle: int, token_ids: bytes, force: bool, most_counted: int
+        self,
+        handle: int,
+        token_ids: bytes,
+        force: bool,
+        most_counted: int,
+        only_check: bool = False,
     ) -> tuple[int, int]: ...
-    def forget_roots(self, roots: list[bytes], force: bool) -> tuple[int, int]: ...
+    def forget_roots(
+        self, roots: list[bytes], force: bool, only_check: bool = False
+    ) -> tuple[int, int]: ...
 
 class Pool(_Sessions):
     """One layer group of a pool."""

@@ -245,7 +245,8 @@ void Retention::check() const {
 // Retains the prefix in each group as far as it has it; the owner's blocks are counted in each.
 std::variant<Retained, Failure> Pool::retain(Groups groups, SessionHandle handle,
                                              Span<int32_t> tokens, uint8_t priority,
-                                             double expires_at_s, int64_t most_blocks) {
+                                             double expires_at_s, int64_t most_blocks,
+                                             bool only_check) {
   std::vector<std::vector<EntryId>> paths;
   Retained result;
   for (int64_t g = 0; g < groups.size; ++g) {
@@ -260,6 +261,7 @@ std::variant<Retained, Failure> Pool::retain(Groups groups, SessionHandle handle
     result.num_blocks = std::max(result.num_blocks, static_cast<int64_t>(paths.back().size()));
     result.num_new = std::max(result.num_new, num_new);
   }
+  if (only_check) return result;
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
     const std::vector<EntryId>& path = paths[static_cast<size_t>(g)];

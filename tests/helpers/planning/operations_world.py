@@ -176,9 +176,17 @@ class Caller:
         return list(outcome.failures)
 
     async def fail(self, operation: pb.Operation, kind: type[KvplaneError], field: str) -> None:
-        """Assert that the operation's only item fails by this field; nothing must have changed."""
+        """Assert that the operation's only item fails by this field, as a check of it foresees;
+        nothing must have changed.
+        """
+        (checked,) = await self.session.check([operation])
+        (foreseen,) = checked.failures
         (failure,) = await self.refuse(operation)
-        assert failure.status == pb.OPERATION_STATUS_FAILED
+        assert failure.status == foreseen.status == pb.OPERATION_STATUS_FAILED
+        assert (foreseen.error.reason, foreseen.error.field) == (
+            failure.error.reason,
+            failure.error.field,
+        )
         error = error_of(failure)
         name = operation.WhichOneof("operation")
         want = kind, f"operations[0].{name}.{field}"
