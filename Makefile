@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api errors-page metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -103,9 +103,6 @@ api: setup build/api-tools  ## Write the reference of the Python API to build/ap
 build/api-tools: requirements/api.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
-
-errors-page: setup  ## Write docs/errors.md from the classes
-	@$(BIN)/python -m scripts.errors_page
 
 metrics-page: setup  ## Write docs/metrics.md from the declarations
 	@$(BIN)/python -m scripts.metrics_page
