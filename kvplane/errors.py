@@ -62,9 +62,12 @@ class KvplaneError(Exception):
 
     ``retry_delay_s``: seconds to wait before trying again, None when trying again cannot help.
     ``request_id``: of the call that a server refused, as its log names it; else empty.
+    ``next_number``: of the request to send next, if the refused one has a number and its session
+    was found; else 0.
     """
 
     request_id = ""
+    next_number = 0
 
     def __init__(
         self, message: str, *, field: str = "", retry_delay_s: float | None = None

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
 from control_plane.queries import states
+from control_plane.sessions.numbering import Answer
 from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
 from control_plane.sharing.sharing import Sharing
@@ -66,11 +67,20 @@ class Requests:
     def run(self, session: Session, request: Request) -> Slices[Any]:
         """Run a request under its number, or repeat its answer. Returns the answer's message,
         of a step a StepAnswer. Raises why the request failed as a whole, and at any slice why
-        the session has ended.
+        the session has ended, with the number that the session's next request must have.
         """
         self._require_open(session)
+        next_number = session.numbers.last + 1
+        try:
+            earlier = session.numbers.repeated(request)
+            next_number = request.number + 1
+            return (yield from self._run(session, request, earlier))
+        except KvplaneError as error:
+            error.next_number = next_number
+            raise
+
+    def _run(self, session: Session, request: Request, earlier: Answer | None) -> Slices[Any]:
         sharing, numbers = self._sharing_of(session.pool), session.numbers
-        earlier = numbers.repeated(request)
         slices: Slices[Any]
         if earlier is not None:
             slices = self._take_again(session, request)

@@ -1,16 +1,16 @@
 """The numbering of a session's requests, so that each runs once however often it is sent.
 
-Invariant: a number keeps one content until it is answered, and any answer, even an error, is taken
-to use it up. A call whose outcome is not known (cancelled, timed out, connection lost) stays as it
-was sent, receipts included. The same call made again sends it again; any other call first sends it
-again to learn its outcome.
+An answer settles a call, and so does an error with ``next_number``, which the next call gets. Any
+other error came before the control plane looked at the number: the next call has the same one. If a
+late copy of the refused call has used it by then, the next call is refused and numbered anew.
+
+A call is in doubt once its outcome is not known (cancelled, timed out, connection lost), because a
+copy of it may still arrive and run: no error without ``next_number`` settles it any more. It stays
+as it was sent, receipts included. The same call made again sends it again; any other call first
+sends it again to learn its outcome.
 
     call A ──► number 5 ──► no answer            A again ──► number 5, same bytes ──► answer
                              └─────────────────► B ──► number 5 (A) ──► abandoned; B ──► number 6
-
-Some refusals come before the control plane reads the number (a message too large, a caller that is
-not authenticated), and the caller cannot tell them all from others. So numbers refused since the
-last one that was surely used may be free: if the next one is out of order, they are tried in turn.
 
 Receipts that no call carries are submitted in the background (see ``Session``). That call is
 numbered like all others, and never made between an abandoned call and its repetition.
@@ -37,7 +37,7 @@ from kvplane.v1 import types_pb2 as pb
 
 Send = Callable[[Any, Deadline], Awaitable[Any]]
 
-# After these errors the request may have run or not; every other error is its answer.
+# After these errors the request may have run or not.
 _UNKNOWN_OUTCOME: Final = (PlaneUnavailableError, DeadlineExceededError, CancelledError)
 
 
@@ -73,8 +73,7 @@ class Steps:
         self.abandoned: list[AbandonedResult] = []
         self.receipts: list[pb.SignedPayload] = []
         self.changed = asyncio.Event()
-        self._last_used = 0
-        self._last_surely_used = 0
+        self._next_number = 1
         self._pending: _Pending | None = None
         self._lock = asyncio.Lock()
 
@@ -112,7 +111,7 @@ class Steps:
                 await self._answer(self._pending, deadline)
 
     def _number(self, content: Any, send: Send, *, is_asked_for: bool) -> _Pending:
-        content.number = self._last_used + 1
+        content.number = self._next_number
         content.receipts.extend(self.receipts)
         return _Pending(content, send, is_asked_for)
 
@@ -128,50 +127,37 @@ class Steps:
             self.abandoned.append(AbandonedResult(pending.request.number, answer))
 
     async def _answer(self, pending: _Pending, deadline: Deadline) -> Any:
-        async def attempt() -> Any:
-            pending.in_doubt = True
-            try:
-                return await pending.send(pending.request, deadline)
-            except KvplaneError as error:
-                pending.in_doubt = isinstance(error, _UNKNOWN_OUTCOME)
-                raise
-
         request = pending.request
-        while True:
-            try:
-                answer = await retry_until(deadline, attempt)
-                break
-            except KvplaneError as error:
-                if self._try_another_number(request, error):
-                    continue
-                if not pending.in_doubt:
-                    self._pending = None
-                    self._drop_refused(error, request.receipts)
-                    if not isinstance(error, StepOutOfOrderError):
-                        self._use(pending)
-                raise
-        self._pending = None
-        self._use(pending)
-        self._last_surely_used = request.number
+
+        async def attempt() -> Any:
+            while True:
+                was_in_doubt, pending.in_doubt = pending.in_doubt, True
+                try:
+                    return await pending.send(request, deadline)
+                except KvplaneError as error:
+                    is_unknown = was_in_doubt or isinstance(error, _UNKNOWN_OUTCOME)
+                    pending.in_doubt = is_unknown and not error.next_number
+                    if not _may_be_renumbered(error, request.number, was_in_doubt):
+                        raise
+                    request.number = self._next_number = error.next_number
+
+        try:
+            answer = await retry_until(deadline, attempt)
+        except KvplaneError as error:
+            if not pending.in_doubt:
+                self._drop_refused(error, request.receipts)
+                self._settled(pending, error.next_number)
+            raise
+        self._settled(pending, request.number + 1)
         self._drop(request.receipts)
         return answer
 
-    def _use(self, pending: _Pending) -> None:
-        self._last_used = pending.request.number
-        if pending.is_asked_for:
-            self.last_number = self._last_used
-
-    def _try_another_number(self, request: Any, error: KvplaneError) -> bool:
-        """Give ``request`` another number, if ``error`` refuses its own. Returns whether it did."""
-        if isinstance(error, StepOutOfOrderError):
-            is_tried = request.number == self._last_surely_used + 1
-            request.number = self._last_surely_used + 1
-            return not is_tried
-        if isinstance(error, StepConflictError) and request.number <= self._last_used:
-            self._last_surely_used = request.number
-            request.number += 1
-            return True
-        return False
+    def _settled(self, pending: _Pending, next_number: int) -> None:
+        self._pending = None
+        if next_number:
+            self._next_number = next_number
+            if pending.is_asked_for:
+                self.last_number = pending.request.number
 
     def _drop(self, receipts: Sequence[pb.SignedPayload]) -> None:
         self.receipts = [receipt for receipt in self.receipts if receipt not in receipts]
@@ -182,6 +168,15 @@ class Steps:
         index = rest.partition("]")[0]
         if name == "receipts" and index.isdecimal() and int(index) < len(sent):
             self._drop([sent[int(index)]])
+
+
+def _may_be_renumbered(error: KvplaneError, number: int, was_in_doubt: bool) -> bool:
+    """Return whether ``error`` says that the request ``number`` has certainly not run."""
+    if error.next_number in (0, number):
+        return False
+    # A number is also out of order once its answer is forgotten. An earlier copy may have got it.
+    is_out_of_order = isinstance(error, StepOutOfOrderError)
+    return isinstance(error, StepConflictError) or (is_out_of_order and not was_in_doubt)
 
 
 def _repeats(pending: _Pending, content: Any) -> bool:

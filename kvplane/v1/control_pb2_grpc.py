@@ -36,14 +36,9 @@ class ControlPlaneServiceStub(object):
     plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
-    DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
-
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
-    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
-    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
-    MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
-    - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. An error gives the number to send
+    next (`Error.next_number`). After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and
+    repeats it. An error without `next_number` does not settle that, because the first copy may still arrive and run.
 
     A request that names a session renews its lease.
     """
@@ -167,14 +162,9 @@ class ControlPlaneServiceServicer(object):
     plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
-    DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
-
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
-    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
-    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
-    MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
-    - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. An error gives the number to send
+    next (`Error.next_number`). After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and
+    repeats it. An error without `next_number` does not settle that, because the first copy may still arrive and run.
 
     A request that names a session renews its lease.
     """
@@ -450,14 +440,9 @@ class ControlPlaneService(object):
     plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
-    DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
-
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
-    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
-    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
-    MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
-    - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. An error gives the number to send
+    next (`Error.next_number`). After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and
+    repeats it. An error without `next_number` does not settle that, because the first copy may still arrive and run.
 
     A request that names a session renews its lease.
     """

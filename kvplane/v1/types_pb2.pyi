@@ -199,20 +199,22 @@ class MemoryRange(_message.Message):
     def __init__(self, region_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "reason", "message", "field", "retry_delay", "request_id")
+    __slots__ = ("code", "reason", "message", "field", "retry_delay", "request_id", "next_number")
     CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     RETRY_DELAY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     code: int
     reason: str
     message: str
     field: str
     retry_delay: _duration_pb2.Duration
     request_id: str
-    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_delay: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    next_number: int
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_delay: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., next_number: _Optional[int] = ...) -> None: ...
 
 class SignedPayload(_message.Message):
     __slots__ = ("type", "payload", "signature")

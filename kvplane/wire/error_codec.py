@@ -4,6 +4,7 @@ are ``kvplane.v1.Error``, see ``error_messages``.
 
 from __future__ import annotations
 
+import re
 from typing import Final, cast
 
 import grpc
@@ -20,6 +21,7 @@ from kvplane.wire.error_messages import make_error, seconds_of
 from kvplane.wire.error_messages import to_wire as to_wire
 
 DOMAIN: Final = "kvplane"
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")  # fits into 64 bits
 # gRPC's own text for a request that never reaches our server, and what to do about it.
 _TOO_LARGE: Final = "SERVER: Received message larger than max"
 _SEND_LESS: Final = "send it in parts, or raise the server's --max-message-bytes"
@@ -36,6 +38,8 @@ def to_rich_status(error: KvplaneError) -> status_pb2.Status:
         info.metadata["field"] = wire.field
     if wire.request_id:
         info.metadata["request_id"] = wire.request_id
+    if wire.next_number:
+        info.metadata["next_number"] = str(wire.next_number)
     details = [_any(info)]
     if isinstance(error, InvalidRequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -65,16 +69,19 @@ def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> KvplaneError:
         return make_error("", code.value[0], text or code.name, "", None)
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
-    reason, field, request_id, delay_s = "", "", "", None
+    reason, field, request_id, next_number, delay_s = "", "", "", "", None
     for detail in status.details:
         if detail.Unpack(info) and info.domain == DOMAIN:
             reason, field = info.reason, info.metadata.get("field", "")
             request_id = info.metadata.get("request_id", "")
+            next_number = info.metadata.get("next_number", "")
         elif detail.Unpack(retry):
             delay_s = seconds_of(retry.retry_delay)
     text = status.message.removeprefix(f"{field}: ") if field else status.message
     typed = make_error(reason, status.code, text, field, delay_s)
     typed.request_id = request_id
+    if _NUMBER.fullmatch(next_number):
+        typed.next_number = int(next_number)
     return typed
 
 

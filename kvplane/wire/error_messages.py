@@ -70,6 +70,7 @@ def to_wire(error: KvplaneError) -> pb.Error:
         field=error.field[:_MAX_FIELD_CHARS],
         retry_delay=duration_of(error.retry_delay_s),
         request_id=REQUEST_ID.get(),
+        next_number=error.next_number,
     )
 
 
@@ -77,7 +78,7 @@ def from_wire(message: pb.Error) -> KvplaneError:
     """Invert ``to_wire``."""
     delay_s = seconds_of(message.retry_delay) if message.HasField("retry_delay") else None
     error = make_error(message.reason, message.code, message.message, message.field, delay_s)
-    error.request_id = message.request_id
+    error.request_id, error.next_number = message.request_id, message.next_number
     return error
 
 

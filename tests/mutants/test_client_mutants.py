@@ -13,6 +13,8 @@ ARRAYS = "tests/unit/client/test_tensor_arrays.py"
 ERRORS = "tests/rpc/test_sdk_errors.py"
 LOOP = "tests/unit/client/test_caller_loop.py"
 CALLER_LOOP = "kvplane/sync/caller_loop.py"
+NUMBERING = "kvplane/session/step_numbering.py"
+NUMBERS = "tests/unit/client/test_step_numbering.py"
 PAGE = "tests/rpc/test_page.py"
 PAGE_SERVER = "control_plane/server/page/page_server.py"
 SESSION = "kvplane/session/session.py"
@@ -139,10 +141,40 @@ FAULTS = {
         f"{TRACING}::test_a_plan_takes_its_steps_trace_on_if_it_is_one",
     ),
     "another_trace_is_another_step": Fault(
-        "kvplane/session/step_numbering.py",
+        NUMBERING,
         "bare.traceparent = content.traceparent",
         "pass",
         f"{TRACING}::test_a_step_that_is_called_again_in_another_trace_is_the_same_step",
+    ),
+    "an_unknown_outcome_is_taken_as_settled": Fault(
+        NUMBERING,
+        "is_unknown = was_in_doubt or isinstance(error, _UNKNOWN_OUTCOME)",
+        "is_unknown = isinstance(error, _UNKNOWN_OUTCOME)",
+        NUMBERS,
+        "in_doubt",
+    ),
+    "a_refused_call_uses_its_number": Fault(
+        NUMBERING,
+        "self._settled(pending, error.next_number)",
+        "self._settled(pending, request.number + 1)",
+        NUMBERS,
+        "late_copy",
+    ),
+    "a_forgotten_answer_is_taken_for_none": Fault(
+        NUMBERING, "(is_out_of_order and not was_in_doubt)", "is_out_of_order", NUMBERS
+    ),
+    "a_number_that_was_taken_is_given_again": Fault(
+        NUMBERING,
+        "request.number = self._next_number = error.next_number",
+        "request.number = error.next_number",
+        NUMBERS,
+        "keeps_its_new_number",
+    ),
+    "a_status_does_not_say_the_next_number": Fault(
+        "kvplane/wire/error_codec.py",
+        'info.metadata["next_number"] = str(wire.next_number)',
+        "pass",
+        "tests/unit/client/test_errors.py",
     ),
     "unary_calls_carry_no_trace": Fault(
         "kvplane/transport/connection.py",

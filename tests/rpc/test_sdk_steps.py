@@ -58,11 +58,16 @@ async def session(address: str) -> AsyncIterator[Session]:
         yield session
 
 
-def refuse(error: KvplaneError) -> Any:
+def refuse(error: KvplaneError, next_number: int = 0) -> Any:
+    """Refuse a step."""
+    error.next_number = next_number
     return lambda request: pb.StepResponse(number=request.number, error=to_wire(error))
 
 
-def refuse_call(error: KvplaneError) -> Any:
+def refuse_call(error: KvplaneError, next_number: int = 0) -> Any:
+    """Refuse a unary call, or the stream that a step came on."""
+    error.next_number = next_number
+
     def script(request: Any) -> Any:
         raise error
 
@@ -96,7 +101,9 @@ class Numbering:
             error = StepOutOfOrderError(f"{self.last + 1} is the next number")
         elif self.contents[request.number - 1] != content:
             error = StepConflictError("another content")
-        return (answer_step if error is None else refuse(error))(request)
+        if error is None:
+            return answer_step(request)
+        return refuse(error, self.last + 1)(request)
 
 
 def once(first: Any) -> Any:
@@ -246,7 +253,7 @@ async def test_a_step_that_fails_raises_its_error_and_uses_its_number(plane, ses
 
 
 async def test_a_unary_call_that_fails_raises_its_error_and_uses_its_number(plane, session) -> None:
-    plane.script = once(refuse_call(PlanReceiptedError("it has run")))
+    plane.script = once(refuse_call(PlanReceiptedError("it has run"), next_number=2))
     with pytest.raises(PlanReceiptedError):
         await session.abort_plan(7)
     await session.resync()
@@ -254,7 +261,7 @@ async def test_a_unary_call_that_fails_raises_its_error_and_uses_its_number(plan
 
 
 @pytest.mark.parametrize("num_refused", [1, 3])
-async def test_numbers_of_calls_refused_before_they_were_looked_at_are_found_free(
+async def test_a_number_that_was_not_looked_at_is_the_next_calls(
     plane, session, num_refused
 ) -> None:
     """As when a message is too large for gRPC: the plane has seen no number of these."""
@@ -268,9 +275,10 @@ async def test_numbers_of_calls_refused_before_they_were_looked_at_are_found_fre
     for i in range(2):
         assert (await session.step([ops.free([9])])).plan == plan_of(2 + i)
     assert numbering.contents == [[], [ops.free([9])], [ops.free([9])]]
+    assert plane.numbers == [1, *[2] * num_refused, 2, 3]
 
 
-async def test_numbers_refused_of_which_only_some_were_used_are_told_apart(plane, session) -> None:
+async def test_an_error_says_whether_its_number_is_used_up(plane, session) -> None:
     numbering = Numbering(refuse_first(TooManyPlansInFlightError("wait")))
     plane.script = numbering
     with pytest.raises(TooManyPlansInFlightError):
@@ -282,20 +290,35 @@ async def test_numbers_refused_of_which_only_some_were_used_are_told_apart(plane
     assert (await session.step([ops.free([3])])).plan == plan_of(2)
     assert session.last_number == 2
     assert (await session.step([ops.free([4])])).plan == plan_of(3)
+    assert plane.numbers == [1, 2, 2, 3]
 
 
-async def test_numbers_that_never_fit_are_an_error_and_no_endless_search(plane, session) -> None:
-    plane.script = refuse(StepOutOfOrderError("7 is the next number"))
+async def test_a_number_that_never_fits_is_an_error_and_no_endless_search(plane, session) -> None:
+    plane.script = refuse(StepOutOfOrderError("this one is the next number"), next_number=1)
     with pytest.raises(StepOutOfOrderError):
         await session.step([])
     assert plane.numbers == [1]
 
 
-async def test_a_number_that_is_taken_is_passed_over(plane, session) -> None:
-    plane.script = once(refuse(StepConflictError("another content")))
-    with pytest.raises(StepConflictError):
-        await session.step([ops.free([1])])
-    assert (await session.resync()).plan == plan_of(2)
+async def test_a_number_that_is_always_another_is_looked_for_until_the_deadline(
+    plane, session
+) -> None:
+    plane.script = lambda request: refuse(StepOutOfOrderError("no"), request.number + 1)(request)
+    with pytest.raises(DeadlineExceededError):
+        await session.step([], timeout_s=0.2)
+
+
+@pytest.mark.parametrize("error", [StepConflictError, StepOutOfOrderError])
+async def test_a_step_whose_number_is_taken_is_numbered_anew(plane, session, error) -> None:
+    plane.script = once(refuse(error("another content"), next_number=4))
+    assert (await session.step([ops.free([1])])).plan == plan_of(4)
+    assert (await session.resync()).plan == plan_of(5)
+    assert plane.numbers == [1, 4, 5]
+
+
+async def test_a_call_whose_number_is_taken_is_numbered_anew(plane, session) -> None:
+    plane.script = once(refuse_call(StepConflictError("another content"), next_number=4))
+    assert (await session.resync()).plan == plan_of(4)
 
 
 async def test_an_answer_to_another_number_is_not_taken(plane, session) -> None:

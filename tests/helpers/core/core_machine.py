@@ -188,8 +188,9 @@ class CoreMachine(RuleBasedStateMachine):
             number=engine.number,
             operations=[self.operation(rng, engine), ops.free([99])],
         )
-        with pytest.raises(StepConflictError):
+        with pytest.raises(StepConflictError) as refused:
             self.world.core.step(request, engine.tenant)
+        assert refused.value.next_number == engine.number + 1
         assert engine.everything() == before
 
     # Plans

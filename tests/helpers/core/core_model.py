@@ -183,6 +183,8 @@ class Engine:
         try:
             answer = getattr(self.world.core, method)(request, self.tenant)
         except KvplaneError as error:
+            is_found = not error.field.startswith("session.")
+            assert error.next_number == (self.number + 1 if is_found else 0)
             self.sent.append(Sent(method, request, None, error))
             raise
         self.sent.append(Sent(method, request, answer, None))
@@ -195,10 +197,12 @@ class Engine:
         run: Callable[[Any, str], Any] = getattr(self.world.core, sent.method)
         try:
             answer = run(sent.request, self.tenant)
-        except StepOutOfOrderError:
+        except StepOutOfOrderError as error:
             assert sent.request.number <= self.number - num_kept, "an answer was forgotten"
+            assert error.next_number == self.number + 1
         except KvplaneError as error:
             assert sent.error is not None, f"answered at first, then {error!r}"
+            assert error.next_number == sent.request.number + 1
             assert str(error) == str(sent.error)
         else:
             assert answer == sent.answer

@@ -18,6 +18,7 @@ from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.session import Session
 from control_plane.steps import receipts
 from control_plane.steps.operations import Append, Step
+from kvplane.errors import KvplaneError
 from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
@@ -69,6 +70,12 @@ def refused_numbers_stay_free(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Numbering, "remember", remember)
 
 
+def errors_do_not_say_the_next_number(patch: pytest.MonkeyPatch) -> None:
+    """An error of a numbered request leaves its caller to guess the next number."""
+    silent = property(lambda error: 0, lambda error, number: None)
+    patch.setattr(KvplaneError, "next_number", silent)
+
+
 def positions_ignored(patch: pytest.MonkeyPatch) -> None:
     """Tokens are appended where the sequence ends, whatever position the caller gave."""
 
@@ -115,6 +122,7 @@ FAULTS = (
     headroom_in_an_empty_pool,
     leases_never_end,
     refused_numbers_stay_free,
+    errors_do_not_say_the_next_number,
     fence_ignored,
     publications_kept_quiet,
     namespaces_shared,

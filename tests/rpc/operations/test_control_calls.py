@@ -28,12 +28,15 @@ INVALID = ("INVALID_ARGUMENT", "INVALID_REQUEST")
 NO_POOL = ("NOT_FOUND", "POOL_NOT_FOUND")
 
 
-async def refused(call: Awaitable[Any], code: str, reason: str, field: str = "") -> None:
+async def refused(
+    call: Awaitable[Any], code: str, reason: str, field: str = "", next_number: int = 0
+) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await call
     error = from_rpc_error(failure.value)
     told = (failure.value.code().name, error.reason, error.field)
     assert told == (code, reason, field), failure.value.details()
+    assert error.next_number == next_number
 
 
 # Pools.
@@ -221,7 +224,7 @@ async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawS
 async def test_a_call_without_a_step_is_refused(stub: Stub, session: RawSession) -> None:
     await refused(stub.RunStep(pb.RunStepRequest()), *INVALID, "step")
     step = pb.StepRequest(session=session.ref, number=0)
-    await refused(stub.RunStep(pb.RunStepRequest(step=step)), *INVALID, "number")
+    await refused(stub.RunStep(pb.RunStepRequest(step=step)), *INVALID, "number", next_number=1)
     await session.admit(1, PROMPT)
 
 
@@ -232,17 +235,17 @@ async def test_a_number_is_used_once_whatever_came_of_it(stub: Stub, session: Ra
     assert await stub.RunStep(first) == answer
     other = pb.RunStepRequest(step=step)
     other.step.operations[0].admit.sequence_id = 2
-    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_CONFLICT", "number")
+    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 2)
     other.step.number = 5
-    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_OUT_OF_ORDER", "number")
+    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_OUT_OF_ORDER", "number", 2)
     first.step.receipts.append(session.shard.receipt(answer.result.plan))
     assert await stub.RunStep(first) == answer
     assert await session.num_written(1) == 20, "a repeated request still has its receipts applied"
     wrong = pb.AbortPlanRequest(session=session.ref, number=2, plan_number=77)
     for _ in range(2):
-        await refused(stub.AbortPlan(wrong), *INVALID, "plan_number")
+        await refused(stub.AbortPlan(wrong), *INVALID, "plan_number", next_number=3)
     submit = pb.SubmitReceiptsRequest(session=session.ref, number=2)
-    await refused(stub.SubmitReceipts(submit), "FAILED_PRECONDITION", "STEP_CONFLICT", "number")
+    await refused(stub.SubmitReceipts(submit), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 3)
     submit.number = 3
     await stub.SubmitReceipts(submit)
 
@@ -262,7 +265,8 @@ async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
     await session.submit()
     assert await session.num_written(1) == 20, "the late duplicate took effect"
     done = pb.AbortPlanRequest(plan_number=3, **session.next())
-    await refused(stub.AbortPlan(done), "FAILED_PRECONDITION", "PLAN_RECEIPTED", "plan_number")
+    why = ("FAILED_PRECONDITION", "PLAN_RECEIPTED", "plan_number")
+    await refused(stub.AbortPlan(done), *why, next_number=done.number + 1)
 
 
 async def test_a_resync_answers_with_whole_tables_and_the_same_when_repeated(
@@ -286,7 +290,7 @@ async def test_a_receipt_that_is_forged_is_refused_and_spoils_the_one_beside_it(
     forged = tpb.SignedPayload(type=good.type, payload=good.payload, signature=bytes(32))
     session.receipts = [good, forged]
     call = stub.SubmitReceipts(pb.SubmitReceiptsRequest(**session.next()))
-    await refused(call, "DATA_LOSS", "BAD_SIGNATURE", "receipts[1].signature")
+    await refused(call, "DATA_LOSS", "BAD_SIGNATURE", "receipts[1].signature", 3)
     assert await session.num_written(1) == 0
     session.receipts = [good, good]
     await session.submit()

@@ -6,11 +6,19 @@ import re
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from kvplane import errors
 from kvplane.errors import CODES, REASONS, KvplaneError
 from kvplane.v1 import types_pb2 as pb
-from kvplane.wire.error_codec import DOMAIN, from_wire, to_rich_status, to_wire
+from kvplane.wire.error_codec import (
+    DOMAIN,
+    from_rpc_error,
+    from_wire,
+    to_rich_status,
+    to_wire,
+)
 
 
 def every_class() -> list[type[KvplaneError]]:
@@ -65,9 +73,11 @@ def test_what_is_raised_comes_back_from_the_message_that_streams_carry(
     cls: type[KvplaneError],
 ) -> None:
     sent = cls("what happened", field="operations[2].admit", retry_delay_s=1.25)
+    sent.next_number = 2**53
     got = from_wire(pb.Error.FromString(to_wire(sent).SerializeToString()))
     assert type(got) is cls
     assert (got.message, got.field, got.retry_delay_s) == (sent.message, sent.field, 1.25)
+    assert got.next_number == 2**53
 
 
 def test_an_error_without_a_retry_delay_comes_back_without_one() -> None:
@@ -91,6 +101,28 @@ def test_a_malformed_request_says_so_in_the_form_that_other_clients_know() -> No
     assert names == ["google.rpc.ErrorInfo", "google.rpc.BadRequest"]
     assert DOMAIN.encode() in status.details[0].value
     assert b"number" in status.details[1].value
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7", 7), ("9" * 18, 10**18 - 1), ("", 0), ("-1", 0), ("1" * 19, 0)]
+)
+def test_a_next_number_in_a_status_is_read_if_it_is_one(text: str, number: int) -> None:
+    error = errors.SequenceBusyError("busy")
+    error.next_number = 4
+    status = to_rich_status(error)
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert dict(info.metadata) == {"next_number": "4"}
+    info.metadata["next_number"] = text
+    status.details[0].Pack(info)
+    sent = rpc_status.to_status(status)
+    call = grpc.aio.AioRpcError(
+        sent.code,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(*sent.trailing_metadata),
+        details=sent.details,
+    )
+    assert from_rpc_error(call).next_number == number
 
 
 def test_a_long_message_still_fits_into_the_trailers() -> None:

@@ -16,6 +16,7 @@ from kvplane.errors import (
     PositionMismatchError,
     ProtocolMismatchError,
     SequenceNotFoundError,
+    SessionNotFoundError,
     StaleEpochError,
     StaleIncarnationError,
     StepConflictError,
@@ -47,7 +48,7 @@ def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:
         request = cpb.StepRequest(session=engine.ref, number=number)
         with pytest.raises(error) as refused:
             world.core.step(request, engine.tenant)
-        assert refused.value.field == "number"
+        assert (refused.value.field, refused.value.next_number) == ("number", 5)
     engine.step()
     with pytest.raises(StepOutOfOrderError, match="send the next request as 6"):
         world.core.step(cpb.StepRequest(session=engine.ref, number=7), engine.tenant)
@@ -93,12 +94,24 @@ def test_a_request_that_fails_uses_its_number_and_keeps_its_error() -> None:
     )
     for fail, error in failing:
         number = engine.number
-        with pytest.raises(error):
+        with pytest.raises(error) as refused:
             fail()
+        assert refused.value.next_number == number + 2
         engine.repeat(engine.sent[-1])
         assert engine.number == number + 1
     engine.submit()
     engine.repeat(engine.sent[-1])
+
+
+def test_an_error_before_the_session_is_found_gives_no_number() -> None:
+    world = World()
+    engine = world.engine()
+    closed = world.engine()
+    world.core.close_session(closed.ref, closed.tenant)
+    for ref in (closed.ref, tpb.SessionRef(incarnation=99), tpb.SessionRef()):
+        with pytest.raises((StaleIncarnationError, SessionNotFoundError)) as refused:
+            world.core.step(cpb.StepRequest(session=ref, number=1), engine.tenant)
+        assert refused.value.next_number == 0
 
 
 def test_a_step_that_is_refused_has_applied_what_came_before() -> None:
