@@ -13,11 +13,11 @@
     │   ├── QuotaExceededError      RESOURCE_EXHAUSTED
     │   └── TooManyPlansInFlightError  RESOURCE_EXHAUSTED
     ├── StaleError                                        open a new session and admit again
-    │   ├── SessionExpiredError     FAILED_PRECONDITION
-    │   ├── StaleEpochError         FAILED_PRECONDITION
-    │   ├── MissingReceiptError     FAILED_PRECONDITION   a shard did not say that a plan ran
-    │   ├── StaleIncarnationError   FAILED_PRECONDITION
-    │   └── StaleGenerationError    FAILED_PRECONDITION
+    │   ├── SessionExpiredError     ABORTED
+    │   ├── StaleEpochError         ABORTED
+    │   ├── MissingReceiptError     ABORTED               a shard did not say that a plan ran
+    │   ├── StaleIncarnationError   ABORTED
+    │   └── StaleGenerationError    ABORTED
     ├── ConflictError
     │   ├── LayoutMismatchError     FAILED_PRECONDITION
     │   ├── ProtocolMismatchError   FAILED_PRECONDITION
@@ -29,8 +29,8 @@
     │   ├── PositionMismatchError   FAILED_PRECONDITION   caller and plane differ on a position
     │   ├── SequenceBusyError       FAILED_PRECONDITION   it computes in the same step
     │   ├── SequenceSwappedError    FAILED_PRECONDITION   it is in the other tier
-    │   ├── SequenceRevokedError    FAILED_PRECONDITION   it was cut for others: admit it again
-    │   ├── RevisionTooOldError     FAILED_PRECONDITION   start again from a snapshot
+    │   ├── SequenceRevokedError    ABORTED               it was cut for others: admit it again
+    │   ├── RevisionTooOldError     ABORTED               start again from a snapshot
     │   ├── BlockNotWritableError   FAILED_PRECONDITION   a write to a published or shared block
     │   ├── BlockNotWrittenError    FAILED_PRECONDITION   a read of a block without contents
     │   └── BlockInUseError         FAILED_PRECONDITION   a block to be forgotten is in use
@@ -45,6 +45,9 @@
     │   ├── BadSignatureError       DATA_LOSS
     │   └── ChecksumMismatchError   DATA_LOSS
     └── InternalError               INTERNAL              a bug or a failed device: see server log
+
+ABORTED errors ask the caller to begin again at a higher level: with a new session, a new admission
+or a new snapshot. FAILED_PRECONDITION errors ask it to do something else first.
 
 The planes raise these, one interceptor maps them to gRPC statuses by ``CODES``, and the client maps
 them back by ``REASONS``: the caller catches the error that the core raised. This module does not
@@ -271,11 +274,11 @@ CODES: Final[dict[type[KvplaneError], str]] = {
     NeverFitsError: "OUT_OF_RANGE",
     QuotaExceededError: "RESOURCE_EXHAUSTED",
     TooManyPlansInFlightError: "RESOURCE_EXHAUSTED",
-    SessionExpiredError: "FAILED_PRECONDITION",
-    StaleEpochError: "FAILED_PRECONDITION",
-    MissingReceiptError: "FAILED_PRECONDITION",
-    StaleIncarnationError: "FAILED_PRECONDITION",
-    StaleGenerationError: "FAILED_PRECONDITION",
+    SessionExpiredError: "ABORTED",
+    StaleEpochError: "ABORTED",
+    MissingReceiptError: "ABORTED",
+    StaleIncarnationError: "ABORTED",
+    StaleGenerationError: "ABORTED",
     LayoutMismatchError: "FAILED_PRECONDITION",
     ProtocolMismatchError: "FAILED_PRECONDITION",
     StepConflictError: "FAILED_PRECONDITION",
@@ -286,8 +289,8 @@ CODES: Final[dict[type[KvplaneError], str]] = {
     PositionMismatchError: "FAILED_PRECONDITION",
     SequenceBusyError: "FAILED_PRECONDITION",
     SequenceSwappedError: "FAILED_PRECONDITION",
-    SequenceRevokedError: "FAILED_PRECONDITION",
-    RevisionTooOldError: "FAILED_PRECONDITION",
+    SequenceRevokedError: "ABORTED",
+    RevisionTooOldError: "ABORTED",
     BlockNotWritableError: "FAILED_PRECONDITION",
     BlockNotWrittenError: "FAILED_PRECONDITION",
     BlockInUseError: "FAILED_PRECONDITION",

@@ -288,7 +288,7 @@ class ControlPlaneServiceServicer(object):
 
     def Watch(self, request, context):
         """Follows a pool's prefix index, of the caller's tenant and one namespace: a snapshot, then every change. A follower that applies
-        them in order has the same index. FAILED_PRECONDITION (REVISION_TOO_OLD) when the changes since the revision asked for are not
+        them in order has the same index. ABORTED (REVISION_TOO_OLD) when the changes since the revision asked for are not
         kept any more, and as the end of the stream when the follower is too slow: start again from a snapshot. Of several layer groups it
         follows the first without an attention window.
         """

@@ -34,8 +34,8 @@ class DataPlaneServiceStub(object):
     a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
     A block that may still hold another tenant's data is cleared when a plan allocates it.
 
-    Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
-    LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
+    Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
+    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
     NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
     """
 
@@ -106,8 +106,8 @@ class DataPlaneServiceServicer(object):
     a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
     A block that may still hold another tenant's data is cleared when a plan allocates it.
 
-    Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
-    LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
+    Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
+    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
     NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
     """
 
@@ -258,8 +258,8 @@ class DataPlaneService(object):
     a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
     A block that may still hold another tenant's data is cleared when a plan allocates it.
 
-    Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
-    LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
+    Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
+    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
     NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
     """
 

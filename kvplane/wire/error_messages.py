@@ -29,6 +29,7 @@ from kvplane.errors import (
     ProtocolMismatchError,
     QuotaExceededError,
     SequenceExistsError,
+    StaleError,
     UnauthenticatedError,
 )
 from kvplane.v1 import types_pb2 as pb
@@ -48,6 +49,7 @@ _BY_CODE: Final[dict[str, type[KvplaneError]]] = {
     # gRPC itself answers with this code when a message is over the size limit.
     "RESOURCE_EXHAUSTED": QuotaExceededError,
     "FAILED_PRECONDITION": ConflictError,
+    "ABORTED": StaleError,
     "OUT_OF_RANGE": NeverFitsError,
     # The peer does not know the method.
     "UNIMPLEMENTED": ProtocolMismatchError,

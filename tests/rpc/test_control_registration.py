@@ -86,7 +86,7 @@ async def test_a_data_plane_is_welcomed_reports_and_is_accepted(
         ),
         (
             {"incarnation": 2**64 - 1},
-            "FAILED_PRECONDITION",
+            "ABORTED",
             "STALE_INCARNATION",
             "hello.incarnation",
         ),
@@ -223,7 +223,7 @@ async def test_two_processes_that_claim_one_shard_do_not_take_it_by_turns(stub: 
     for _ in range(3):
         older = RawShard(stub, epoch=11)
         await older.send(hello=older.hello)
-        wanted = ("FAILED_PRECONDITION", "STALE_EPOCH", "hello.epoch")
+        wanted = ("ABORTED", "STALE_EPOCH", "hello.epoch")
         assert await shard_failure(older) == wanted
     assert await is_ready(stub)
     await session.admit(1, PROMPT)
@@ -385,7 +385,7 @@ async def test_a_process_that_is_silent_gives_way_to_its_successor(
     await asyncio.sleep(0.7)
     successor = RawShard(stub, epoch=12)
     assert (await successor.register()).key != silent.key
-    assert (await shard_failure(silent))[:2] == ("FAILED_PRECONDITION", "STALE_EPOCH")
+    assert (await shard_failure(silent))[:2] == ("ABORTED", "STALE_EPOCH")
     successor.hang_up()
 
 
@@ -401,7 +401,7 @@ async def test_a_later_process_takes_the_shard_over_and_old_sessions_are_stale(
     await second.report()
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await session.admit(2, PROMPT)
-    assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert failure.value.code() is grpc.StatusCode.ABORTED
     fresh = await RawSession.open(stub, second)
     assert (await fresh.admit(1, PROMPT)).results[0].admit.num_blocks == 3
     second.hang_up()

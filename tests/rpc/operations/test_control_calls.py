@@ -179,11 +179,11 @@ async def test_requests_name_the_incarnation_and_sessions_of_others_do_not_exist
         names.session.CopyFrom(unknown)
         await refused(method(request), "NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
         names.session.CopyFrom(other)
-        wanted = ("FAILED_PRECONDITION", "STALE_INCARNATION", "session.incarnation")
+        wanted = ("ABORTED", "STALE_INCARNATION", "session.incarnation")
         await refused(method(request), *wanted)
     await refused(
         stub.CloseSession(pb.CloseSessionRequest(session=other)),
-        *("FAILED_PRECONDITION", "STALE_INCARNATION", "session.incarnation"),
+        *("ABORTED", "STALE_INCARNATION", "session.incarnation"),
     )
     await session.admit(1, PROMPT)  # its number was not used up
 

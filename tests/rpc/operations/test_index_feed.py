@@ -141,7 +141,7 @@ async def refusal(world: World, request: pb.WatchRequest) -> RevisionTooOldError
     """Return why the feed ends at once."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await asyncio.wait_for(world.stub.Watch(request).read(), 10)
-    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert refused.value.code() is grpc.StatusCode.ABORTED
     error = from_rpc_error(refused.value)
     assert type(error) is RevisionTooOldError
     return error

@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from kvplane import errors
-from kvplane.errors import CODES, REASONS, KvplaneError
+from kvplane.errors import CODES, REASONS, ConflictError, KvplaneError, StaleError
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire.error_codec import (
     DOMAIN,
@@ -85,8 +85,10 @@ def test_an_error_without_a_retry_delay_comes_back_without_one() -> None:
 
 
 def test_a_reason_of_a_later_release_falls_back_on_its_code() -> None:
-    known = from_wire(pb.Error(code=9, reason="SOMETHING_NEW", message="m"))
-    assert type(known) is errors.ConflictError
+    for code, cls in (("FAILED_PRECONDITION", ConflictError), ("ABORTED", StaleError)):
+        number = grpc.StatusCode[code].value[0]
+        known = from_wire(pb.Error(code=number, reason="SOMETHING_NEW", message="m"))
+        assert type(known) is cls
     unknown = from_wire(pb.Error(code=4711, reason="SOMETHING_NEW", message="m"))
     assert type(unknown) is errors.InternalError
 
