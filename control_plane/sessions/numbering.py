@@ -137,4 +137,6 @@ def content_of(request: Any) -> bytes:
 
 
 def _copy(error: KvplaneError) -> KvplaneError:
-    return type(error)(error.message, field=error.field, retry_delay_s=error.retry_delay_s)
+    copy = type(error)(error.message, field=error.field, retry_delay_s=error.retry_delay_s)
+    copy.next_number = error.next_number
+    return copy

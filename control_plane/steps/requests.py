@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
 from control_plane.queries import states
-from control_plane.sessions.numbering import Answer
 from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
 from control_plane.sharing.sharing import Sharing
@@ -70,17 +69,12 @@ class Requests:
         the session has ended, with the number that the session's next request must have.
         """
         self._require_open(session)
-        next_number = session.numbers.last + 1
-        try:
-            earlier = session.numbers.repeated(request)
-            next_number = request.number + 1
-            return (yield from self._run(session, request, earlier))
-        except KvplaneError as error:
-            error.next_number = next_number
-            raise
-
-    def _run(self, session: Session, request: Request, earlier: Answer | None) -> Slices[Any]:
         sharing, numbers = self._sharing_of(session.pool), session.numbers
+        try:
+            earlier = numbers.repeated(request)
+        except KvplaneError as error:
+            error.next_number = numbers.last + 1
+            raise
         slices: Slices[Any]
         if earlier is not None:
             slices = self._take_again(session, request)
@@ -101,8 +95,10 @@ class Requests:
                 yield
                 self._require_open(session)
         except KvplaneError as error:
+            error.next_number = request.number + 1
             if earlier is None:
                 numbers.remember(request, None, error)
+                numbers.settle()
             raise
         finally:
             slices.close()
@@ -114,10 +110,13 @@ class Requests:
             return StepAnswer(outcome) if isinstance(outcome, bytes) else outcome
         if not isinstance(outcome, _Step):
             numbers.remember(request, outcome)
+            numbers.settle()
             return outcome
         news = sharing.members[session.id].take_news()
         answer = step_answer(session, request.number, *outcome, news)
         numbers.remember(request, answer.encoded)
+        if is_busy:  # it may be large, and its caller gone: no more than its digest is kept
+            numbers.settle()
         return answer
 
     def _take_again(self, session: Session, request: Request) -> Slices[None]:

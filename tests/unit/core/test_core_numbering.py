@@ -54,6 +54,24 @@ def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:
         world.core.step(cpb.StepRequest(session=engine.ref, number=7), engine.tenant)
 
 
+def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    engine = world.engine()
+    numbers = world.core._sessions[engine.id].numbers
+    engine.step(ops.admit(1, range(8)))
+    assert numbers._latest is not None, "the service settles it once the answer is sent"
+    engine.submit()
+    assert numbers._latest is None
+    with pytest.raises(InvalidRequestError):
+        engine.abort(77)
+    assert numbers._latest is None
+    monkeypatch.setattr("control_plane.steps.requests.SLICE_TOKENS", 4)
+    engine.step(ops.admit(2, range(8)), ops.admit(3, range(8)))
+    assert numbers._latest is None, "a request of several slices"
+
+
 REQUESTS: dict[str, Callable[[Engine], Any]] = {
     "step": lambda engine: engine.step(),
     "submit_receipts": lambda engine: engine.submit(),
