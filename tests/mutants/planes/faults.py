@@ -36,10 +36,10 @@ def repeats_not_recognised(patch: pytest.MonkeyPatch) -> None:
     """The last step runs again when it arrives again."""
     original = Numbering.repeated
 
-    def repeated(self: Numbering, number: int, content: bytes) -> Answer | None:
-        if number == self.last > 0:
+    def repeated(self: Numbering, request: Any) -> Answer | None:
+        if request.number == self.last > 0:
             self.last -= 1
-        return original(self, number, content)
+        return original(self, request)
 
     patch.setattr(Numbering, "repeated", repeated)
 
