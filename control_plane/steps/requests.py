@@ -174,9 +174,10 @@ class Requests:
         session.native.begin(session.handle, request.number)
         plan = yield from finish_plan(member, request.number)
         assert plan is not None, "a resync has a plan, even if it has no table"
-        payload, signature = plan
-        signed = tpb.SignedPayload(type=signing.PLAN, payload=payload, signature=signature)
-        return cpb.ResyncResponse(sequences=sequences, plan=signed)
+        response = cpb.ResyncResponse(sequences=sequences)
+        response.plan.type = signing.PLAN  # a message of its own would be copied, megabytes long
+        response.plan.payload, response.plan.signature = plan
+        return response
 
     def _aborted(self, member: Member, sharing: Sharing) -> Slices[cpb.SequenceStates]:
         """Return the states of all sequences of the session after an abort."""
