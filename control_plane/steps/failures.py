@@ -10,7 +10,7 @@ from kvplane_blocks import ColumnError, _native
 from control_plane.admission.decisions import MustWait, Reason
 from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
-from control_plane.steps.operation import Failure, Operation
+from control_plane.steps.operation import Failure, Refusable
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -46,7 +46,7 @@ def add_failures(
     result: cpb.OperationResult,
     member: Member,
     at: str,
-    operation: Operation,
+    operation: Refusable,
     failures: list[Failure],
 ) -> None:
     """Add the items that the core did not do. ``at``: the operation's field in the request, such as
@@ -114,7 +114,7 @@ def shortage_of(
     return shortage
 
 
-def error_of(member: Member, operation: Operation, failure: Failure) -> KvplaneError:
+def error_of(member: Member, operation: Refusable, failure: Failure) -> KvplaneError:
     """Return why an item is wrong; the field is a column of the operation."""
     _, code, a, b, c = failure
     ids, parents = operation.id_field, operation.parent_field
@@ -154,7 +154,7 @@ def error_of(member: Member, operation: Operation, failure: Failure) -> KvplaneE
     return _position_error(operation, failure)
 
 
-def _position_error(operation: Operation, failure: Failure) -> KvplaneError:
+def _position_error(operation: Refusable, failure: Failure) -> KvplaneError:
     """Return the error for positions or tokens that do not fit the sequence."""
     _, code, a, b, c = failure
     match code:

@@ -1,7 +1,8 @@
-"""The base class of a step's operations; the operations and the step are in ``operations``."""
+"""The base classes of a step's operations; the operations and the step are in ``operations``."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from kvplane.slices import Slices
@@ -17,22 +18,33 @@ Failures = list[Failure] | None
 """The items that were refused; None for none."""
 
 
-class Operation:
-    """One kind of operation."""
+class Refusable:
+    """Says how the items of a kind of request are named in the errors that refuse them."""
 
     name = ""
     is_one_item = False
-    """Whether it succeeds or fails as a whole; otherwise each sequence that it names is an item."""
+    """It succeeds or fails as a whole; otherwise each sequence that it names is an item."""
     id_field = "sequence_ids"
     """The field that names its sequences."""
     parent_field = "sequence_ids"
     """The field that names the sequences that have to be live."""
     names_each_once = False
-    """Whether an id that it names twice is refused as such."""
+    """An id that it names twice is refused as such."""
     computes = False
-    """Whether the plan computes tokens of sequences that were live before it."""
+    """The plan computes tokens of sequences that were live before it."""
+
+    def located(self, field: str, failure: Failure) -> tuple[str, int | None]:
+        """Return the column at fault in an item, and the index in it. ``field``: its error's."""
+        if self.is_one_item and not field.endswith("_ids"):
+            return field, None
+        return field, failure[0]
+
+
+class Operation(Refusable, ABC):
+    """One kind of operation."""
+
     is_checked_with_answer = False
-    """Whether checking it returns, besides any failures, the answer that running it would give."""
+    """A check of it returns, besides any failures, the answer that running it would give."""
 
     def may_plan(self, message: Any) -> bool:
         """Return whether it may need a plan."""
@@ -46,20 +58,21 @@ class Operation:
         """Count the sequences that it changes, at least 1, for a step's limit. Reads no column."""
         return max(1, len(message.sequence_ids) // _ID_BYTES)
 
-    def located(self, field: str, failure: Failure) -> tuple[str, int | None]:
-        """Return the column at fault in an item, and the index in it. ``field``: its error's."""
-        if self.is_one_item and not field.endswith("_ids"):
-            return field, None
-        return field, failure[0]
-
+    @abstractmethod
     def run(self, step: Any, message: Any, result: cpb.OperationResult) -> Slices[Failures]:
         """Do the items that can be done. Raises KvplaneError or ColumnError when none can."""
+
+
+class OneSlice(Operation):
+    """An operation that runs in one slice."""
+
+    def run(self, step: Any, message: Any, result: cpb.OperationResult) -> Slices[Failures]:
         yield from ()
         return self.do(step, message, result)
 
+    @abstractmethod
     def do(self, step: Any, message: Any, result: cpb.OperationResult) -> Failures:
-        """Run an operation that is one slice; see ``run``."""
-        raise NotImplementedError
+        """Do what ``run`` does, at once."""
 
 
 Named = tuple[Operation, Any]

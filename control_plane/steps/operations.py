@@ -27,7 +27,14 @@ from control_plane.steps.failures import (
     error_of_columns,
     shortage_of,
 )
-from control_plane.steps.operation import Failure, Failures, Named, Operation
+from control_plane.steps.operation import (
+    Failure,
+    Failures,
+    Named,
+    OneSlice,
+    Operation,
+    Refusable,
+)
 from control_plane.steps.slices import SLICE_BLOCKS, SLICE_TOKENS, parts_of
 from kvplane.errors import (
     BlockInUseError,
@@ -111,7 +118,7 @@ def _at(index: int, operation: Operation) -> str:
     return f"operations[{index}].{operation.name}" if operation.name else f"operations[{index}]"
 
 
-class Admit(Operation):
+class Admit(OneSlice):
     """Starts a sequence of a prompt, and forks of it."""
 
     name = "admit"
@@ -203,7 +210,7 @@ class Append(Operation):
         return failures or None
 
 
-class Fork(Operation):
+class Fork(OneSlice):
     """Starts sequences that share the blocks of live ones."""
 
     name = "fork"
@@ -220,7 +227,7 @@ class Fork(Operation):
         return failures
 
 
-class Free(Operation):
+class Free(OneSlice):
     """Ends sequences."""
 
     name = "free"
@@ -233,7 +240,7 @@ class Free(Operation):
         return step.sharing.freed(step.member, message.sequence_ids, failures)
 
 
-class Truncate(Operation):
+class Truncate(OneSlice):
     """Shortens sequences."""
 
     name = "truncate"
@@ -306,7 +313,7 @@ class SwapIn(_Swap):
         return None
 
 
-class _OfPrefix(Operation):
+class _OfPrefix(OneSlice):
     """Names no sequence, and needs no plan."""
 
     is_one_item = True
@@ -416,7 +423,7 @@ def _check_forget(message: cpb.Forget, what: str | None, block_size_tokens: int)
         raise InvalidRequestError("must say what to forget", field=what or "what")
 
 
-class _DeferredTokens(Operation):
+class _DeferredTokens(Refusable):
     """The tokens of slots that appends scheduled without them: no operation, but its items are
     refused as those of one.
     """
@@ -424,7 +431,7 @@ class _DeferredTokens(Operation):
     name = "deferred_tokens"
 
 
-class _Unknown(Operation):
+class _Unknown(OneSlice):
     """An operation of a later release, or none at all."""
 
     is_one_item = True
