@@ -64,7 +64,7 @@ _CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
 
 
 class ControlPlane:
-    """All pools and sessions of one control plane process."""
+    """Holds all pools and sessions of one control plane process."""
 
     def __init__(
         self,

@@ -155,10 +155,10 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     def _flush_now(self) -> None:
         self._is_flush_due = False
         self.flush()
-        for answer, duration_s in self._uncounted:
+        uncounted, self._uncounted = self._uncounted, []
+        for answer, duration_s in uncounted:
             answer.settle()
             self._metrics.count_step(answer, duration_s)
-        self._uncounted.clear()
 
     async def work(self) -> None:
         """Do the core's long work, in slices between requests. Runs until cancelled."""

@@ -26,7 +26,7 @@ class WriteChecks:
         self._tables = tables
 
     def is_unchanged(self, run: RunningPlan) -> bool:
-        """Whether nothing was published and no entry made stale since ``check_may_write``."""
+        """Return whether nothing was published or made stale since ``check_may_write``."""
         tables = self._tables
         return (
             run.checked_taken == tables.num_taken

@@ -97,7 +97,7 @@ class _Queues:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a live sequence, or something to free."""
+        """Return whether there is a live sequence, or something to free."""
         return bool(self.waiting or self.running or self.swapped or self._forks or self._frees)
 
     def head(self) -> EngineSequence | None:
@@ -191,7 +191,7 @@ class Scheduler(_Queues):
         self._room = _Room()
         self.counts = Counts()
         self.max_passes = 1
-        """Of the next plan; requests that arrive meanwhile wait for all of them."""
+        """The next plan has at most so many; requests that arrive meanwhile wait for all."""
 
     def finish(self, sequence: EngineSequence) -> None:
         """Take a sequence out of its queue; its blocks are freed by the next step."""
@@ -208,7 +208,7 @@ class Scheduler(_Queues):
 
     @property
     def is_in_line(self) -> bool:
-        """Whether an admission waits for the control plane to grant it."""
+        """Return whether an admission waits for the control plane to grant it."""
         return self._in_line is not None
 
     # One step.
