@@ -340,18 +340,14 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> bytes:
         """Return the encoded answer of a step that ran. ``num_bytes``: of the request, if known."""
         begin = time.perf_counter()
-        answer: StepAnswer
-        if tracing.is_on():
-            with tracing.span(
-                "kvplane.control_plane.step",
-                request.traceparent,
-                "SERVER",
-                session=request.session.session_id,
-                number=request.number,
-            ):
-                answer = await self._run(request, tenant, num_bytes)
-        else:
-            answer = await self._run(request, tenant, num_bytes)
+        with tracing.span(
+            "kvplane.control_plane.step",
+            request.traceparent,
+            "SERVER",
+            session=request.session.session_id,
+            number=request.number,
+        ):
+            answer: StepAnswer = await self._run(request, tenant, num_bytes)
         self._uncounted.append((answer, time.perf_counter() - begin))
         return answer.encoded
 
@@ -362,8 +358,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         if num_bytes is None:
             num_bytes = request.ByteSize()  # protobuf encodes the request to find it
         session_id = request.session.session_id
-        if self._long.is_running(session_id):
-            await self._long.wait(session_id)
+        await self._long.wait(session_id)
         try:
             slices = self._core.run(request, tenant)
             has_begun = num_bytes <= LARGE_REQUEST_BYTES

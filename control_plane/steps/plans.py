@@ -21,7 +21,7 @@ def finish_plan(member: Member, number: int, traceparent: str = "") -> Slices[Si
     while session.native.prepare(session.handle, SLICE_ENTRIES):
         yield
     prefix = session.plan_prefix
-    if traceparent and tracing.checked(traceparent):
+    if tracing.checked(traceparent):
         prefix += tpb.Plan(traceparent=traceparent).SerializeToString()
     member.is_drafted = False
     payload = session.native.finish(session.handle, prefix)
