@@ -81,7 +81,7 @@ fix: setup  ## Format the code and mend what ruff can mend
 	find csrc tests -not -path '*/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format -i {} +
 
-protos:  ## Generate the stubs in kvplane/v1 again
+protos:  ## Generate the stubs of the contract again
 	@scripts/protos.sh
 
 boards: setup  ## Write the Grafana boards from scripts/boards.py

@@ -39,8 +39,8 @@ from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
 from kvplane.errors import KvplaneError
 from kvplane.transport.health import check
 from kvplane.transport.tls import open_channel
-from kvplane.v1.control_pb2 import DescribeControlPlaneRequest
-from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
+from kvplane.wire.v1.control_pb2 import DescribeControlPlaneRequest
+from kvplane.wire.v1.control_pb2_grpc import ControlPlaneServiceStub
 from tests.helpers.etcd_cluster import EtcdCluster
 
 KILL_GOAL_S = 0.05  # for the p95; after "stop" it is the lease and STOP_GOAL_S

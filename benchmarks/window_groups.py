@@ -23,7 +23,7 @@ from kvplane import ops
 from kvplane.layout import Layout
 from kvplane.models.model_layers import layer_groups
 from kvplane.shard import Shard
-from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2 as cpb
 
 PART_TOKENS: Final = 2048
 MODELS: Final = {

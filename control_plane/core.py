@@ -51,10 +51,10 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.slices import Slices, run_to_end
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
 from kvplane.wire.error_messages import duration_of
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5

@@ -11,8 +11,8 @@ from control_plane.pools.statistics import BlockTimes, PoolStatistics
 from control_plane.sessions.session import Session
 from control_plane.sessions.silent_shards import num_missing_receipts
 from control_plane.sharing.member import Member
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 @dataclass(frozen=True, slots=True)

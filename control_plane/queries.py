@@ -14,11 +14,11 @@ from control_plane.pools.publications import (
 )
 from control_plane.sessions.session import Session
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import duration_of
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceStates:

@@ -13,7 +13,7 @@ from control_plane.pools.reports import TIERS
 from control_plane.queries import states
 from control_plane.sessions.session import Session
 from kvplane.results import sequence_states
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 STATES: Final = ("free", "cached", "retired", "pinned", "held")
 """States of blocks, by the number in their cells."""

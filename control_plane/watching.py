@@ -18,7 +18,7 @@ from typing import Final
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import HASH_BYTES, MAX_NAMESPACE_CHARACTERS, root_of
 from kvplane.errors import InvalidRequestError, QuotaExceededError, RevisionTooOldError
-from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2 as cpb
 
 # Blocks or changes of one message.
 _MAX_ELEMENTS: Final = 1024

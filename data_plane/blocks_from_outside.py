@@ -34,8 +34,8 @@ from kvplane.serving.callers.identity import caller, payer
 from kvplane.serving.config import ServingConfig
 from kvplane.serving.observability.metrics import Declaration, Samples
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1 import data_pb2
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import data_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 
 __all__ = ["BlockRange", "BlocksFromOutside", "Lane", "PlugIn", "StartedPlan"]
 

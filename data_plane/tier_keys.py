@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 TierKey: TypeAlias = int
 TIERS: Final = (pb.TIER_DEVICE, pb.TIER_HOST)

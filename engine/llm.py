@@ -19,7 +19,7 @@ from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2 as pb
 
 from .config import EngineConfig
 from .models import loader

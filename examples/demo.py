@@ -30,7 +30,7 @@ from engine.request import RequestOutput, SamplingParams
 from engine.stats import EngineStats
 from examples.planes import DATA_PLANE, ROOT, Planes
 from kvplane.serving.observability import logs
-from kvplane.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2 as pb
 from models.recall_task import VALUE_LETTERS, Facts
 
 MODEL: Final = ROOT / "models" / "recall"

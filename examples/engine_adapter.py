@@ -20,8 +20,8 @@ from kvplane import Layout, Tensor, ops
 from kvplane.errors import PoolFullError
 from kvplane.results import error_of
 from kvplane.sync import ControlClient, DataClient, Execution, Session
-from kvplane.v1.control_pb2 import Operation
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.control_pb2 import Operation
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 VOCABULARY = 64
 NUM_NEW_TOKENS = 24

@@ -25,7 +25,7 @@ from kvplane import (
 )
 from kvplane.errors import DeadlineExceededError, NotFoundError, StaleError, UnavailableError
 from kvplane.layout import LATENT
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 LOST = (StaleError, NotFoundError, UnavailableError, DeadlineExceededError)
 

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire.protocol import refuse_unknown_fields
+from kvplane.wire.v1 import types_pb2 as pb
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_SIZE: Final = 512

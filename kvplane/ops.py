@@ -14,10 +14,10 @@ from enum import Enum
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.error_messages import duration_of
+from kvplane.wire.v1 import control_pb2 as pb
 
 Column = Iterable[int] | bytes
 Numbers = int | Column

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvplane.errors import InternalError, KvplaneError, NeverFitsError, PoolFullError
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2
-from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_messages import from_wire, seconds_of
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
 class StepResult:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import ELEMENT_BYTES, Layout
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)

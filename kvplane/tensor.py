@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import ELEMENT_BYTES, dtype_from_wire, dtype_to_wire
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 MAX_DIMENSIONS: Final = 8
 _NUMPY_DTYPES: Final = ("float32", "float16")

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from benchmarks.control_plane import messages
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 class Wire(Protocol):

@@ -18,7 +18,7 @@ from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from kvplane.slices import run_to_end
-from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2 as cpb
 
 TENANT: Final = "tenant"
 

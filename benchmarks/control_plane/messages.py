@@ -8,9 +8,9 @@ from typing import Final
 
 from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 BLOCK_SIZE_TOKENS: Final = 16
 POOL: Final = "benchmark"

@@ -24,8 +24,8 @@ import grpc.aio
 from benchmarks.control_plane import gc_pauses, messages
 from benchmarks.control_plane.engine import Engine
 from kvplane.transport.tls import open_channel
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2_grpc
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 30.0

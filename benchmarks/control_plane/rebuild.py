@@ -15,7 +15,7 @@ from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, 
 from benchmarks.control_plane.report import MICROSECONDS, Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
-from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2 as cpb
 
 _NAME = "rebuild_1M_blocks"
 _FIRST_BLOCK = prompt(0, BLOCK_SIZE_TOKENS)  # of all prompts

@@ -16,9 +16,9 @@ from benchmarks.control_plane.in_process import CorePool
 from benchmarks.control_plane.messages import EPOCH, POOL
 from benchmarks.control_plane.over_grpc import Connection, DataPlane
 from benchmarks.control_plane.report import MICROSECONDS, Row
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as cpb
 
 _NAME: Final = "resume_1M_blocks"
 

@@ -17,8 +17,8 @@ from benchmarks.control_plane.sizes import Sizes
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.requests import Request
 from kvplane import ops
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 _PROMPT_TOKENS = 485
 _FORKS_A_STEP = 4_000

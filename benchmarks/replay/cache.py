@@ -14,9 +14,9 @@ from control_plane.core import ControlPlane
 from kvplane import ops
 from kvplane.clients.prefix_feed import FeedReader, PrefixEvent
 from kvplane.layout import LayerGroup, Layout
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 BLOCK_SIZE_TOKENS = 16
 _POOL, _TENANT, _EPOCH = "replay", "tenant", 1

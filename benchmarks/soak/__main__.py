@@ -30,8 +30,8 @@ from benchmarks.control_plane import messages
 from benchmarks.control_plane.over_grpc import DataPlane
 from benchmarks.control_plane.report import machine
 from benchmarks.soak.engine import MEAN_TOKENS, Counts, Engine
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2_grpc
 
 NUM_NORMAL: Final = 40
 OVERLOAD: Final = 10

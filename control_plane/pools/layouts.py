@@ -6,8 +6,8 @@ from typing import Final
 
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.layout import Layout
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.protocol import refuse_unknown_fields
+from kvplane.wire.v1 import types_pb2 as tpb
 
 FINGERPRINT_BYTES: Final = 32
 MAX_GROUPS: Final = 64

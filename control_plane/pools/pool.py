@@ -29,8 +29,8 @@ from control_plane.pools.shards import PoolShards
 from control_plane.pools.statistics import BlockTimes, PoolStatistics, read_block_times
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.layout import Layout
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _HOST: Final = tpb.TIER_HOST

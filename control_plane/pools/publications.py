@@ -10,10 +10,10 @@ import struct
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 HASH_ALGORITHM: Final = "xxh3-128"
 HASH_BYTES: Final = 16

@@ -10,10 +10,10 @@ from kvplane_blocks import ColumnError, Pool, Rebuild
 from control_plane.pools.publications import reported_root
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
 

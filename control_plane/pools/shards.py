@@ -18,9 +18,9 @@ from control_plane.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.shard import Shard, most_kv_heads
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 # Most of a tenant's file forgets that shards have not carried out: 1 for each message and for each
 # KiB of token ids. Beyond it, all files of the tenant are forgotten instead. A single message may

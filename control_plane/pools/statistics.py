@@ -11,7 +11,7 @@ from kvplane_blocks import duration_bounds_s
 
 from control_plane.pools.reports import TIERS
 from kvplane.serving.observability.histogram import Histogram
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 # From an append of one token to a prompt of a million.
 ALLOCATION_BOUNDS_S: Final = (

@@ -37,8 +37,8 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.shard import Shard, most_kv_heads
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import signing
+from kvplane.wire.v1 import control_pb2 as cpb
 
 MAX_POOL_ID_CHARACTERS: Final = 128
 MAX_ADDRESS_CHARACTERS: Final = 512

@@ -27,8 +27,8 @@ from kvplane.serving.observability.metrics import (
     PlaneMetrics,
     Samples,
 )
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def _gauge(name: str, help: str, *labels: str) -> Declaration:

@@ -30,8 +30,8 @@ from kvplane.errors import (
 )
 from kvplane.serving.callers.access import Caller
 from kvplane.serving.streams import stopping_error
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import protocol
+from kvplane.wire.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3

@@ -33,7 +33,7 @@ from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
-from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
+from kvplane.wire.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 0.25

@@ -30,12 +30,13 @@ from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams, stopping_error
 from kvplane.slices import Slices
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
+from kvplane.v1 import control_pb2 as contract
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import to_wire
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
 
-SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
+SERVICE: Final = contract.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
 
 _FAILED_WORK_DELAY_S: Final = 1.0

@@ -19,8 +19,8 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
 )
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from kvplane.wire.v1 import types_pb2 as tpb
 
 _MAX_VOIDED: Final = 1024
 _MAX_SESSION_ID: Final = 2**53 - 1

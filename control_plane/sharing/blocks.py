@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from control_plane.pools.pool import Pool
 from control_plane.sharing.member import Member
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 _DEVICE = tpb.TIER_DEVICE
 

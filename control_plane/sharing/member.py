@@ -8,9 +8,9 @@ from typing import Final
 
 from control_plane.sessions.session import Session
 from control_plane.sharing.families import Families, Family
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64, UINT8
+from kvplane.wire.v1 import control_pb2 as cpb
 
 # Sequences that were cut and are remembered to be so.
 _MAX_REVOKED: Final = 4096

@@ -15,9 +15,9 @@ from control_plane.sharing.member import Member
 from control_plane.steps.failures import error_of, error_of_columns
 from control_plane.steps.operations import DEFERRED_TOKENS
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as cpb
 
 
 def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items: int) -> None:

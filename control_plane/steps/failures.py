@@ -22,9 +22,9 @@ from kvplane.errors import (
     SequenceRevokedError,
     SequenceSwappedError,
 )
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_messages import to_wire
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 # About as long as a step takes on a busy engine: receipts come with steps.
 RETRY_DELAY: Final = duration_pb2.Duration(nanos=50_000_000)

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from kvplane.slices import Slices
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from kvplane.wire.v1 import control_pb2 as cpb
 
 _ID_BYTES: Final = 8
 

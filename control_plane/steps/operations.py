@@ -44,9 +44,9 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.slices import Slices
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_messages import seconds_of
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 MAX_PRIORITY: Final = 100
 _ALL: Final = -1

@@ -9,8 +9,8 @@ from control_plane.steps.answers import SignedPlan
 from control_plane.steps.slices import SLICE_BYTES, SLICE_ENTRIES, digest_of
 from kvplane import tracing
 from kvplane.slices import Slices
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def finish_plan(member: Member, number: int, traceparent: str = "") -> Slices[SignedPlan | None]:

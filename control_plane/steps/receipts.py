@@ -20,8 +20,8 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.slices import Slices
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Slices[None]:

@@ -26,9 +26,9 @@ from control_plane.steps.receipts import take_receipts
 from control_plane.steps.slices import SLICE_SEQUENCES, SLICE_TOKENS
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.slices import Slices
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.shard import Shard
 from kvplane.slices import Slices, guarded, run_to_end
-from kvplane.v1 import control_pb2, data_pb2
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import control_pb2, data_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 
 
 class Executor:

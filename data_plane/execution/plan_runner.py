@@ -42,8 +42,8 @@ from kvplane.errors import (
     PlanOutOfOrderError,
 )
 from kvplane.slices import Slices
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import types_pb2 as pb
 
 LayerTensors = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 """Query, key and value."""

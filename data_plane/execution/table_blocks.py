@@ -22,7 +22,7 @@ from data_plane.tier_keys import check_group, tier_key_of, tier_of
 from kvplane.errors import PlanOutOfOrderError, StaleGenerationError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 _DEVICE = tier_key_of(0, pb.TIER_DEVICE)
 

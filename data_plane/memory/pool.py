@@ -29,7 +29,7 @@ from data_plane.tier_keys import TierKey, group_of, in_groups, tier_key_of, tier
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 TORCH_DTYPES = {
     "float32": torch.float32,

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from data_plane.tier_keys import TIERS, TierKey, group_of, no_group
 from kvplane.errors import InvalidRequestError, KvplaneError
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import types_pb2 as pb
 
 Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint8]
 Mask: TypeAlias = NDArray[np.bool_]

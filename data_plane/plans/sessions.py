@@ -29,7 +29,7 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     SessionExpiredError,
 )
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 MAX_PLANS_IN_FLIGHT = 1024
 MAX_SESSION_ID = 2**53 - 1

@@ -19,9 +19,9 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import signing
 from kvplane.wire.protocol import PAYLOAD_VERSION, refuse_unknown_fields
+from kvplane.wire.v1 import types_pb2 as pb
 
 Payload = TypeVar("Payload", pb.Plan, pb.SessionGrant)
 

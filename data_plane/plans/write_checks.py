@@ -16,7 +16,7 @@ from data_plane.plans.sessions import RunningPlan, Session
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.tier_keys import tier_key_of
 from kvplane.errors import BlockNotWritableError
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 
 class WriteChecks:

@@ -17,9 +17,9 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.slices import Slices
 from kvplane.transport.local import packets
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 SLICE_S: Final = 0.01
 """For how long a long layer occupies the thread before other commands may run."""

@@ -42,9 +42,9 @@ from data_plane.plans.contents.reused_blocks import ReusedPrefix
 from data_plane.server.fair_queue import Lane
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError, KvplaneError, PlaneUnavailableError
-from kvplane.v1 import control_pb2
-from kvplane.v1 import data_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import data_pb2 as pb
 
 CHUNK_BYTES: Final = 2 * 1024 * 1024
 _MAX_LOADS: Final = 4

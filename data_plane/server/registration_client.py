@@ -36,15 +36,15 @@ from kvplane.errors import (
 )
 from kvplane.transport.connection import BROKEN_CALL
 from kvplane.transport.tls import TlsOptions, open_channel
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-_SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
+_SERVICE: Final = "kvplane.v1.ControlPlaneService"
 BLOCKS_PER_REPORT: Final = 2048
 _ANSWER_TIMEOUT_S: Final = 30.0
 _HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)

@@ -49,7 +49,7 @@ from kvplane.serving.server import wait_for_signal
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from kvplane.shard import Shard
 from kvplane.sync.short_thread import call_in_short_thread
-from kvplane.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
+from kvplane.wire.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LOST: Final = "the device has failed for good: only a new process can use it again"

@@ -34,13 +34,14 @@ from kvplane.serving.observability.metrics import Counts
 from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
 from kvplane.slices import Slices, whole
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.v1 import data_pb2 as contract
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import to_wire
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
 
-SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
+SERVICE: Final = contract.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
 # Upper bounds on a response's size without its tensor: in all, and for each block.
 _OVERHEAD_BYTES: Final = 1024

@@ -11,7 +11,7 @@ from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
 from kvplane.errors import InvalidRequestError
 from kvplane.tensor import Tensor
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

@@ -11,8 +11,8 @@ from kvplane.runtime.backend import DataBackend, OpenedSession, RemoteBackend
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1 import types_pb2 as pb
-from kvplane.v1.control_pb2 import ShardInfo
+from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.v1.control_pb2 import ShardInfo
 
 from ..config import EngineConfig
 

@@ -19,7 +19,7 @@ from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
 from kvplane.runtime.backend import DataBackend, OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 from ..config import EngineConfig
 from . import rank as ranks

@@ -41,7 +41,7 @@ from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import Pending, wait
 from kvplane.transformers import attention
 from kvplane.transformers.models.packed import packed_logits
-from kvplane.v1 import types_pb2 as types
+from kvplane.wire.v1 import types_pb2 as types
 
 from ..models.loader import LoadedModel
 from ..request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams

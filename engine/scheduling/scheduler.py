@@ -24,9 +24,9 @@ from typing import Final, Protocol
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
 from kvplane.results import Granted, SequenceState, SessionNews, StepResult, error_of
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as types
 from kvplane.wire import columns
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as types
 
 from .intents import Counts, Failures, Intent, Kind, Outcome, Span
 from .sequence import EngineSequence, SequenceStatus, most_passes

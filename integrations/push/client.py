@@ -19,7 +19,7 @@ from kvplane.session.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from . import push_pb2 as pb
 from .stubs import method

@@ -1,5 +1,7 @@
 from kvplane.v1 import data_pb2 as _data_pb2
+from kvplane.wire.v1 import data_pb2 as _data_pb2_1
 from kvplane.v1 import types_pb2 as _types_pb2
+from kvplane.wire.v1 import types_pb2 as _types_pb2_1
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -12,18 +14,18 @@ class ReceiveBlocksRequest(_message.Message):
     GRANT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    grant: _types_pb2.SignedPayload
-    plan: _types_pb2.SignedPayload
+    grant: _types_pb2_1.SignedPayload
+    plan: _types_pb2_1.SignedPayload
     sequence_id: int
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, grant: _Optional[_Union[_types_pb2_1.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2_1.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ...) -> None: ...
 
 class ReceiveBlocksResponse(_message.Message):
     __slots__ = ("ticket", "receipt")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     ticket: PushTicket
-    receipt: _types_pb2.SignedPayload
-    def __init__(self, ticket: _Optional[_Union[PushTicket, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+    receipt: _types_pb2_1.SignedPayload
+    def __init__(self, ticket: _Optional[_Union[PushTicket, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2_1.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class PushTicket(_message.Message):
     __slots__ = ("address", "secret", "first_block", "num_blocks")
@@ -42,18 +44,18 @@ class SendBlocksRequest(_message.Message):
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
-    grant: _types_pb2.SignedPayload
+    grant: _types_pb2_1.SignedPayload
     sequence_id: int
     ticket: PushTicket
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., ticket: _Optional[_Union[PushTicket, _Mapping]] = ...) -> None: ...
+    def __init__(self, grant: _Optional[_Union[_types_pb2_1.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., ticket: _Optional[_Union[PushTicket, _Mapping]] = ...) -> None: ...
 
 class SendBlocksResponse(_message.Message):
     __slots__ = ("num_bytes", "receipt")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
-    receipt: _types_pb2.SignedPayload
-    def __init__(self, num_bytes: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+    receipt: _types_pb2_1.SignedPayload
+    def __init__(self, num_bytes: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2_1.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class PushBlocksRequest(_message.Message):
     __slots__ = ("open", "chunk")
@@ -69,9 +71,9 @@ class OpenPush(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     secret: bytes
-    source: _data_pb2.BlockSource
-    shard: _types_pb2.Shard
-    def __init__(self, secret: _Optional[bytes] = ..., source: _Optional[_Union[_data_pb2.BlockSource, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ...) -> None: ...
+    source: _data_pb2_1.BlockSource
+    shard: _types_pb2_1.Shard
+    def __init__(self, secret: _Optional[bytes] = ..., source: _Optional[_Union[_data_pb2_1.BlockSource, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2_1.Shard, _Mapping]] = ...) -> None: ...
 
 class BlockChunk(_message.Message):
     __slots__ = ("group", "first_layer", "num_layers", "first_block", "num_blocks", "data", "checksum")
@@ -96,5 +98,5 @@ class PushBlocksResponse(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
-    receipt: _types_pb2.SignedPayload
-    def __init__(self, num_bytes: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+    receipt: _types_pb2_1.SignedPayload
+    def __init__(self, num_bytes: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2_1.SignedPayload, _Mapping]] = ...) -> None: ...

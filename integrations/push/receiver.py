@@ -35,8 +35,8 @@ from kvplane.serving.certificates import ServerTls, credentials
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.server import most_connections
 from kvplane.shard import Shard
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_codec import to_rich_status
+from kvplane.wire.v1 import types_pb2 as tpb
 
 from . import chunks, push_pb2
 from .metrics import PushCounts

@@ -9,8 +9,8 @@ from rich.console import Console
 from kvplane.cli.values import Context, only_pool, print_json, share, table_of
 from kvplane.clients.control_client import ControlClient
 from kvplane.results import sequence_states
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 _TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 Pools = dict[str, pb.DescribePoolResponse]

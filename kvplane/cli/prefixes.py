@@ -11,7 +11,7 @@ from kvplane.cli.values import Context, only_pool, print_json
 from kvplane.clients.prefix_feed import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent
 from kvplane.layout import Layout
 from kvplane.session import Session
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 @asynccontextmanager

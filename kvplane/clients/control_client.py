@@ -23,12 +23,12 @@ from kvplane.layout import Layout
 from kvplane.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
 from kvplane.wire.protocol import check_chosen, supported
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
 
 _POLL_S: Final = 0.2
-CONTROL_PLANE_SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
+CONTROL_PLANE_SERVICE: Final = "kvplane.v1.ControlPlaneService"
 
 
 class ControlClient:

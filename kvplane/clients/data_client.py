@@ -11,9 +11,9 @@ from kvplane.clients.execution import Execution
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
 class DataClient:

@@ -34,10 +34,10 @@ from kvplane.transport.local.connection import Addresses, LocalConnection
 from kvplane.transport.local.layer import LocalLayer
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.stream import Stream
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.protocol import check_chosen, supported
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 if TYPE_CHECKING:
     from kvplane_kernels import LayerCall

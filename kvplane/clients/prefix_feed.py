@@ -26,9 +26,9 @@ from kvplane.errors import (
 )
 from kvplane.transport.connection import typed_errors
 from kvplane.transport.retry import FIRST_DELAY_S, MAX_DELAY_S, Deadline
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, UINT8
+from kvplane.wire.v1 import control_pb2 as pb
 
 HASH_BYTES: Final = 16
 

@@ -20,7 +20,7 @@ from kvplane.results import StepResult
 from kvplane.session.session import Session
 from kvplane.transport.retry import Deadline
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 _INT32_BYTES: Final = 4
 # Each failure removes a file from the tier, so another try asks for less.

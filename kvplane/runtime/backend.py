@@ -16,8 +16,8 @@ from kvplane.runtime.region_layers import RegionLayers
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1 import types_pb2 as pb
-from kvplane.v1.control_pb2 import ShardInfo
+from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.v1.control_pb2 import ShardInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from kvplane.errors import InternalError
 from kvplane.layout import LATENT, Layout
 from kvplane.runtime.backend import OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 _GRACE_S = 1.0  # for other processes' calls, when the planes are stopped
 

@@ -12,9 +12,9 @@ import torch
 from data_plane.execution.executor import Executor
 from kvplane.attention_options import AttentionOptions
 from kvplane.layout import LATENT, LayerGroup, Layout
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.v1 import types_pb2 as pb
 
 BLOCK_SIZE_TOKENS: Final = 8
 _POOL_ID: Final = "probe"

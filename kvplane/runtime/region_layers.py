@@ -15,7 +15,7 @@ from kvplane.runtime.device_region import DeviceRegion, gpu_of, open_region
 from kvplane.tensor import Tensor
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.local.layer import LocalLayer, Shape
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 DTYPES: Final = {
     "float32": torch.float32,

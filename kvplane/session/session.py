@@ -41,9 +41,9 @@ from kvplane.session.step_numbering import AbandonedResult, Send, Steps
 from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
 from kvplane.transport.stream import Stream
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire.error_codec import from_wire
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 _LOGGER: Final = logging.getLogger(__name__)
 

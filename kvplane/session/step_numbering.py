@@ -32,8 +32,8 @@ from kvplane.errors import (
     StepOutOfOrderError,
 )
 from kvplane.transport.retry import Deadline, retry_until
-from kvplane.v1 import control_pb2
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 
 Send = Callable[[Any, Deadline], Awaitable[Any]]
 

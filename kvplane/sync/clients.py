@@ -19,8 +19,8 @@ from kvplane.session import session as sessions
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1.control_pb2 import ShardInfo
-from kvplane.v1.types_pb2 import SessionRef, SignedPayload
+from kvplane.wire.v1.control_pb2 import ShardInfo
+from kvplane.wire.v1.types_pb2 import SessionRef, SignedPayload
 
 Wrapped = TypeVar("Wrapped")
 Result = TypeVar("Result")

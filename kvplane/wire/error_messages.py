@@ -32,7 +32,7 @@ from kvplane.errors import (
     StaleError,
     UnauthenticatedError,
 )
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 # gRPC sends statuses as HTTP/2 trailers, and a peer accepts 8 KiB of them by default.
 _MAX_MESSAGE_CHARS: Final = 1024

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from kvplane.errors import InvalidRequestError, ProtocolMismatchError
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 OLDEST: Final = 2
 NEWEST: Final = 2

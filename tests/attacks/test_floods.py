@@ -27,12 +27,12 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.serving import requests, server
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
-from kvplane.v1 import data_pb2 as dpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.wire.v1 import data_pb2 as dpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import (
     HonestCaller,
     PlaneProcess,

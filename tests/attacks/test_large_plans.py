@@ -13,10 +13,10 @@ import pytest
 
 from kvplane.errors import InvalidRequestError
 from kvplane.transport.connection import typed_errors
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from kvplane.errors import InvalidRequestError, KvplaneError, QuotaExceededError
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import HonestCaller, PlaneProcess, assert_calm, refusal
 from tests.helpers.planning.registration_messages import LAYOUT, hello
 

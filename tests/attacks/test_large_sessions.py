@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from kvplane import ops
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import HonestCaller, assert_calm
 from tests.helpers.planning.registration_messages import LAYOUT
 

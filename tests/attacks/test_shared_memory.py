@@ -7,8 +7,8 @@ from pathlib import Path
 
 import grpc.aio
 
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
 

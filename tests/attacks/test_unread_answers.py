@@ -13,9 +13,9 @@ from typing import Any
 import grpc.aio
 
 from data_plane.server.tensor_codec import tensor_to_message
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
 from kvplane.wire import protocol
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
 from tests.helpers.attacked_planes import HELPERS, PATIENCE_S, PlaneProcess, environment
 from tests.helpers.data.data_server import write_layout
 from tests.helpers.data.plan_author import BLOCK_SIZE, POOL_ID, PlanAuthor, set_blocks, span, tokens

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError
-from kvplane.v1 import control_pb2
+from kvplane.wire.v1 import control_pb2
 from tests.chaos.engine_worker import QUESTIONS
 from tests.chaos.lossy_link import LossyLink
 from tests.e2e.engine_planes import ROOT, free_port

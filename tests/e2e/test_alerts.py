@@ -16,9 +16,9 @@ import yaml
 from examples.load import Load
 from kvplane import ControlClient, Layout, ops
 from kvplane.session import Session
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.monitored_stack import ROOT, RULES, MonitoredStack
 from tests.helpers.tools import needs
 

@@ -19,9 +19,11 @@ from grpc_status import rpc_status
 from engine import LLM, SamplingParams
 from kvplane import ops
 from kvplane.errors import REASONS
-from kvplane.v1 import control_pb2, control_pb2_grpc, data_pb2
+from kvplane.v1 import control_pb2 as contract_control
+from kvplane.v1 import data_pb2 as contract_data
 from kvplane.wire import columns
 from kvplane.wire.protocol import supported
+from kvplane.wire.v1 import control_pb2, control_pb2_grpc
 
 NUM_MESSAGES = 20  # of each kind, for each call
 _WHOLE = {
@@ -32,7 +34,7 @@ _WHOLE = {
 }
 _METHODS = [
     method
-    for file in (control_pb2, data_pb2)
+    for file in (contract_control, contract_data)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]

@@ -16,7 +16,7 @@ from engine_planes import POOL, ROOT, Pair, Process, save_byte_model
 
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError
-from kvplane.v1 import control_pb2
+from kvplane.wire.v1 import control_pb2
 
 LEASE_S = 2.0
 PROMPTS = ["a prompt of a few blocks, so that there is something to hold; " * 3, "a short one"]

@@ -16,7 +16,7 @@ from engine import LLM, SamplingParams
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
-from kvplane.v1 import control_pb2
+from kvplane.wire.v1 import control_pb2
 
 NUM_DEVICE_BLOCKS = 24
 MAX_POSITIONS = 512  # of the model

@@ -13,7 +13,7 @@ import pytest
 from engine_planes import POOL, ROOT, Pair, save_byte_model
 
 from kvplane import ControlClient
-from kvplane.v1 import control_pb2
+from kvplane.wire.v1 import control_pb2
 
 LEASE_S = 2.0
 PROMPT = "a prompt of a few blocks, so that there is something to hold; " * 3

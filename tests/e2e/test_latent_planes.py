@@ -16,7 +16,7 @@ from engine_planes import POOL, ROOT, VOCABULARY, Pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from kvplane.transformers import PlaneCache, close_planes
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.plane_cache_checks import ARGUMENT
 from tests.models.tiny_models import draw_weights, tiny_config
 

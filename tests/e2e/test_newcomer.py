@@ -18,7 +18,7 @@ from typing import Any
 
 from examples.load import Load
 from kvplane import ControlClient
-from kvplane.v1 import types_pb2
+from kvplane.wire.v1 import types_pb2
 from tests.helpers.monitored_stack import ROOT, MonitoredStack, free_port
 from tests.helpers.tools import needs
 

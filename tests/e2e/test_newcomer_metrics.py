@@ -19,7 +19,7 @@ from kvplane import (
     Session,
     ops,
 )
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
 from tests.helpers.monitored_stack import ROOT, MonitoredStack
 from tests.helpers.tools import needs

@@ -14,8 +14,8 @@ from data_plane.execution.executor import Executor
 from kvplane import ops
 from kvplane.errors import StaleEpochError
 from kvplane.shard import Shard
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello
 
 TENANT = "default"

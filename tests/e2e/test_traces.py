@@ -44,7 +44,7 @@ import grpc
 
 from kvplane import Layout, tracing
 from kvplane.sync import ControlClient
-from kvplane.v1 import control_pb2, control_pb2_grpc
+from kvplane.wire.v1 import control_pb2, control_pb2_grpc
 
 assert tracing.setup("a-client")
 with ControlClient(sys.argv[1]) as control, grpc.insecure_channel(sys.argv[1]) as channel:

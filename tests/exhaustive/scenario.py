@@ -18,8 +18,8 @@ from kvplane.errors import (
     PoolNotReadyError,
     TooManyPlansInFlightError,
 )
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_world import World
 

@@ -17,10 +17,10 @@ from kvplane import ops
 from kvplane.integrations.push import chunks
 from kvplane.integrations.push import push_pb2 as ppb
 from kvplane.shard import Shard
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import data_pb2 as dpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import data_pb2 as dpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import (
     HOST,
     LAYOUT,

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from kvplane.integrations.push import chunks
 from kvplane.integrations.push import push_pb2 as ppb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.fuzz.callers import sent
 from tests.fuzz.mutator import Mutator
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvplane_blocks import GroupedPool, Pool
 
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 if TYPE_CHECKING:
     from atheris import FuzzedDataProvider

@@ -16,10 +16,10 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from kvplane import ops
 from kvplane.integrations.push import push_pb2
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
-from kvplane.v1 import data_pb2 as dpb
 from kvplane.wire import protocol
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.wire.v1 import data_pb2 as dpb
 from tests.fuzz.callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
 from tests.fuzz.fuzzer import NUM_LANES, PATIENCE_S, Fuzzer, Lane, Result
 from tests.helpers.attacked_planes import PlaneProcess, free_port

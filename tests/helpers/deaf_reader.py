@@ -13,9 +13,9 @@ from pathlib import Path
 
 import grpc.aio
 
-from kvplane.v1 import data_pb2_grpc
-from kvplane.v1.data_pb2 import ReadBlocksRequest
 from kvplane.wire import protocol
+from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1.data_pb2 import ReadBlocksRequest
 
 
 async def main(address: str, file: str, num: str) -> None:

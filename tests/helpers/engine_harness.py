@@ -32,9 +32,9 @@ from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, StepResult, sequence_states
 from kvplane.runtime.backend import PlanStarted
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as types
 from kvplane.wire.protocol import supported
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as types
 
 POOL = "pool"
 TENANT = "default"

@@ -15,9 +15,9 @@ import time
 import grpc.aio
 
 from kvplane import ops
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
 from kvplane.wire import protocol
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
 from tests.helpers.planning.control_wire import RawSession, RawShard
 
 PAUSE_S = 0.002

@@ -14,9 +14,9 @@ import torch
 
 from data_plane.server.server import DataPlaneServer
 from kvplane.transport.local import packets
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span, tokens
 
 FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32

@@ -16,7 +16,7 @@ from control_plane.server.server import ControlPlaneServer
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor
-from kvplane.v1 import control_pb2
+from kvplane.wire.v1 import control_pb2
 
 LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
 PROMPT = tuple(random.Random(7).choices(range(1000), k=28))  # three blocks and a half

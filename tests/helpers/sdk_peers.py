@@ -15,10 +15,11 @@ from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
-from kvplane.v1 import data_pb2 as dpb
-from kvplane.v1.types_pb2 import SessionRef, SignedPayload
+from kvplane.v1 import control_pb2, data_pb2
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.wire.v1 import data_pb2 as dpb
+from kvplane.wire.v1.types_pb2 import SessionRef, SignedPayload
 
 LAYOUT = Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
 
@@ -95,7 +96,7 @@ def interceptor() -> ErrorInterceptor:
     """Return the interceptor of a server without an access list."""
     services = [
         file.DESCRIPTOR.services_by_name[name]
-        for file, name in ((cpb, "ControlPlaneService"), (dpb, "DataPlaneService"))
+        for file, name in ((control_pb2, "ControlPlaneService"), (data_pb2, "DataPlaneService"))
     ]
     admission = Admission(Gate(AccessList(None), services), {}, ReceiveBudget())
     return ErrorInterceptor(RpcMetrics(), admission)

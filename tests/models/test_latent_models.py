@@ -22,7 +22,7 @@ from kvplane.transformers import PlaneCache, absorbed, attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.probe import probe
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.plane_cache_checks import CHECKS, Check, answer, assert_same, prompts
 
 NUM_TOKENS = 40

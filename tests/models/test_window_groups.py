@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 
 from benchmarks.window_groups import MODELS, held_blocks, layout_of
 from kvplane.transformers import PlaneCache, close_planes
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.plane_cache_checks import ARGUMENT
 
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from data_plane.plans.contents import reused_blocks
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.server import file_tier as tier
 from data_plane.server.file_tier import FileTier, FileWriter
-from kvplane.v1 import control_pb2
+from kvplane.wire.v1 import control_pb2
 from tests.helpers.patched_faults import Run, assert_noticed, load
 
 FILES = load("unit/files/test_block_files.py")

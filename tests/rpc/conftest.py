@@ -13,7 +13,7 @@ import pytest
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Layout
-from kvplane.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc
 from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 from tests.helpers.planning.operations_world import World

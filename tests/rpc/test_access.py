@@ -22,9 +22,9 @@ from kvplane.errors import (
 from kvplane.serving import requests
 from kvplane.serving.callers import access
 from kvplane.transport.connection import typed_errors
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
-from kvplane.v1 import data_pb2 as pb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.wire.v1 import data_pb2 as pb
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 from tests.helpers.listed_peers import ROLES, Peers, listed, listed_peers

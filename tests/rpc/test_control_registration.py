@@ -16,11 +16,11 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import blocks, half, publications, report
 

@@ -26,11 +26,11 @@ from control_plane.server.service import SERVICE
 from kvplane import ops
 from kvplane.errors import InternalError, SessionNotFoundError
 from kvplane.serving import server as serving
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
 

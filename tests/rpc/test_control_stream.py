@@ -12,10 +12,10 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, Stub
 
 OK, LATER = pb.OPERATION_STATUS_OK, pb.OPERATION_STATUS_LATER

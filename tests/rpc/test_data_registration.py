@@ -17,8 +17,8 @@ from data_plane.server.server import DataPlaneServer, build_executor
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
 from kvplane.transport.health import check
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns, signing
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.plan_author import DEVICE, blocks_of, publications, set_blocks, span, tokens
 from tests.helpers.planning.register_side import RegisterSide

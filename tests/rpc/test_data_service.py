@@ -25,10 +25,10 @@ from kvplane.errors import (
     StaleEpochError,
 )
 from kvplane.tensor import Tensor
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc, types_pb2
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error, from_wire
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc, types_pb2
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import (
     HOST,

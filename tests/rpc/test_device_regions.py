@@ -24,10 +24,10 @@ from data_plane.server.local import device_regions
 from data_plane.server.local.connection import LocalConnection
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, QuotaExceededError
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_messages import from_wire
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.gpu_engine import GpuEngine
 from tests.helpers.data.gpu_peer import num_gpu_maps

@@ -27,8 +27,8 @@ from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.integrations.etcd.elector import EtcdElector
 from kvplane.transport.health import check
-from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1.control_pb2_grpc import ControlPlaneServiceStub
 from tests.helpers.etcd_cluster import EtcdCluster
 from tests.helpers.lease_api import LeaseApi
 from tests.helpers.planning.control_wire import RawShard

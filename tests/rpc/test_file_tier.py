@@ -20,7 +20,7 @@ from data_plane.server.file_tier import FileWriter
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
-from kvplane.v1.control_pb2 import Operation
+from kvplane.wire.v1.control_pb2 import Operation
 from tests.helpers.planes_in_process import (
     LAYOUT,
     NUM_BLOCKS,

@@ -30,9 +30,9 @@ from kvplane.errors import (
 )
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
 from kvplane.wire.error_messages import from_wire
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, tokens
 from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens

@@ -34,10 +34,10 @@ from kvplane.errors import (
 )
 from kvplane.tensor import Tensor
 from kvplane.transport.local import packets
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
 from kvplane.wire import protocol
 from kvplane.wire.error_messages import from_wire
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 from tests.helpers.local_peer import (

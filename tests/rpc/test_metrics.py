@@ -19,8 +19,8 @@ from examples.load import Load
 from kvplane import ControlClient
 from kvplane.errors import PoolNotFoundError
 from kvplane.serving.observability.metrics import SHARED, Declaration
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
 from scripts.metrics_page import page
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID

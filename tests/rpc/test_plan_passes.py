@@ -15,7 +15,7 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.tensor import Tensor
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 

@@ -27,8 +27,8 @@ from kvplane.integrations.router.program import engine_client
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
 from tests.helpers.data.data_server import config_of
 from tests.helpers.sdk_peers import interceptor
 
@@ -266,7 +266,7 @@ async def who_am_i(authority: Authority, files: Files) -> AsyncIterator[tuple[st
     )
     plane = WhoAmI()
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server.grpc_server)
-    await server.start([pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name])
+    await server.start(["kvplane.v1.ControlPlaneService"])
     yield server.address, plane
     await server.stop(0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvplane import ControlClient
 from kvplane.errors import DeadlineExceededError, KvplaneError, PlaneUnavailableError
-from kvplane.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc
 from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane
 
 

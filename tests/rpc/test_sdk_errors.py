@@ -19,10 +19,10 @@ from kvplane.errors import (
 )
 from kvplane.serving import server as serving
 from kvplane.transport.connection import typed_errors
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
 from kvplane.wire.error_codec import from_wire, to_wire
 from kvplane.wire.error_messages import REQUEST_ID
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
 from tests.helpers.sdk_peers import ScriptedControlPlane, interceptor
 
 

@@ -20,9 +20,9 @@ from kvplane.errors import (
     QuotaExceededError,
     StaleEpochError,
 )
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
 from kvplane.wire.error_codec import to_wire
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
 from tests.helpers.sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
 
 QUERY = Tensor("float32", (2, 1, 8), bytes(range(64)))

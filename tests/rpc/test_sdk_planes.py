@@ -22,8 +22,8 @@ from kvplane.errors import (
     StaleError,
     UnavailableError,
 )
-from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire import columns
+from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
 from tests.helpers.flaky_proxy import FlakyProxy
 

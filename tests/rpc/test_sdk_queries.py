@@ -21,10 +21,10 @@ from kvplane.errors import (
     PoolNotFoundError,
     RevisionTooOldError,
 )
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST

@@ -26,9 +26,9 @@ from kvplane.errors import (
     StepOutOfOrderError,
     TooManyPlansInFlightError,
 )
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
 from kvplane.wire.error_codec import to_wire
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.sdk_peers import (
     LAYOUT,
     SESSION,

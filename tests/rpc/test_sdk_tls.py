@@ -13,8 +13,8 @@ from kvplane import ControlClient, TlsOptions
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc
 from tests.helpers.sdk_peers import interceptor
 
 TLS = Path(__file__).parent / "tls"

@@ -10,9 +10,9 @@ import torch
 from data_plane import Executor
 from data_plane.kernels.backend import Kernels
 from kvplane.layout import Layout
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.v1 import types_pb2 as pb
 
 POOL_ID: Final = "benchmark"
 SESSION: Final = pb.SessionRef(incarnation=1, session_id=1)

@@ -43,7 +43,7 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.layout import LATENT, Layout
 from kvplane.shard import Shard
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 # Integers by size in bytes, to copy elements of any type bit by bit.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -33,8 +33,8 @@ from kvplane.errors import (
     SequenceSwappedError,
     StaleGenerationError,
 )
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import types_pb2 as pb
 
 if TYPE_CHECKING:
     from kvplane_kernels._native import SpanRows

@@ -25,8 +25,8 @@ from data_plane.plans.tables.allocations import AllocatedBlocks
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.tier_keys import TIERS, TierKey
 from kvplane.errors import InvalidRequestError, StaleGenerationError
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import types_pb2 as pb
 
 _AT = "plan.transfers"
 _MAX_TIER_KEYS = 256

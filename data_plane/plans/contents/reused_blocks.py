@@ -19,7 +19,7 @@ from data_plane.plans.plan_columns import Mask
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.tables.change_columns import REPLACE, SET
 from data_plane.tier_keys import tier_key_of
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 MAX_NOTED = 1024
 _MOST_LOOKS = 256

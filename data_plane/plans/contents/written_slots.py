@@ -20,7 +20,7 @@ from data_plane.plans.batches.attention_batch import AttentionBatch
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from data_plane.tier_keys import TierKey, tier_key_of
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)

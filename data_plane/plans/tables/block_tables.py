@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 from data_plane.plans.plan_columns import Mask, ints, refuse
 from data_plane.tier_keys import TierKey, group_of, tier_key_of, tier_of
 from kvplane.errors import InternalError, InvalidRequestError, SequenceNotFoundError
-from kvplane.v1 import control_pb2
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 
 Array: TypeAlias = NDArray[Any]
 _VERSION = attrgetter("version")  # of publications; each layer of each step asks for it

@@ -20,8 +20,8 @@ from data_plane.plans.plan_columns import (
 )
 from data_plane.tier_keys import TierKey
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import types_pb2 as pb
 
 AT_CHANGES = "plan.changes"
 AT_ALLOCATIONS = "plan.allocations"

@@ -31,7 +31,7 @@ from data_plane.plans.tables.change_columns import (
 )
 from data_plane.tier_keys import TierKey, group_of
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError, StaleGenerationError
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 
 def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> AllocatedBlocks:

@@ -17,8 +17,8 @@ from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
 from kvplane.serving.observability.logs import frames_of
 from kvplane.slices import Slices
 from kvplane.transport.local import packets
-from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import to_wire
+from kvplane.wire.v1 import data_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 

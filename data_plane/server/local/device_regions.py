@@ -25,7 +25,7 @@ from data_plane.kernels.backend import Kernels
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.server.local.region import Region
 from kvplane.errors import InternalError, InvalidRequestError, QuotaExceededError
-from kvplane.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2 as pb
 
 # Regions that clients had not closed when their server stopped. The extra reference keeps Python
 # from freeing them with its modules: the system frees them when this process has ended.

@@ -38,8 +38,8 @@ from kvplane.errors import (
     UnauthenticatedError,
 )
 from kvplane.transport.local import packets
-from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import to_wire
+from kvplane.wire.v1 import data_pb2 as pb
 
 MAX_REGIONS_PER_SESSION: Final = 4
 _MAX_JOINING: Final = 64

@@ -20,7 +20,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import dtype_from_wire
 from kvplane.tensor import MAX_DIMENSIONS
 from kvplane.transport.local.packets import ALIGNMENT_BYTES
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 # Otherwise the client could truncate the file, and this process would die of SIGBUS.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -14,7 +14,7 @@ from kvplane.integrations.push.config import PushConfig
 from kvplane.integrations.push.metrics import DECLARATIONS
 from kvplane.integrations.push.stubs import SERVICE
 from kvplane.transport.tls import open_channel
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers import planes_in_process
 from tests.helpers.planes_in_process import control_plane, write_layout
 from tests.helpers.scrapes import checked

@@ -28,7 +28,7 @@ from kvplane.integrations.push import chunks, receiver
 from kvplane.integrations.push.client import PrefixMover
 from kvplane.integrations.push.push_pb2 import BlockChunk, PushBlocksRequest
 from kvplane.integrations.push.stubs import method
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.planes_in_process import NUM_BLOCKS, PROMPT, SEQUENCE, Side
 from tests.helpers.sharded_pool import LAYOUT as SHARDED_LAYOUT
 from tests.helpers.sharded_pool import POOL as SHARDED_POOL

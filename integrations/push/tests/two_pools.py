@@ -19,7 +19,7 @@ from kvplane.integrations.push.client import PushClient
 from kvplane.integrations.push.plug_in import PushPlugIn
 from kvplane.integrations.push.stubs import method
 from kvplane.transport.connection import typed_errors
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers import planes_in_process
 from tests.helpers.planes_in_process import (
     NUM_BLOCKS,

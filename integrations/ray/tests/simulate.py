@@ -35,8 +35,8 @@ from kvplane.integrations.ray.placement import FleetShape
 from kvplane.integrations.ray.server_actor import Status
 from kvplane.integrations.ray.supervisor import Supervisor
 from kvplane.transport.tls import open_channel
-from kvplane.v1.control_pb2 import DescribeControlPlaneRequest
-from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
+from kvplane.wire.v1.control_pb2 import DescribeControlPlaneRequest
+from kvplane.wire.v1.control_pb2_grpc import ControlPlaneServiceStub
 from tests.helpers.etcd_cluster import EtcdCluster
 
 MODEL = Path(__file__).parents[3] / "models" / "recall"

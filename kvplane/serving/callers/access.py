@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError, UnauthenticatedError
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 

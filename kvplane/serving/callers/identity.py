@@ -12,7 +12,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from kvplane.errors import NotPermittedError, PlaneUnavailableError, UnauthenticatedError
 from kvplane.serving.callers.access import ROLES, AccessList, Caller
-from kvplane.v1 import types_pb2 as pb
+from kvplane.v1 import types_pb2 as contract
 
 _CALLER: ContextVar[Caller] = ContextVar("kvplane_caller")
 _PAYER: ContextVar[str] = ContextVar("kvplane_payer")
@@ -43,7 +43,7 @@ class Gate:
 
     def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
         self._access = access
-        extension: Any = pb.callers
+        extension: Any = contract.callers
         self._roles: dict[str, frozenset[int]] = {
             f"/{service.full_name}/{method.name}": frozenset(
                 method.GetOptions().Extensions[extension].roles

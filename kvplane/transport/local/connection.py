@@ -22,8 +22,8 @@ from kvplane.errors import (
 )
 from kvplane.transport.local import packets
 from kvplane.transport.local.spin import Spin
-from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import from_wire
+from kvplane.wire.v1 import data_pb2 as pb
 
 try:
     import kvplane_kernels as native

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as cpb
 from tests.helpers.core.core_messages import DEVICE, HOST, unpack
 
 

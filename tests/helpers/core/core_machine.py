@@ -24,9 +24,9 @@ from control_plane.config import CoreConfig
 from control_plane.pools.publications import publish_message
 from kvplane import ops
 from kvplane.errors import StaleError, StepConflictError, TooManyPlansInFlightError
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from kvplane.wire.v1 import control_pb2 as cpb
 from tests.helpers.core.core_beliefs import ModelSequence
 from tests.helpers.core.core_data_plane import DataPlane
 from tests.helpers.core.core_messages import BLOCK, DEVICE, TIERS, pack, publications_of

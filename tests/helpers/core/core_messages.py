@@ -9,9 +9,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvplane.layout import LayerGroup, Layout
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.v1 import types_pb2 as tpb
 
 BLOCK = 8
 NUM_HEADS = 2

@@ -16,10 +16,10 @@ from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, error_of, sequence_states
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_beliefs import ModelSequence, believe, believe_grants
 from tests.helpers.core.core_data_plane import DataPlane
 from tests.helpers.core.core_messages import (

@@ -11,7 +11,7 @@ import torch
 
 from data_plane import Executor, StartedPlan
 from kvplane.errors import KvplaneError
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import (
     LAYOUT,
     POOL_ID,

@@ -15,7 +15,7 @@ import torch
 
 from data_plane import Executor
 from kvplane.layout import Layout
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.data_rig import stored
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,

@@ -17,8 +17,8 @@ from kvplane.runtime import device_region, region_layers
 from kvplane.runtime.device_region import DeviceRegion
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local.connection import LocalConnection
-from kvplane.v1 import data_pb2 as pb
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.data.gpu_peer import MemoryUser, OtherProcess
 from tests.helpers.data.plan_author import tokens
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from kvplane.layout import LayerGroup, Layout
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.v1 import types_pb2 as pb
 
 DEVICE, HOST = pb.TIER_DEVICE, pb.TIER_HOST
 POOL_ID = "pool"

@@ -15,7 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 from kvplane_blocks._native import Pool
 
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 DEVICE, HOST = 1, 2
 NO_BLOCK = 0xFFFFFFFF

@@ -26,10 +26,10 @@ from kvplane.errors import (
 )
 from kvplane.results import sequence_states
 from kvplane.slices import run_to_end
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_known import (
     DEVICE,
     HOST,

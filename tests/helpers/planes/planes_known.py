@@ -11,10 +11,10 @@ import torch
 from control_plane.core import ControlPlane
 from control_plane.sessions.silent_shards import num_missing_receipts
 from kvplane.errors import KvplaneError
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_values import Values
 from tests.helpers.planes.planes_world import POOL, DataProcess
 

@@ -24,9 +24,9 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.shard import Shard
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_duplicates import LateDuplicates
 from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_known import (

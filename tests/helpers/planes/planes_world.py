@@ -22,10 +22,10 @@ from control_plane.pools.publications import publish_message
 from data_plane import Executor
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.shard import Shard
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_values import (
     LAYOUT,
     LAYOUT_MESSAGE,

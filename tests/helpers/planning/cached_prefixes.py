@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvplane import Session
 from kvplane.clients.prefix_feed import BlocksStored, CaughtUp, FeedReader, StoredBlock
-from kvplane.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.planning.control_wire import PATIENCE_S, Stub
 
 Kept = tuple[int, int, int, int, int, int]

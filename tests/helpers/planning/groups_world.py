@@ -20,10 +20,10 @@ from control_plane.sessions.session import Session
 from data_plane import Executor
 from kvplane.layout import LayerGroup
 from kvplane.results import SequenceState, sequence_states
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import LAYOUT
 
 BLOCK, WINDOW, TENANT, POOL = 8, 20, "tenant", "pool"

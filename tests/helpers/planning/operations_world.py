@@ -16,10 +16,10 @@ from control_plane.steps.operations import OPERATIONS
 from kvplane import ControlClient, Layout, SequenceState, Session, ops
 from kvplane.errors import KvplaneError, SequenceNotFoundError
 from kvplane.results import StepResult, error_of
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.cached_prefixes import CachedPrefixes, cached_prefixes
 from tests.helpers.planning.control_wire import RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT

@@ -23,10 +23,10 @@ from control_plane.steps.plans import finish_plan
 from control_plane.steps.receipts import take_receipts
 from kvplane import ops
 from kvplane.slices import run_to_end
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, hello
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from control_plane.pools.pool import Pool
 from kvplane import ops
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 class NativeSession:

@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc, types_pb2
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc, types_pb2
 
 
 class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):

@@ -10,10 +10,10 @@ from kvplane_blocks import chained_hash, root_hash
 from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 LAYOUT = Layout("test-model", 8, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
 WHOLE = tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2)

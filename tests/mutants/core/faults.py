@@ -20,9 +20,9 @@ from control_plane.steps import receipts
 from control_plane.steps.operations import Append, Step
 from kvplane.errors import KvplaneError
 from kvplane.results import sequence_states
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def receipts_of_one_shard_suffice(patch: pytest.MonkeyPatch) -> None:

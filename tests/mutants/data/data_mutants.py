@@ -25,8 +25,8 @@ from data_plane.plans.batches import transfers
 from data_plane.plans.tables import block_tables
 from kvplane.errors import InternalError
 from kvplane.layout import KEYS_AND_VALUES, LayerGroup
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.kernel_faults import FAULTS, with_fault
 
 _kernels_of = executor.kernels_of

@@ -17,7 +17,7 @@ from data_plane.plans import sessions, write_checks
 from data_plane.plans.batches import attention_batch, transfers
 from data_plane.plans.contents import last_tenants, written_slots
 from data_plane.plans.tables import allocations, block_tables, table_changes
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 _allocate_new = allocations.NewBlocks.allocate
 _allocate = block_tables.BlockTables.allocate

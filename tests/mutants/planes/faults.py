@@ -27,9 +27,9 @@ from data_plane.plans.verifier import Verifier
 from kvplane.errors import BadSignatureError
 from kvplane.results import sequence_states
 from kvplane.slices import run_to_end
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
+from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def repeats_not_recognised(patch: pytest.MonkeyPatch) -> None:

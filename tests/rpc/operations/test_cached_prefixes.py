@@ -9,9 +9,9 @@ import grpc.aio
 import pytest
 
 from kvplane import ops
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire.columns import fixed
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.planning.operations_world import DEVICE, HOST, World, plan_of, prompt
 
 

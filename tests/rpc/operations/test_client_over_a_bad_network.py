@@ -24,7 +24,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.layout import Layout
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.flaky_proxy import FlakyProxy
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.registration_messages import LAYOUT

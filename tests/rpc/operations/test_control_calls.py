@@ -15,11 +15,11 @@ from grpc_status import rpc_status
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
 

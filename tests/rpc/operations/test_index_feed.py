@@ -20,8 +20,8 @@ from kvplane.clients.prefix_feed import (
     StoredBlock,
 )
 from kvplane.errors import PoolNotFoundError, RevisionTooOldError
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.planning.cached_prefixes import snapshot
 from tests.helpers.planning.control_wire import Stub
 from tests.helpers.planning.operations_world import DEVICE, POOL, Caller, World, prompt

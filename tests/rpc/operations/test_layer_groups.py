@@ -7,9 +7,9 @@ import pytest
 
 from kvplane import LayerGroup, Layout, ops
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.operations_world import DEVICE, HOST, World, plan_of, prompt
 
 WINDOW = 12

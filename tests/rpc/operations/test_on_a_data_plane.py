@@ -16,7 +16,7 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Layout, ops
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import LAYOUT

@@ -25,9 +25,9 @@ from kvplane.errors import (
     SequenceSwappedError,
 )
 from kvplane.results import error_of
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, DEVICE, HOST, Caller, prompt
 
 FAILED: Final = pb.OPERATION_STATUS_FAILED

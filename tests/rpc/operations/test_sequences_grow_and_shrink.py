@@ -11,7 +11,7 @@ import pytest
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.operations_world import (
     BLOCK,
     DEVICE,

@@ -10,7 +10,7 @@ import pytest
 
 from kvplane import ops
 from kvplane.errors import QuotaExceededError
-from kvplane.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, prompt
 
 

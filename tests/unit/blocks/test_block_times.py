@@ -11,7 +11,7 @@ from control_plane.pools.statistics import (
     BlockTimes,
     read_block_times,
 )
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.native.index_writer import DEVICE, Writer, blocks, checked_pool, i32
 
 

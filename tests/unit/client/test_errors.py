@@ -11,7 +11,6 @@ from grpc_status import rpc_status
 
 from kvplane import errors
 from kvplane.errors import CODES, REASONS, ConflictError, KvplaneError, StaleError
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire.error_codec import (
     DOMAIN,
     from_rpc_error,
@@ -19,6 +18,7 @@ from kvplane.wire.error_codec import (
     to_rich_status,
     to_wire,
 )
+from kvplane.wire.v1 import types_pb2 as pb
 
 
 def every_class() -> list[type[KvplaneError]]:

@@ -15,7 +15,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 FULL = LayerGroup("full", (0, 1), 2, 64)
 LAYOUT = Layout("model-a", 16, "float32", "bfloat16", (FULL,))

@@ -22,11 +22,11 @@ from kvplane.results import (
     news_of,
     sequence_states,
 )
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as types
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import to_wire
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as types
 
 SHORTAGE = pb.Shortage(
     tier=types.TIER_DEVICE,

@@ -28,10 +28,10 @@ from kvplane.errors import (
 from kvplane.tensor import Tensor
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.tls import TlsOptions
-from kvplane.v1 import data_pb2 as data_pb
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, protocol
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import data_pb2 as data_pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 
 def test_every_public_name_is_there() -> None:

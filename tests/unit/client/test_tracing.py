@@ -13,8 +13,8 @@ from kvplane import ops, tracing
 from kvplane.errors import DeadlineExceededError, InvalidRequestError
 from kvplane.session.step_numbering import Steps
 from kvplane.transport.retry import Deadline
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_model import World
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,8 +6,8 @@ import pytest
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire.protocol import refuse_unknown_fields
+from kvplane.wire.v1 import control_pb2 as pb
 
 LATER = b"\xc0\x3e\x07"  # field 1000, a number
 STEP = pb.StepRequest(

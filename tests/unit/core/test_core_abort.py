@@ -8,7 +8,7 @@ from control_plane.steps.abort import abort_from
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.slices import run_to_end
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import DEVICE
 from tests.helpers.core.core_model import World
 

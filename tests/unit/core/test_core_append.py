@@ -8,10 +8,10 @@ import pytest
 
 from control_plane.config import CoreConfig
 from kvplane import ops
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_machine import growth, joined
 from tests.helpers.core.core_messages import BLOCK, changes_of, pack
 from tests.helpers.core.core_model import World

@@ -7,7 +7,7 @@ import pytest
 from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
-from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2 as cpb
 from tests.helpers.core.core_data_plane import DataPlane
 from tests.helpers.core.core_messages import POOL
 from tests.helpers.core.core_model import World

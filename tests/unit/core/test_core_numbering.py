@@ -23,9 +23,9 @@ from kvplane.errors import (
     StepOutOfOrderError,
     TooManyPlansInFlightError,
 )
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import pack
 from tests.helpers.core.core_model import Engine, World, error_in
 

@@ -17,10 +17,10 @@ from kvplane.errors import (
     SequenceSwappedError,
     TooManyPlansInFlightError,
 )
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import HOST, pack
 from tests.helpers.core.core_model import (
     FAILED,

@@ -10,8 +10,8 @@ from control_plane.config import CoreConfig
 from control_plane.watching import Follower
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, RevisionTooOldError
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
+from kvplane.wire.v1 import control_pb2 as cpb
 from tests.helpers.core.core_messages import DEVICE, HOST, POOL
 from tests.helpers.core.core_model import Engine, World
 

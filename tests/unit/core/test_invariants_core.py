@@ -15,8 +15,8 @@ from kvplane.errors import (
     StaleIncarnationError,
     StepConflictError,
 )
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_machine import CoreMachine
 from tests.helpers.core.core_messages import HOST, changes_of
 from tests.helpers.core.core_model import FAILED, LATER, NEVER, OK, World, status_of

@@ -15,9 +15,9 @@ import pytest
 
 from control_plane.config import CoreConfig
 from kvplane import ops
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import BLOCK, POOL, pack
 from tests.helpers.core.core_model import Engine, World
 

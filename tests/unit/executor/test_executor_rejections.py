@@ -21,8 +21,8 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.slices import run_to_end
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.bad_plans import BAD_PLANS, HUGE
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (

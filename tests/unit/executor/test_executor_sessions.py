@@ -16,9 +16,9 @@ from kvplane.errors import (
     SessionExpiredError,
     StaleIncarnationError,
 )
-from kvplane.v1 import control_pb2
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import signing
+from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,

@@ -22,7 +22,7 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.serving.settings import parse
 from kvplane.shard import Shard
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ from data_plane.memory.sizing import STEP_TOKENS, fit_blocks, share_blocks
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
-from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2 as cpb
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,

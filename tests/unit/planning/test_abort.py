@@ -8,7 +8,7 @@ from control_plane.steps.abort import abort_from
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.slices import run_to_end
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
 
 

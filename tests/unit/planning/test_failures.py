@@ -14,8 +14,8 @@ from control_plane.steps.failures import (
 from control_plane.steps.operation import Failure
 from control_plane.steps.operations import DEFERRED_TOKENS, OPERATIONS
 from kvplane.errors import InvalidRequestError, PositionMismatchError, SequenceNotFoundError
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire.error_messages import from_wire
+from kvplane.wire.v1 import control_pb2 as cpb
 from tests.helpers.planning.planning_rig import DEVICE, PlanningRig
 
 AT = "operations[2].append"

@@ -14,8 +14,8 @@ from kvplane.errors import (
     StepConflictError,
     StepOutOfOrderError,
 )
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 
 NUM_KEPT = 2
 # How far behind the next number a request comes; most are the next.

@@ -17,10 +17,10 @@ from kvplane.errors import (
     SequenceNotFoundError,
     SequenceSwappedError,
 )
-from kvplane.v1 import control_pb2 as cpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 from kvplane.wire.error_messages import from_wire
+from kvplane.wire.v1 import control_pb2 as cpb
 from tests.helpers.planning.planning_rig import (
     BLOCK_SIZE,
     DEVICE,

@@ -12,10 +12,10 @@ from control_plane.sharing.sharing import Sharing
 from control_plane.steps.plans import sign_grant
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import BLOCK_SIZE, DEVICE, PlanningRig
 
 PROMPT = range(2 * BLOCK_SIZE + 3)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from control_plane.steps.answers import SignedPlan, step_answer
 from kvplane import ops
-from kvplane.v1 import control_pb2 as cpb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import (
     BLOCK_SIZE,
     DEVICE,

@@ -20,8 +20,8 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.slices import run_to_end
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
 
 

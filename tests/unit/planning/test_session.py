@@ -5,7 +5,7 @@ from __future__ import annotations
 from control_plane.sessions.session import EndedSessions
 from kvplane import ops
 from kvplane.errors import SessionExpiredError, SessionNotFoundError
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import HOST, PlanningRig
 
 

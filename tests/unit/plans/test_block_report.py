@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_plane.plans.tables.block_tables import BlockTables, block_report
-from kvplane.v1 import control_pb2
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, blocks_of, publications
 
 GENERATIONS = st.dictionaries(st.integers(0, 9), st.integers(1, 2**50), max_size=10)

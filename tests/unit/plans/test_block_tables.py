@@ -10,7 +10,7 @@ import pytest
 
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from kvplane.errors import InternalError
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, publications
 
 

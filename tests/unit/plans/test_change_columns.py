@@ -7,7 +7,7 @@ import pytest
 
 from data_plane.plans.tables.change_columns import ChangeColumns, read_allocations
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,

@@ -11,7 +11,7 @@ from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.tables.table_changes import apply_changes
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, pack_changes, pack_spans, set_blocks, span
 
 BOUNDS = StepBounds(num_tokens=6, context_tokens=28, num_sequences=3, query_tokens=2)

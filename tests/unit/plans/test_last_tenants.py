@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from data_plane.plans.batches.transfers import TransferEnds, Transfers
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.tables.allocations import Allocated, AllocatedBlocks
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import DEVICE, HOST
 
 NUM_BLOCKS = {DEVICE: 4, HOST: 2}

@@ -20,7 +20,7 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     SessionExpiredError,
 )
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 
 NUM_KEPT = 2
 

@@ -22,7 +22,7 @@ from kvplane.errors import (
     SessionExpiredError,
 )
 from kvplane.shard import Shard
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.kernel_sets import late_kernels
 from tests.helpers.data.plan_author import (
     DEVICE,

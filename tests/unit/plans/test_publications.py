@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from data_plane.plans.tables.block_tables import Publications
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import control_pb2
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, blocks_of, publications
 
 NUM_BLOCKS = 6

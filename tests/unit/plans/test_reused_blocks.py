@@ -8,8 +8,8 @@ from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.contents import reused_blocks
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.plans.tables.block_tables import BlockTables
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,

@@ -19,7 +19,7 @@ from data_plane.plans.tables.table_changes import apply_changes
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.shard import Shard
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,

@@ -19,7 +19,7 @@ from kvplane.errors import (
     SequenceNotFoundError,
     StaleGenerationError,
 )
-from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,

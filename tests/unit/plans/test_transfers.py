@@ -15,8 +15,8 @@ from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.tables.allocations import Allocated
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import InvalidRequestError, StaleGenerationError
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, pack_transfers, ref, transfer
 
 NUM_BLOCKS = {DEVICE: 8, HOST: 4}

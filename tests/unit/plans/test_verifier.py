@@ -17,9 +17,9 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import POOL_ID, PlanAuthor
 
 EPOCHS = {"shard_epochs": [5, 6]}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import _SMALL_BLOCKS
-from kvplane.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.planning.pool_writer import found
 from tests.helpers.planning.registration_messages import (
     LAYOUT,

@@ -6,7 +6,7 @@ import pytest
 
 from control_plane.pools import shards
 from control_plane.pools.shards import FileForgets
-from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import control_pb2 as cpb
 
 
 def forget(forgets: FileForgets, namespace: str) -> None:

@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 from kvplane import ops
-from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.planning.registration_world import Plane, World
 
 BLOCK_TOKENS = 8

@@ -12,10 +12,10 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import found, generations
 from tests.helpers.planning.registration_messages import LAYOUT, chain, half, report
 from tests.helpers.planning.registration_world import INCARNATION, ROOT, Plane, World

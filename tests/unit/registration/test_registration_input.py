@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import generations
 from tests.helpers.planning.registration_messages import LAYOUT, chain, half, publications
 from tests.helpers.planning.registration_world import Plane, World

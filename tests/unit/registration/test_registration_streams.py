@@ -14,10 +14,10 @@ from control_plane.pools.publications import root_of
 from control_plane.server.registration_server import Registrar
 from kvplane.errors import CancelledError, InvalidRequestError, QuotaExceededError
 from kvplane.serving.callers.access import everything
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, hello, report
 
 

@@ -15,10 +15,10 @@ from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import Registration
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import NativeSession, generations
 from tests.helpers.planning.registration_messages import (
     LAYOUT,

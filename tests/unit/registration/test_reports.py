@@ -6,9 +6,9 @@ import pytest
 
 from control_plane.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, chain, report
 
 SIZES = [{tpb.TIER_DEVICE: 4, tpb.TIER_HOST: 0}]

@@ -6,7 +6,7 @@ import pytest
 
 from control_plane.pools.layouts import layout_fingerprint, served_layout
 from kvplane.errors import InvalidRequestError
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT
 
 FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32

@@ -10,7 +10,7 @@ from control_plane.pools.shards import PoolShards, ShardState
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import LayerGroup
 from kvplane.shard import QueryHeads, Shard
-from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, half, hello, report
 
 

@@ -12,9 +12,9 @@ from control_plane.observing import PoolObservation
 from control_plane.sessions.silent_shards import num_missing_receipts
 from kvplane import ops
 from kvplane.errors import MissingReceiptError, PoolNotReadyError
-from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, half, hello, report
 
 TENANT = "default"

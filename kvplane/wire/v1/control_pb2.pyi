@@ -1,0 +1,1033 @@
+from google.protobuf import duration_pb2 as _duration_pb2
+from kvplane.wire.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CUT_REASON_UNSPECIFIED: _ClassVar[CutReason]
+    CUT_REASON_GROWTH: _ClassVar[CutReason]
+    CUT_REASON_TURN: _ClassVar[CutReason]
+    CUT_REASON_QUOTA: _ClassVar[CutReason]
+    CUT_REASON_IDLE: _ClassVar[CutReason]
+    CUT_REASON_IMPOSSIBLE: _ClassVar[CutReason]
+
+class OperationStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OPERATION_STATUS_UNSPECIFIED: _ClassVar[OperationStatus]
+    OPERATION_STATUS_OK: _ClassVar[OperationStatus]
+    OPERATION_STATUS_LATER: _ClassVar[OperationStatus]
+    OPERATION_STATUS_NEVER: _ClassVar[OperationStatus]
+    OPERATION_STATUS_FAILED: _ClassVar[OperationStatus]
+
+class ShortageReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SHORTAGE_REASON_UNSPECIFIED: _ClassVar[ShortageReason]
+    SHORTAGE_REASON_BLOCKS: _ClassVar[ShortageReason]
+    SHORTAGE_REASON_HEADROOM: _ClassVar[ShortageReason]
+    SHORTAGE_REASON_LINE: _ClassVar[ShortageReason]
+    SHORTAGE_REASON_GROWTH: _ClassVar[ShortageReason]
+    SHORTAGE_REASON_QUOTA: _ClassVar[ShortageReason]
+CUT_REASON_UNSPECIFIED: CutReason
+CUT_REASON_GROWTH: CutReason
+CUT_REASON_TURN: CutReason
+CUT_REASON_QUOTA: CutReason
+CUT_REASON_IDLE: CutReason
+CUT_REASON_IMPOSSIBLE: CutReason
+OPERATION_STATUS_UNSPECIFIED: OperationStatus
+OPERATION_STATUS_OK: OperationStatus
+OPERATION_STATUS_LATER: OperationStatus
+OPERATION_STATUS_NEVER: OperationStatus
+OPERATION_STATUS_FAILED: OperationStatus
+SHORTAGE_REASON_UNSPECIFIED: ShortageReason
+SHORTAGE_REASON_BLOCKS: ShortageReason
+SHORTAGE_REASON_HEADROOM: ShortageReason
+SHORTAGE_REASON_LINE: ShortageReason
+SHORTAGE_REASON_GROWTH: ShortageReason
+SHORTAGE_REASON_QUOTA: ShortageReason
+
+class DescribeControlPlaneRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeControlPlaneResponse(_message.Message):
+    __slots__ = ("protocol", "incarnation", "version")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol: _types_pb2.ProtocolRange
+    incarnation: int
+    version: str
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+
+class ListPoolsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPoolsResponse(_message.Message):
+    __slots__ = ("pool_ids",)
+    POOL_IDS_FIELD_NUMBER: _ClassVar[int]
+    pool_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pool_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DescribePoolRequest(_message.Message):
+    __slots__ = ("pool_id",)
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    def __init__(self, pool_id: _Optional[str] = ...) -> None: ...
+
+class DescribePoolResponse(_message.Message):
+    __slots__ = ("layout", "shards", "ready", "usage", "num_sessions", "num_sequences", "counters")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    layout: _types_pb2.Layout
+    shards: _containers.RepeatedCompositeFieldContainer[ShardInfo]
+    ready: bool
+    usage: PoolUsage
+    num_sessions: int
+    num_sequences: int
+    counters: PoolCounters
+    def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., ready: bool = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
+
+class ShardInfo(_message.Message):
+    __slots__ = ("shard", "epoch", "address", "connected", "has_file_tier")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.Shard
+    epoch: int
+    address: str
+    connected: bool
+    has_file_tier: bool
+    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ..., has_file_tier: bool = ...) -> None: ...
+
+class PoolUsage(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierUsage]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ...) -> None: ...
+
+class TierUsage(_message.Message):
+    __slots__ = ("tier", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_retired_blocks", "group")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETIRED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    tier: _types_pb2.Tier
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_held_blocks: int
+    num_retired_blocks: int
+    group: int
+    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_retired_blocks: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+
+class PoolCounters(_message.Message):
+    __slots__ = ("num_lookup_tokens", "num_hit_tokens", "num_copies_on_write", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_evictions", "num_publications", "max_held_blocks", "num_host_hit_tokens", "num_demoted_blocks", "num_forgotten_blocks", "num_cut_sequences", "num_granted_admissions")
+    NUM_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COPIES_ON_WRITE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PUBLICATIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORGOTTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CUT_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRANTED_ADMISSIONS_FIELD_NUMBER: _ClassVar[int]
+    num_lookup_tokens: int
+    num_hit_tokens: int
+    num_copies_on_write: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_evictions: int
+    num_publications: int
+    max_held_blocks: int
+    num_host_hit_tokens: int
+    num_demoted_blocks: int
+    num_forgotten_blocks: int
+    num_cut_sequences: int
+    num_granted_admissions: int
+    def __init__(self, num_lookup_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_publications: _Optional[int] = ..., max_held_blocks: _Optional[int] = ..., num_host_hit_tokens: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_forgotten_blocks: _Optional[int] = ..., num_cut_sequences: _Optional[int] = ..., num_granted_admissions: _Optional[int] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("pool_id", "protocol", "layout", "client_name", "namespace")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    protocol: _types_pb2.ProtocolRange
+    layout: _types_pb2.Layout
+    client_name: str
+    namespace: str
+    def __init__(self, pool_id: _Optional[str] = ..., protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., client_name: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("session", "protocol_version", "time_to_live", "max_plans_in_flight", "grant", "shards", "layout", "num_device_blocks", "num_host_blocks")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
+    MAX_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    protocol_version: int
+    time_to_live: _duration_pb2.Duration
+    max_plans_in_flight: int
+    grant: _types_pb2.SignedPayload
+    shards: _containers.RepeatedCompositeFieldContainer[ShardInfo]
+    layout: _types_pb2.Layout
+    num_device_blocks: int
+    num_host_blocks: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., protocol_version: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+
+class RenewSessionRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ...) -> None: ...
+
+class RenewSessionResponse(_message.Message):
+    __slots__ = ("time_to_live",)
+    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
+    time_to_live: _duration_pb2.Duration
+    def __init__(self, time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("session", "number", "operations", "receipts", "deferred_tokens", "traceparent")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    number: int
+    operations: _containers.RepeatedCompositeFieldContainer[Operation]
+    receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
+    deferred_tokens: DeferredTokens
+    traceparent: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class StepResponse(_message.Message):
+    __slots__ = ("number", "result", "error", "notice")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    result: StepResult
+    error: _types_pb2.Error
+    notice: Notice
+    def __init__(self, number: _Optional[int] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("news",)
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    news: News
+    def __init__(self, news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
+
+class News(_message.Message):
+    __slots__ = ("pressure", "granted", "cut_sequence_ids", "cut_reasons")
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    CUT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    CUT_REASONS_FIELD_NUMBER: _ClassVar[int]
+    pressure: Pressure
+    granted: _containers.RepeatedCompositeFieldContainer[Grant]
+    cut_sequence_ids: bytes
+    cut_reasons: bytes
+    def __init__(self, pressure: _Optional[_Union[Pressure, _Mapping]] = ..., granted: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., cut_sequence_ids: _Optional[bytes] = ..., cut_reasons: _Optional[bytes] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("sequence_id", "fork_sequence_ids", "num_cached_tokens", "num_blocks")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    FORK_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    fork_sequence_ids: bytes
+    num_cached_tokens: int
+    num_blocks: int
+    def __init__(self, sequence_id: _Optional[int] = ..., fork_sequence_ids: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class Pressure(_message.Message):
+    __slots__ = ("num_blocks", "deadline", "sequence_ids")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    deadline: _duration_pb2.Duration
+    sequence_ids: bytes
+    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
+
+class RunStepRequest(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: StepRequest
+    def __init__(self, step: _Optional[_Union[StepRequest, _Mapping]] = ...) -> None: ...
+
+class RunStepResponse(_message.Message):
+    __slots__ = ("result",)
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    result: StepResult
+    def __init__(self, result: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("results", "plan", "usage", "revision", "news")
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[OperationResult]
+    plan: _types_pb2.SignedPayload
+    usage: PoolUsage
+    revision: int
+    news: News
+    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., revision: _Optional[int] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
+
+class DeferredTokens(_message.Message):
+    __slots__ = ("sequence_ids", "admitted_by", "first_positions", "num_tokens", "token_ids")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_BY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    admitted_by: bytes
+    first_positions: bytes
+    num_tokens: bytes
+    token_ids: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class Operation(_message.Message):
+    __slots__ = ("admit", "append", "fork", "free", "swap_out", "swap_in", "truncate", "retain", "release", "forget")
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    admit: Admit
+    append: Append
+    fork: Fork
+    free: Free
+    swap_out: SwapOut
+    swap_in: SwapIn
+    truncate: Truncate
+    retain: Retain
+    release: Release
+    forget: Forget
+    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., swap_out: _Optional[_Union[SwapOut, _Mapping]] = ..., swap_in: _Optional[_Union[SwapIn, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("sequence_id", "token_ids", "num_compute_tokens", "max_total_tokens", "skip_prefix_lookup", "fork_sequence_ids", "wait")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SKIP_PREFIX_LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    FORK_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    token_ids: bytes
+    num_compute_tokens: int
+    max_total_tokens: int
+    skip_prefix_lookup: bool
+    fork_sequence_ids: bytes
+    wait: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ..., fork_sequence_ids: _Optional[bytes] = ..., wait: bool = ...) -> None: ...
+
+class Append(_message.Message):
+    __slots__ = ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids", "num_lookahead_slots")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKAHEAD_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    first_positions: bytes
+    num_slots: bytes
+    num_tokens: bytes
+    token_ids: bytes
+    num_lookahead_slots: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_slots: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_lookahead_slots: _Optional[bytes] = ...) -> None: ...
+
+class Fork(_message.Message):
+    __slots__ = ("parent_sequence_ids", "sequence_ids")
+    PARENT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    parent_sequence_ids: bytes
+    sequence_ids: bytes
+    def __init__(self, parent_sequence_ids: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
+
+class Free(_message.Message):
+    __slots__ = ("sequence_ids",)
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ...) -> None: ...
+
+class SwapOut(_message.Message):
+    __slots__ = ("sequence_ids",)
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ...) -> None: ...
+
+class SwapIn(_message.Message):
+    __slots__ = ("sequence_ids",)
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ...) -> None: ...
+
+class Truncate(_message.Message):
+    __slots__ = ("sequence_ids", "num_tokens")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    num_tokens: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
+
+class Retain(_message.Message):
+    __slots__ = ("token_ids", "time_to_live", "priority")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    time_to_live: _duration_pb2.Duration
+    priority: int
+    def __init__(self, token_ids: _Optional[bytes] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ...) -> None: ...
+
+class Forget(_message.Message):
+    __slots__ = ("token_ids", "namespace_contents", "tenant_contents", "force")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    namespace_contents: bool
+    tenant_contents: bool
+    force: bool
+    def __init__(self, token_ids: _Optional[bytes] = ..., namespace_contents: bool = ..., tenant_contents: bool = ..., force: bool = ...) -> None: ...
+
+class OperationResult(_message.Message):
+    __slots__ = ("failures", "admit", "append", "fork", "free", "swap_out", "swap_in", "truncate", "retain", "release", "forget")
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    failures: _containers.RepeatedCompositeFieldContainer[ItemFailure]
+    admit: AdmitResult
+    append: AppendResult
+    fork: ForkResult
+    free: FreeResult
+    swap_out: SwapResult
+    swap_in: SwapResult
+    truncate: TruncateResult
+    retain: RetainResult
+    release: ReleaseResult
+    forget: ForgetResult
+    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., append: _Optional[_Union[AppendResult, _Mapping]] = ..., fork: _Optional[_Union[ForkResult, _Mapping]] = ..., free: _Optional[_Union[FreeResult, _Mapping]] = ..., swap_out: _Optional[_Union[SwapResult, _Mapping]] = ..., swap_in: _Optional[_Union[SwapResult, _Mapping]] = ..., truncate: _Optional[_Union[TruncateResult, _Mapping]] = ..., retain: _Optional[_Union[RetainResult, _Mapping]] = ..., release: _Optional[_Union[ReleaseResult, _Mapping]] = ..., forget: _Optional[_Union[ForgetResult, _Mapping]] = ...) -> None: ...
+
+class ItemFailure(_message.Message):
+    __slots__ = ("item", "status", "error", "shortage")
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SHORTAGE_FIELD_NUMBER: _ClassVar[int]
+    item: int
+    status: OperationStatus
+    error: _types_pb2.Error
+    shortage: Shortage
+    def __init__(self, item: _Optional[int] = ..., status: _Optional[_Union[OperationStatus, str]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., shortage: _Optional[_Union[Shortage, _Mapping]] = ...) -> None: ...
+
+class Shortage(_message.Message):
+    __slots__ = ("tier", "num_blocks_needed", "num_blocks_available", "num_blocks_pending", "reason", "place_in_line", "retry_delay")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_PENDING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PLACE_IN_LINE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_DELAY_FIELD_NUMBER: _ClassVar[int]
+    tier: _types_pb2.Tier
+    num_blocks_needed: int
+    num_blocks_available: int
+    num_blocks_pending: int
+    reason: ShortageReason
+    place_in_line: int
+    retry_delay: _duration_pb2.Duration
+    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks_needed: _Optional[int] = ..., num_blocks_available: _Optional[int] = ..., num_blocks_pending: _Optional[int] = ..., reason: _Optional[_Union[ShortageReason, str]] = ..., place_in_line: _Optional[int] = ..., retry_delay: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class AdmitResult(_message.Message):
+    __slots__ = ("num_cached_tokens", "num_blocks", "num_scheduled_tokens")
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    num_blocks: int
+    num_scheduled_tokens: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ...) -> None: ...
+
+class AppendResult(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: bytes
+    def __init__(self, num_blocks: _Optional[bytes] = ...) -> None: ...
+
+class ForkResult(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: bytes
+    def __init__(self, num_blocks: _Optional[bytes] = ...) -> None: ...
+
+class FreeResult(_message.Message):
+    __slots__ = ("num_released_blocks",)
+    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_released_blocks: bytes
+    def __init__(self, num_released_blocks: _Optional[bytes] = ...) -> None: ...
+
+class SwapResult(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class TruncateResult(_message.Message):
+    __slots__ = ("num_released_blocks",)
+    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_released_blocks: bytes
+    def __init__(self, num_released_blocks: _Optional[bytes] = ...) -> None: ...
+
+class RetainResult(_message.Message):
+    __slots__ = ("num_retained_blocks", "num_retained_tokens")
+    NUM_RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_retained_blocks: int
+    num_retained_tokens: int
+    def __init__(self, num_retained_blocks: _Optional[int] = ..., num_retained_tokens: _Optional[int] = ...) -> None: ...
+
+class ReleaseResult(_message.Message):
+    __slots__ = ("num_released_blocks",)
+    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_released_blocks: int
+    def __init__(self, num_released_blocks: _Optional[int] = ...) -> None: ...
+
+class ForgetResult(_message.Message):
+    __slots__ = ("num_forgotten_blocks", "num_blocks_in_use")
+    NUM_FORGOTTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    num_forgotten_blocks: int
+    num_blocks_in_use: int
+    def __init__(self, num_forgotten_blocks: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ...) -> None: ...
+
+class CheckOperationsRequest(_message.Message):
+    __slots__ = ("session", "operations")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    operations: _containers.RepeatedCompositeFieldContainer[Operation]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ...) -> None: ...
+
+class CheckOperationsResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[OperationResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ...) -> None: ...
+
+class SubmitReceiptsRequest(_message.Message):
+    __slots__ = ("session", "number", "receipts", "deferred_tokens")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    number: int
+    receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
+    deferred_tokens: DeferredTokens
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ...) -> None: ...
+
+class SubmitReceiptsResponse(_message.Message):
+    __slots__ = ("usage", "revision")
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    usage: PoolUsage
+    revision: int
+    def __init__(self, usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class AbortPlanRequest(_message.Message):
+    __slots__ = ("session", "number", "plan_number", "receipts")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    number: int
+    plan_number: int
+    receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., plan_number: _Optional[int] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ...) -> None: ...
+
+class AbortPlanResponse(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: SequenceStates
+    def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ...) -> None: ...
+
+class ResyncRequest(_message.Message):
+    __slots__ = ("session", "number", "receipts")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    number: int
+    receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ...) -> None: ...
+
+class ResyncResponse(_message.Message):
+    __slots__ = ("sequences", "plan")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    sequences: SequenceStates
+    plan: _types_pb2.SignedPayload
+    def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class GetBlockTableRequest(_message.Message):
+    __slots__ = ("session", "sequence_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    sequence_id: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., sequence_id: _Optional[int] = ...) -> None: ...
+
+class GetBlockTableResponse(_message.Message):
+    __slots__ = ("tables", "num_tokens")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
+    num_tokens: int
+    def __init__(self, tables: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class LookupPrefixRequest(_message.Message):
+    __slots__ = ("session", "token_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    token_ids: bytes
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class LookupPrefixResponse(_message.Message):
+    __slots__ = ("num_cached_tokens", "hashes", "num_host_tokens")
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    hashes: bytes
+    num_host_tokens: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., hashes: _Optional[bytes] = ..., num_host_tokens: _Optional[int] = ...) -> None: ...
+
+class FindPrefixRequest(_message.Message):
+    __slots__ = ("token_ids", "hashes", "namespace", "pool_ids")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    POOL_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    hashes: bytes
+    namespace: str
+    pool_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_ids: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace: _Optional[str] = ..., pool_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FindPrefixResponse(_message.Message):
+    __slots__ = ("matches",)
+    MATCHES_FIELD_NUMBER: _ClassVar[int]
+    matches: _containers.RepeatedCompositeFieldContainer[PoolMatch]
+    def __init__(self, matches: _Optional[_Iterable[_Union[PoolMatch, _Mapping]]] = ...) -> None: ...
+
+class PoolMatch(_message.Message):
+    __slots__ = ("pool_id", "num_device_tokens", "num_host_tokens", "revision")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    num_device_tokens: int
+    num_host_tokens: int
+    revision: int
+    def __init__(self, pool_id: _Optional[str] = ..., num_device_tokens: _Optional[int] = ..., num_host_tokens: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class ExplainPrefixRequest(_message.Message):
+    __slots__ = ("session", "token_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    token_ids: bytes
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class ExplainPrefixResponse(_message.Message):
+    __slots__ = ("tiers", "indices", "generations", "ref_counts", "num_hits", "ages_ms", "idle_ms", "priorities", "num_cached_tokens")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    REF_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    AGES_MS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tiers: bytes
+    indices: bytes
+    generations: bytes
+    ref_counts: bytes
+    num_hits: bytes
+    ages_ms: bytes
+    idle_ms: bytes
+    priorities: bytes
+    num_cached_tokens: int
+    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., num_hits: _Optional[bytes] = ..., ages_ms: _Optional[bytes] = ..., idle_ms: _Optional[bytes] = ..., priorities: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("pool_id", "namespace", "since_revision", "incarnation")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_REVISION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    namespace: str
+    since_revision: int
+    incarnation: int
+    def __init__(self, pool_id: _Optional[str] = ..., namespace: _Optional[str] = ..., since_revision: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("incarnation", "snapshot", "changes")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    snapshot: Snapshot
+    changes: Changes
+    def __init__(self, incarnation: _Optional[int] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., changes: _Optional[_Union[Changes, _Mapping]] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("stored", "last", "revision")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    stored: Stored
+    last: bool
+    revision: int
+    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., last: bool = ..., revision: _Optional[int] = ...) -> None: ...
+
+class Changes(_message.Message):
+    __slots__ = ("changes", "revision")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[Change]
+    revision: int
+    def __init__(self, changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class Change(_message.Message):
+    __slots__ = ("stored", "removed", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: Stored
+    removed: Removed
+    cleared: Cleared
+    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., removed: _Optional[_Union[Removed, _Mapping]] = ..., cleared: _Optional[_Union[Cleared, _Mapping]] = ...) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("hashes", "parent_hashes", "token_ids", "tiers")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    parent_hashes: bytes
+    token_ids: bytes
+    tiers: bytes
+    def __init__(self, hashes: _Optional[bytes] = ..., parent_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+
+class Removed(_message.Message):
+    __slots__ = ("hashes", "tiers")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    tiers: bytes
+    def __init__(self, hashes: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+
+class Cleared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("pool_id", "session_id")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    session_id: int
+    def __init__(self, pool_id: _Optional[str] = ..., session_id: _Optional[int] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionSummary]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ...) -> None: ...
+
+class SessionSummary(_message.Message):
+    __slots__ = ("session_id", "num_sequences", "num_held_blocks", "num_plans_in_flight", "last_number", "time_to_live", "sequences")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    num_sequences: int
+    num_held_blocks: int
+    num_plans_in_flight: int
+    last_number: int
+    time_to_live: _duration_pb2.Duration
+    sequences: SequenceStates
+    def __init__(self, session_id: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., last_number: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequences: _Optional[_Union[SequenceStates, _Mapping]] = ...) -> None: ...
+
+class DescribeSequenceRequest(_message.Message):
+    __slots__ = ("session", "sequence_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    sequence_id: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., sequence_id: _Optional[int] = ...) -> None: ...
+
+class DescribeSequenceResponse(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: SequenceStates
+    def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ...) -> None: ...
+
+class SequenceStates(_message.Message):
+    __slots__ = ("sequence_ids", "admitted_by", "num_tokens", "num_scheduled_tokens", "num_written_tokens", "num_cached_tokens", "num_blocks", "tiers")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_BY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    admitted_by: bytes
+    num_tokens: bytes
+    num_scheduled_tokens: bytes
+    num_written_tokens: bytes
+    num_cached_tokens: bytes
+    num_blocks: bytes
+    tiers: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_scheduled_tokens: _Optional[bytes] = ..., num_written_tokens: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("hello", "report", "heartbeat", "fence_done", "files_forgotten")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    FENCE_DONE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    report: BlockReport
+    heartbeat: Heartbeat
+    fence_done: FenceDone
+    files_forgotten: FilesForgotten
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., report: _Optional[_Union[BlockReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fence_done: _Optional[_Union[FenceDone, _Mapping]] = ..., files_forgotten: _Optional[_Union[FilesForgotten, _Mapping]] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("welcome", "report_accepted", "publish", "fence", "report_request", "withdraw", "forget_files")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FILES_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    report_accepted: ReportAccepted
+    publish: PublishBlocks
+    fence: Fence
+    report_request: ReportRequest
+    withdraw: WithdrawBlocks
+    forget_files: ForgetFiles
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ..., forget_files: _Optional[_Union[ForgetFiles, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "has_file_tier")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
+    protocol: _types_pb2.ProtocolRange
+    pool_id: str
+    shard: _types_pb2.Shard
+    epoch: int
+    layout: _types_pb2.Layout
+    num_device_blocks: int
+    num_host_blocks: int
+    address: str
+    incarnation: int
+    key_id: bytes
+    groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
+    has_file_tier: bool
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., has_file_tier: bool = ...) -> None: ...
+
+class GroupBlocks(_message.Message):
+    __slots__ = ("num_device_blocks", "num_host_blocks")
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_device_blocks: int
+    num_host_blocks: int
+    def __init__(self, num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol_version", "incarnation", "resumed", "key", "heartbeat_interval")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    incarnation: int
+    resumed: bool
+    key: bytes
+    heartbeat_interval: _duration_pb2.Duration
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class BlockReport(_message.Message):
+    __slots__ = ("blocks", "publications", "last")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PUBLICATIONS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
+    publications: _containers.RepeatedCompositeFieldContainer[_types_pb2.Publications]
+    last: bool
+    def __init__(self, blocks: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., publications: _Optional[_Iterable[_Union[_types_pb2.Publications, _Mapping]]] = ..., last: bool = ...) -> None: ...
+
+class ReportAccepted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PublishBlocks(_message.Message):
+    __slots__ = ("publications",)
+    PUBLICATIONS_FIELD_NUMBER: _ClassVar[int]
+    publications: _types_pb2.Publications
+    def __init__(self, publications: _Optional[_Union[_types_pb2.Publications, _Mapping]] = ...) -> None: ...
+
+class WithdrawBlocks(_message.Message):
+    __slots__ = ("indices", "generations", "group")
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    indices: bytes
+    generations: bytes
+    group: int
+    def __init__(self, indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., group: _Optional[int] = ...) -> None: ...
+
+class ForgetFiles(_message.Message):
+    __slots__ = ("forget_id", "tenant", "namespace", "token_ids", "all_namespaces", "all_tenants")
+    FORGET_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALL_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    forget_id: int
+    tenant: str
+    namespace: str
+    token_ids: bytes
+    all_namespaces: bool
+    all_tenants: bool
+    def __init__(self, forget_id: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., all_namespaces: bool = ..., all_tenants: bool = ...) -> None: ...
+
+class FilesForgotten(_message.Message):
+    __slots__ = ("forget_id",)
+    FORGET_ID_FIELD_NUMBER: _ClassVar[int]
+    forget_id: int
+    def __init__(self, forget_id: _Optional[int] = ...) -> None: ...
+
+class Fence(_message.Message):
+    __slots__ = ("session", "ordinal")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    ordinal: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., ordinal: _Optional[int] = ...) -> None: ...
+
+class FenceDone(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,352 @@
+from kvplane.wire.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeDataPlaneRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeDataPlaneResponse(_message.Message):
+    __slots__ = ("protocol", "version", "pool_id", "shard", "epoch", "incarnation", "layout", "num_device_blocks", "num_host_blocks", "device")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    protocol: _types_pb2.ProtocolRange
+    version: str
+    pool_id: str
+    shard: _types_pb2.Shard
+    epoch: int
+    incarnation: int
+    layout: _types_pb2.Layout
+    num_device_blocks: int
+    num_host_blocks: int
+    device: str
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., version: _Optional[str] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+
+class ExecuteRequest(_message.Message):
+    __slots__ = ("open", "plan", "layer", "join", "share", "pass_index")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PASS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    open: OpenExecution
+    plan: _types_pb2.SignedPayload
+    layer: LayerInput
+    join: JoinExecution
+    share: ShareDeviceMemory
+    pass_index: int
+    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[JoinExecution, _Mapping]] = ..., share: _Optional[_Union[ShareDeviceMemory, _Mapping]] = ..., pass_index: _Optional[int] = ...) -> None: ...
+
+class ExecuteResponse(_message.Message):
+    __slots__ = ("opened", "started", "output", "error", "joined")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    opened: ExecutionOpened
+    started: PlanStarted
+    output: LayerOutput
+    error: _types_pb2.Error
+    joined: ExecutionJoined
+    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[PlanStarted, _Mapping]] = ..., output: _Optional[_Union[LayerOutput, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., joined: _Optional[_Union[ExecutionJoined, _Mapping]] = ...) -> None: ...
+
+class OpenExecution(_message.Message):
+    __slots__ = ("protocol", "grant", "host_id")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol: _types_pb2.ProtocolRange
+    grant: _types_pb2.SignedPayload
+    host_id: str
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., host_id: _Optional[str] = ...) -> None: ...
+
+class ExecutionOpened(_message.Message):
+    __slots__ = ("protocol_version", "layers", "local")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    local: LocalOffer
+    def __init__(self, protocol_version: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., local: _Optional[_Union[LocalOffer, _Mapping]] = ...) -> None: ...
+
+class LocalOffer(_message.Message):
+    __slots__ = ("socket_path", "secret", "cuda_device_uuid")
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    socket_path: str
+    secret: bytes
+    cuda_device_uuid: str
+    def __init__(self, socket_path: _Optional[str] = ..., secret: _Optional[bytes] = ..., cuda_device_uuid: _Optional[str] = ...) -> None: ...
+
+class JoinExecution(_message.Message):
+    __slots__ = ("secret",)
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    secret: bytes
+    def __init__(self, secret: _Optional[bytes] = ...) -> None: ...
+
+class ShareDeviceMemory(_message.Message):
+    __slots__ = ("cuda_device_uuid",)
+    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    cuda_device_uuid: str
+    def __init__(self, cuda_device_uuid: _Optional[str] = ...) -> None: ...
+
+class ExecutionJoined(_message.Message):
+    __slots__ = ("regions",)
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    regions: _containers.RepeatedCompositeFieldContainer[MemoryRegion]
+    def __init__(self, regions: _Optional[_Iterable[_Union[MemoryRegion, _Mapping]]] = ...) -> None: ...
+
+class MemoryRegion(_message.Message):
+    __slots__ = ("region_id", "size_bytes", "cuda_ipc_handle", "cuda_device_uuid")
+    REGION_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    region_id: int
+    size_bytes: int
+    cuda_ipc_handle: bytes
+    cuda_device_uuid: str
+    def __init__(self, region_id: _Optional[int] = ..., size_bytes: _Optional[int] = ..., cuda_ipc_handle: _Optional[bytes] = ..., cuda_device_uuid: _Optional[str] = ...) -> None: ...
+
+class PlanStarted(_message.Message):
+    __slots__ = ("plan_number", "num_tokens", "finished", "receipt")
+    PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    plan_number: int
+    num_tokens: int
+    finished: bool
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: bool = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class LayerInput(_message.Message):
+    __slots__ = ("layer", "query", "key", "value", "options", "output")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    query: _types_pb2.Tensor
+    key: _types_pb2.Tensor
+    value: _types_pb2.Tensor
+    options: AttentionOptions
+    output: _types_pb2.MemoryRange
+    def __init__(self, layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.MemoryRange, _Mapping]] = ...) -> None: ...
+
+class AttentionOptions(_message.Message):
+    __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes", "logit_soft_cap", "sinks")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALIBI_SLOPES_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_SOFT_CAP_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    sliding_window_tokens: int
+    alibi_slopes: _containers.RepeatedScalarFieldContainer[float]
+    logit_soft_cap: float
+    sinks: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., logit_soft_cap: _Optional[float] = ..., sinks: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class LayerOutput(_message.Message):
+    __slots__ = ("layer", "output", "receipt")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    output: _types_pb2.Tensor
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, layer: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class ReshapeAndCacheRequest(_message.Message):
+    __slots__ = ("grant", "plan", "layer", "key", "value")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    layer: int
+    key: _types_pb2.Tensor
+    value: _types_pb2.Tensor
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[int] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class ReshapeAndCacheResponse(_message.Message):
+    __slots__ = ("receipt",)
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class PagedAttentionRequest(_message.Message):
+    __slots__ = ("grant", "plan", "layer", "query", "options")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    layer: int
+    query: _types_pb2.Tensor
+    options: AttentionOptions
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ...) -> None: ...
+
+class PagedAttentionResponse(_message.Message):
+    __slots__ = ("output",)
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    output: _types_pb2.Tensor
+    def __init__(self, output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class CopyBlocksRequest(_message.Message):
+    __slots__ = ("grant", "plan")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class CopyBlocksResponse(_message.Message):
+    __slots__ = ("num_blocks", "receipt")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, num_blocks: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class SwapBlocksRequest(_message.Message):
+    __slots__ = ("grant", "plan")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class SwapBlocksResponse(_message.Message):
+    __slots__ = ("num_blocks", "receipt")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, num_blocks: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class ReadBlocksRequest(_message.Message):
+    __slots__ = ("grant", "sequence_id", "group", "first_block", "num_blocks", "first_layer", "num_layers")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    sequence_id: int
+    group: int
+    first_block: int
+    num_blocks: int
+    first_layer: int
+    num_layers: int
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
+
+class ReadBlocksResponse(_message.Message):
+    __slots__ = ("blocks", "table", "source")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    blocks: _types_pb2.Tensor
+    table: _types_pb2.Blocks
+    source: BlockSource
+    def __init__(self, blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., table: _Optional[_Union[_types_pb2.Blocks, _Mapping]] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
+
+class BlockSource(_message.Message):
+    __slots__ = ("pool_id", "shard_index", "epoch", "layout_fingerprint")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    shard_index: int
+    epoch: int
+    layout_fingerprint: bytes
+    def __init__(self, pool_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., epoch: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
+
+class WriteBlocksRequest(_message.Message):
+    __slots__ = ("grant", "plan", "sequence_id", "group", "first_block", "first_layer", "num_layers", "blocks", "source")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    sequence_id: int
+    group: int
+    first_block: int
+    first_layer: int
+    num_layers: int
+    blocks: _types_pb2.Tensor
+    source: BlockSource
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., first_block: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
+
+class WriteBlocksResponse(_message.Message):
+    __slots__ = ("receipt",)
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class FindFileBlocksRequest(_message.Message):
+    __slots__ = ("grant", "token_ids")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    token_ids: bytes
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class FindFileBlocksResponse(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class LoadFileBlocksRequest(_message.Message):
+    __slots__ = ("grant", "plan", "sequence_id", "token_ids")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    sequence_id: int
+    token_ids: bytes
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class LoadFileBlocksResponse(_message.Message):
+    __slots__ = ("num_blocks", "receipt")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, num_blocks: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,383 @@
+from google.protobuf import descriptor_pb2 as _descriptor_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_ENGINE: _ClassVar[Role]
+    ROLE_ROUTER: _ClassVar[Role]
+    ROLE_OPERATOR: _ClassVar[Role]
+    ROLE_PLANE: _ClassVar[Role]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_DEVICE: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+
+class ElementType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ELEMENT_TYPE_UNSPECIFIED: _ClassVar[ElementType]
+    ELEMENT_TYPE_FLOAT32: _ClassVar[ElementType]
+    ELEMENT_TYPE_FLOAT16: _ClassVar[ElementType]
+    ELEMENT_TYPE_BFLOAT16: _ClassVar[ElementType]
+    ELEMENT_TYPE_FLOAT8_E4M3FN: _ClassVar[ElementType]
+    ELEMENT_TYPE_FLOAT8_E5M2: _ClassVar[ElementType]
+
+class CacheKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_KIND_UNSPECIFIED: _ClassVar[CacheKind]
+    CACHE_KIND_KEYS_AND_VALUES: _ClassVar[CacheKind]
+    CACHE_KIND_LATENT: _ClassVar[CacheKind]
+    CACHE_KIND_STATE: _ClassVar[CacheKind]
+
+class TableChangeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TABLE_CHANGE_KIND_UNSPECIFIED: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_SET: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_REPLACE: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_FORK: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_DROP: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_TRUNCATE: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_TRIM: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_KEEP: _ClassVar[TableChangeKind]
+ROLE_UNSPECIFIED: Role
+ROLE_ENGINE: Role
+ROLE_ROUTER: Role
+ROLE_OPERATOR: Role
+ROLE_PLANE: Role
+TIER_UNSPECIFIED: Tier
+TIER_DEVICE: Tier
+TIER_HOST: Tier
+ELEMENT_TYPE_UNSPECIFIED: ElementType
+ELEMENT_TYPE_FLOAT32: ElementType
+ELEMENT_TYPE_FLOAT16: ElementType
+ELEMENT_TYPE_BFLOAT16: ElementType
+ELEMENT_TYPE_FLOAT8_E4M3FN: ElementType
+ELEMENT_TYPE_FLOAT8_E5M2: ElementType
+CACHE_KIND_UNSPECIFIED: CacheKind
+CACHE_KIND_KEYS_AND_VALUES: CacheKind
+CACHE_KIND_LATENT: CacheKind
+CACHE_KIND_STATE: CacheKind
+TABLE_CHANGE_KIND_UNSPECIFIED: TableChangeKind
+TABLE_CHANGE_KIND_SET: TableChangeKind
+TABLE_CHANGE_KIND_REPLACE: TableChangeKind
+TABLE_CHANGE_KIND_FORK: TableChangeKind
+TABLE_CHANGE_KIND_DROP: TableChangeKind
+TABLE_CHANGE_KIND_TRUNCATE: TableChangeKind
+TABLE_CHANGE_KIND_TRIM: TableChangeKind
+TABLE_CHANGE_KIND_KEEP: TableChangeKind
+
+class Callers(_message.Message):
+    __slots__ = ("roles",)
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    roles: bytes
+    def __init__(self, roles: _Optional[bytes] = ...) -> None: ...
+
+class ProtocolRange(_message.Message):
+    __slots__ = ("oldest", "newest")
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    oldest: int
+    newest: int
+    def __init__(self, oldest: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
+
+class LayerGroup(_message.Message):
+    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales", "cache_kind", "value_head_size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
+    VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_KIND_FIELD_NUMBER: _ClassVar[int]
+    VALUE_HEAD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    num_kv_heads: int
+    head_size: int
+    sliding_window_tokens: int
+    key_scales: _containers.RepeatedScalarFieldContainer[float]
+    value_scales: _containers.RepeatedScalarFieldContainer[float]
+    cache_kind: CacheKind
+    value_head_size: int
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., value_head_size: _Optional[int] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("model_id", "block_size_tokens", "dtype", "kv_dtype", "groups", "fingerprint")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    block_size_tokens: int
+    dtype: ElementType
+    kv_dtype: ElementType
+    groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
+    fingerprint: bytes
+    def __init__(self, model_id: _Optional[str] = ..., block_size_tokens: _Optional[int] = ..., dtype: _Optional[_Union[ElementType, str]] = ..., kv_dtype: _Optional[_Union[ElementType, str]] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+
+class Shard(_message.Message):
+    __slots__ = ("index", "num_shards", "first_layer", "num_layers", "first_kv_head", "num_kv_heads", "copy")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    num_shards: int
+    first_layer: int
+    num_layers: int
+    first_kv_head: int
+    num_kv_heads: int
+    copy: int
+    def __init__(self, index: _Optional[int] = ..., num_shards: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., copy: _Optional[int] = ...) -> None: ...
+
+class BlockRef(_message.Message):
+    __slots__ = ("tier", "index", "generation")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    index: int
+    generation: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., index: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("group", "tier", "indices", "generations")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    tier: Tier
+    indices: bytes
+    generations: bytes
+    def __init__(self, group: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+
+class SessionRef(_message.Message):
+    __slots__ = ("incarnation", "session_id")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    session_id: int
+    def __init__(self, incarnation: _Optional[int] = ..., session_id: _Optional[int] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("dtype", "shape", "data", "memory")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    dtype: ElementType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    memory: MemoryRange
+    def __init__(self, dtype: _Optional[_Union[ElementType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., memory: _Optional[_Union[MemoryRange, _Mapping]] = ...) -> None: ...
+
+class MemoryRange(_message.Message):
+    __slots__ = ("region_id", "offset_bytes")
+    REGION_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    region_id: int
+    offset_bytes: int
+    def __init__(self, region_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "reason", "message", "field", "retry_delay", "request_id", "next_number")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRY_DELAY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    reason: str
+    message: str
+    field: str
+    retry_delay: _duration_pb2.Duration
+    request_id: str
+    next_number: int
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_delay: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., next_number: _Optional[int] = ...) -> None: ...
+
+class SignedPayload(_message.Message):
+    __slots__ = ("type", "payload", "signature")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    type: str
+    payload: bytes
+    signature: bytes
+    def __init__(self, type: _Optional[str] = ..., payload: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class SessionGrant(_message.Message):
+    __slots__ = ("version", "session", "ordinal", "pool_id", "shard_epochs", "tenant", "layout_fingerprint", "max_plans_in_flight", "namespace")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    session: SessionRef
+    ordinal: int
+    pool_id: str
+    shard_epochs: _containers.RepeatedScalarFieldContainer[int]
+    tenant: str
+    layout_fingerprint: bytes
+    max_plans_in_flight: int
+    namespace: str
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., ordinal: _Optional[int] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., layout_fingerprint: _Optional[bytes] = ..., max_plans_in_flight: _Optional[int] = ..., namespace: _Optional[str] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans", "allocations", "traceparent", "finished")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    session: SessionRef
+    pool_id: str
+    shard_epochs: _containers.RepeatedScalarFieldContainer[int]
+    number: int
+    previous: int
+    resync: bool
+    changes: TableChanges
+    transfers: Transfers
+    spans: Spans
+    allocations: Allocations
+    traceparent: str
+    finished: int
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: bool = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., transfers: _Optional[_Union[Transfers, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ..., allocations: _Optional[_Union[Allocations, _Mapping]] = ..., traceparent: _Optional[str] = ..., finished: _Optional[int] = ...) -> None: ...
+
+class TableChanges(_message.Message):
+    __slots__ = ("kinds", "sequence_ids", "groups", "tiers", "first_blocks", "num_blocks", "parent_sequence_ids", "indices", "generations", "allocated")
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_FIELD_NUMBER: _ClassVar[int]
+    kinds: bytes
+    sequence_ids: bytes
+    groups: bytes
+    tiers: bytes
+    first_blocks: bytes
+    num_blocks: bytes
+    parent_sequence_ids: bytes
+    indices: bytes
+    generations: bytes
+    allocated: bytes
+    def __init__(self, kinds: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ..., groups: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., first_blocks: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., parent_sequence_ids: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., allocated: _Optional[bytes] = ...) -> None: ...
+
+class Allocations(_message.Message):
+    __slots__ = ("tiers", "indices", "generations", "groups")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    tiers: bytes
+    indices: bytes
+    generations: bytes
+    groups: bytes
+    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., groups: _Optional[bytes] = ...) -> None: ...
+
+class Transfers(_message.Message):
+    __slots__ = ("groups", "source_tiers", "source_indices", "source_generations", "destination_tiers", "destination_indices", "destination_generations")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_TIERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INDICES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_TIERS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_INDICES_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    groups: bytes
+    source_tiers: bytes
+    source_indices: bytes
+    source_generations: bytes
+    destination_tiers: bytes
+    destination_indices: bytes
+    destination_generations: bytes
+    def __init__(self, groups: _Optional[bytes] = ..., source_tiers: _Optional[bytes] = ..., source_indices: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., destination_tiers: _Optional[bytes] = ..., destination_indices: _Optional[bytes] = ..., destination_generations: _Optional[bytes] = ...) -> None: ...
+
+class Spans(_message.Message):
+    __slots__ = ("sequence_ids", "first_positions", "num_tokens")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    first_positions: bytes
+    num_tokens: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("version", "session", "pool_id", "shard_index", "epoch", "plan_number", "plan_digest")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    session: SessionRef
+    pool_id: str
+    shard_index: int
+    epoch: int
+    plan_number: int
+    plan_digest: bytes
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., epoch: _Optional[int] = ..., plan_number: _Optional[int] = ..., plan_digest: _Optional[bytes] = ...) -> None: ...
+
+class Publications(_message.Message):
+    __slots__ = ("group", "tenant", "namespace", "hash_algorithm", "indices", "generations", "parent_indices", "parent_generations", "hashes", "token_ids")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HASH_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
+    PARENT_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    tenant: str
+    namespace: str
+    hash_algorithm: str
+    indices: bytes
+    generations: bytes
+    parent_indices: bytes
+    parent_generations: bytes
+    hashes: bytes
+    token_ids: bytes
+    def __init__(self, group: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., parent_generations: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
