@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.wire.protocol import refuse_unknown_fields
+from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as pb
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128, 256)
@@ -295,7 +295,7 @@ class Layout:
         """Parse a message. Raises InvalidRequestError, also for a fingerprint that is wrong and for
         fields that this version does not know.
         """
-        refuse_unknown_fields(message, field="layout")
+        message = whole(message, message.SerializeToString(), field="layout")
         layout = cls(
             model_id=message.model_id,
             block_size_tokens=message.block_size_tokens,

@@ -21,6 +21,7 @@ from kvplane.errors import (
 )
 from kvplane.slices import Slices
 from kvplane.wire import protocol, signing
+from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
@@ -48,7 +49,7 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
         number, shard = receipt.plan_number, receipt.shard_index
         # Nearly all are byte for byte the receipt of a plan in flight.
         if payload != session.receipt_of(number, shard):
-            _check(session, receipt, at)
+            _check(session, receipt, payload, at)
         if number in session.plans:
             highest[shard] = max(number, highest[shard])
     is_news = min(highest) > session.done
@@ -57,13 +58,13 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
         yield
 
 
-def _check(session: Session, receipt: tpb.Receipt, at: str) -> None:
+def _check(session: Session, receipt: tpb.Receipt, payload: bytes, at: str) -> None:
     if receipt.version != protocol.PAYLOAD_VERSION:
         raise ProtocolMismatchError(
             f"is {receipt.version}; this control plane reads {protocol.PAYLOAD_VERSION}",
             field=f"{at}.version",
         )
-    protocol.refuse_unknown_fields(receipt, field=f"{at}.payload")
+    receipt = whole(receipt, payload, field=f"{at}.payload")
     epochs = session.epochs
     if receipt.session.incarnation != session.ref.incarnation:
         raise StaleIncarnationError(

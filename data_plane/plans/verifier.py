@@ -20,7 +20,8 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
-from kvplane.wire.protocol import PAYLOAD_VERSION, refuse_unknown_fields
+from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as pb
 
 Payload = TypeVar("Payload", pb.Plan, pb.SessionGrant)
@@ -136,7 +137,7 @@ class Verifier:
                 f"{PAYLOAD_VERSION}: run both planes from the same release",
                 field=f"{field}.version",
             )
-        refuse_unknown_fields(message, field=f"{field}.payload")
+        message = whole(message, signed.payload, field=f"{field}.payload")
         if message.pool_id != self.pool_id:
             raise InvalidRequestError(
                 f"the payload is for pool {message.pool_id!r}, and this is {self.pool_id!r}",

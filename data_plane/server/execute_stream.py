@@ -18,6 +18,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.slices import Slices
 from kvplane.transport.local import packets
 from kvplane.wire import protocol
+from kvplane.wire.twin import whole
 from kvplane.wire.v1 import data_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -135,7 +136,7 @@ class ExecuteStream:
         """Return the answer to a packet of the local socket. Raises KvplaneError."""
         layer = self._known.get(packet)
         if layer is None:
-            request = packets.parse(pb.ExecuteRequest, packet)
+            request = whole(packets.parse(pb.ExecuteRequest, packet), packet)
             if request.HasField("share"):
                 return self._share(request.share).SerializeToString()
             if not request.HasField("layer"):
@@ -198,7 +199,7 @@ class ExecuteStream:
         value = None
         if request.HasField("value"):
             value = self._tensor(request.value, "layer.value", is_local)
-        options = attention_options(request.options, "layer.options")
+        options = AttentionOptions.from_proto(request.options, field="layer.options")
         layer = pb.LayerOutput(layer=request.layer)
         output = out = None
         if query is not None and (is_local or request.HasField("output")):
@@ -290,12 +291,6 @@ def _refuse_overlap(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> No
         raise InvalidRequestError(
             "on a GPU must be apart from query, key and value", field="layer.output"
         )
-
-
-def attention_options(message: pb.AttentionOptions, field: str) -> AttentionOptions:
-    """Parse a message. Raises InvalidRequestError naming the part of ``field``."""
-    protocol.refuse_unknown_fields(message, field=field)
-    return AttentionOptions.from_proto(message, field=field)
 
 
 def _response(

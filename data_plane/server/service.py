@@ -15,13 +15,14 @@ import grpc.aio
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.plan_runner import StartedPlan
-from data_plane.server.execute_stream import SLICE_S, ExecuteStream, attention_options
+from data_plane.server.execute_stream import SLICE_S, ExecuteStream
 from data_plane.server.fair_queue import Lane
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
 from data_plane.tier_keys import tier_key_of
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -152,7 +153,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
 
         def command() -> Slices[pb.PagedAttentionResponse]:
             query = self._tensor(request.query, "query")
-            options = attention_options(request.options, "options")
+            options = AttentionOptions.from_proto(request.options, field="options")
             session_id, number = self._start(request, tenant)
             output = yield from self._executor.attend(
                 session_id,

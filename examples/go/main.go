@@ -2,9 +2,7 @@
 package main
 
 import (
-	"bytes"
 	"context"
-	"encoding/binary"
 	"fmt"
 	"log"
 	"os"
@@ -26,7 +24,7 @@ func main() {
 	opened, err := control.OpenSession(ctx, &pb.OpenSessionRequest{
 		PoolId: "default", Protocol: protocol, Layout: &pb.Layout{Fingerprint: pool.Layout.Fingerprint}})
 	check(err)
-	admit := &pb.Operation_Admit{Admit: &pb.Admit{SequenceId: 1, TokenIds: column([]int32{97, 98, 99})}}
+	admit := &pb.Operation_Admit{Admit: &pb.Admit{SequenceId: 1, TokenIds: []int32{97, 98, 99}}}
 	step := &pb.StepRequest{Session: opened.Session, Number: 1, Operations: []*pb.Operation{{Operation: admit}}}
 	planned, err := control.RunStep(ctx, &pb.RunStepRequest{Step: step})
 	check(err)
@@ -51,7 +49,7 @@ func main() {
 		receipt = output.Receipt
 	}
 
-	free := &pb.Operation_Free{Free: &pb.Free{SequenceIds: column([]int64{1})}}
+	free := &pb.Operation_Free{Free: &pb.Free{SequenceIds: []int64{1}}}
 	step = &pb.StepRequest{Session: opened.Session, Number: 2, Operations: []*pb.Operation{{Operation: free}},
 		Receipts: []*pb.SignedPayload{receipt}}
 	_, err = control.RunStep(ctx, &pb.RunStepRequest{Step: step})
@@ -74,13 +72,6 @@ func receive(stream pb.DataPlaneService_ExecuteClient) *pb.ExecuteResponse {
 		log.Fatalf("%s: %s: %s", failure.Reason, failure.Field, failure.Message)
 	}
 	return answer
-}
-
-// column packs integers of a fixed width side by side, little-endian.
-func column(values interface{}) []byte {
-	var packed bytes.Buffer
-	check(binary.Write(&packed, binary.LittleEndian, values))
-	return packed.Bytes()
 }
 
 func zeros(numTokens int64, group *pb.LayerGroup) *pb.Tensor {

@@ -78,15 +78,6 @@ class Stream {
   }
 }
 
-/** A column is bytes: on a little-endian machine, those of an Int32Array. */
-export function int32(values) {
-  return Buffer.from(Int32Array.from(values).buffer);
-}
-
-export function int64(values) {
-  return Buffer.from(BigInt64Array.from(values, BigInt).buffer);
-}
-
 /** A float32 tensor of zeros. */
 export function zeros(...shape) {
   const size = shape.reduce((product, extent) => product * extent, 1);

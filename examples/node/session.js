@@ -1,4 +1,4 @@
-import { connect, int32, int64, zeros } from "./kvplane.js";
+import { connect, zeros } from "./kvplane.js";
 
 const [address, source] = process.argv.slice(2);
 const protocol = { oldest: 2, newest: 2 };
@@ -7,7 +7,7 @@ const control = await connect("ControlPlaneService", address, source);
 const { layout } = await control.call("DescribePool", { pool_id: "default" });
 const opened = await control.call("OpenSession", { pool_id: "default", protocol, layout: { fingerprint: layout.fingerprint } });
 const { session, grant, shards } = opened;
-const admit = { sequence_id: 1, token_ids: int32([97, 98, 99]) };
+const admit = { sequence_id: 1, token_ids: [97, 98, 99] };
 const { result } = await control.call("RunStep", { step: { session, number: 1, operations: [{ admit }] } });
 
 const data = await connect("DataPlaneService", shards[0].address, source);
@@ -24,7 +24,7 @@ for (const layer of layers) {
 }
 execution.end();
 
-const free = { sequence_ids: int64([1]) };
+const free = { sequence_ids: [1] };
 await control.call("RunStep", { step: { session, number: 2, operations: [{ free }], receipts: [receipt] } });
 await control.call("CloseSession", { session });
 control.close();

@@ -25,7 +25,6 @@ from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import PlaneMetrics
 from kvplane.serving.observability.metrics_endpoint import serve_metrics
 from kvplane.serving.requests import Admission
-from kvplane.wire.twin import twin_of
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
@@ -105,9 +104,7 @@ class PlaneServer:
         self._access = AccessList(config.access_file)
         self._gate = Gate(self._access, services)
         bounds = {
-            f"/{each.full_name}/{method.name}": MessageBounds(
-                twin_of(method.input_type), max_counts
-            )
+            f"/{each.full_name}/{method.name}": MessageBounds(method.input_type, max_counts)
             for each in services
             for method in each.methods
         }

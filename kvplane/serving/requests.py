@@ -13,6 +13,7 @@ from kvplane.errors import DeadlineExceededError, InvalidRequestError, KvplaneEr
 from kvplane.serving.callers.identity import Gate
 from kvplane.serving.limits.message_bounds import MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
+from kvplane.wire.twin import whole
 
 # How long the request of a unary call may take to arrive.
 _ARRIVAL_S: Final = 30.0
@@ -20,6 +21,7 @@ _ARRIVAL_S: Final = 30.0
 _SMALL_ANSWER_BYTES: Final = 1 << 16
 # Requests that take a millisecond or more to read.
 _LARGE_BYTES: Final = 1 << 20
+_BETWEEN_PLANES: Final = frozenset({"/kvplane.v1.ControlPlaneService/Register"})
 # How soon a call without a request to refuse ends after its caller lost the right to make it.
 _RECHECK_S: Final = 1.0
 
@@ -61,6 +63,8 @@ class Requests:
         self._method = method
         self._decode = decode
         self._context = context
+        # Planes of neighbouring releases ignore what they do not know of each other.
+        self._is_strict = self._bounds is not None and method not in _BETWEEN_PLANES
         self._num_held = 0
         self._is_open = self._gate.is_open
         self._admitted_at = self._gate.num_reloads
@@ -96,10 +100,11 @@ class Requests:
         if self._decode is None:
             return data
         try:
-            return self._decode(data)
+            message = self._decode(data)
         except DecodeError as error:
             wanted = self._method.rpartition("/")[2]
             raise InvalidRequestError(f"the bytes are not a request of {wanted}") from error
+        return whole(message, data) if self._is_strict else message
 
     async def only(self) -> Any:
         """Return the request of a call that has one. Raises as iteration does, and

@@ -268,9 +268,9 @@ class News(_message.Message):
     CUT_REASONS_FIELD_NUMBER: _ClassVar[int]
     pressure: Pressure
     granted: _containers.RepeatedCompositeFieldContainer[Grant]
-    cut_sequence_ids: bytes
-    cut_reasons: bytes
-    def __init__(self, pressure: _Optional[_Union[Pressure, _Mapping]] = ..., granted: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., cut_sequence_ids: _Optional[bytes] = ..., cut_reasons: _Optional[bytes] = ...) -> None: ...
+    cut_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    cut_reasons: _containers.RepeatedScalarFieldContainer[CutReason]
+    def __init__(self, pressure: _Optional[_Union[Pressure, _Mapping]] = ..., granted: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., cut_sequence_ids: _Optional[_Iterable[int]] = ..., cut_reasons: _Optional[_Iterable[_Union[CutReason, str]]] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("sequence_id", "fork_sequence_ids", "num_cached_tokens", "num_blocks")
@@ -279,10 +279,10 @@ class Grant(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
-    fork_sequence_ids: bytes
+    fork_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     num_cached_tokens: int
     num_blocks: int
-    def __init__(self, sequence_id: _Optional[int] = ..., fork_sequence_ids: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., fork_sequence_ids: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Pressure(_message.Message):
     __slots__ = ("num_blocks", "deadline", "sequence_ids")
@@ -291,8 +291,8 @@ class Pressure(_message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     deadline: _duration_pb2.Duration
-    sequence_ids: bytes
-    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RunStepRequest(_message.Message):
     __slots__ = ("step",)
@@ -327,12 +327,12 @@ class DeferredTokens(_message.Message):
     FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    admitted_by: bytes
-    first_positions: bytes
-    num_tokens: bytes
-    token_ids: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    admitted_by: _containers.RepeatedScalarFieldContainer[int]
+    first_positions: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., admitted_by: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Operation(_message.Message):
     __slots__ = ("admit", "append", "fork", "free", "swap_out", "swap_in", "truncate", "retain", "release", "forget")
@@ -368,13 +368,13 @@ class Admit(_message.Message):
     FORK_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
-    token_ids: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_compute_tokens: int
     max_total_tokens: int
     skip_prefix_lookup: bool
-    fork_sequence_ids: bytes
+    fork_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     wait: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ..., fork_sequence_ids: _Optional[bytes] = ..., wait: bool = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ..., fork_sequence_ids: _Optional[_Iterable[int]] = ..., wait: bool = ...) -> None: ...
 
 class Append(_message.Message):
     __slots__ = ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids", "num_lookahead_slots")
@@ -384,63 +384,63 @@ class Append(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOOKAHEAD_SLOTS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    first_positions: bytes
-    num_slots: bytes
-    num_tokens: bytes
-    token_ids: bytes
-    num_lookahead_slots: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_slots: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_lookahead_slots: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_positions: _containers.RepeatedScalarFieldContainer[int]
+    num_slots: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_lookahead_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., num_slots: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_lookahead_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("parent_sequence_ids", "sequence_ids")
     PARENT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    parent_sequence_ids: bytes
-    sequence_ids: bytes
-    def __init__(self, parent_sequence_ids: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
+    parent_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, parent_sequence_ids: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Free(_message.Message):
     __slots__ = ("sequence_ids",)
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SwapOut(_message.Message):
     __slots__ = ("sequence_ids",)
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SwapIn(_message.Message):
     __slots__ = ("sequence_ids",)
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Truncate(_message.Message):
     __slots__ = ("sequence_ids", "num_tokens")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    num_tokens: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Retain(_message.Message):
     __slots__ = ("token_ids", "time_to_live", "priority")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
     time_to_live: _duration_pb2.Duration
     priority: int
-    def __init__(self, token_ids: _Optional[bytes] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("token_ids",)
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Forget(_message.Message):
     __slots__ = ("token_ids", "namespace_contents", "tenant_contents", "force")
@@ -523,20 +523,20 @@ class AdmitResult(_message.Message):
 class AppendResult(_message.Message):
     __slots__ = ("num_blocks",)
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: bytes
-    def __init__(self, num_blocks: _Optional[bytes] = ...) -> None: ...
+    num_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ForkResult(_message.Message):
     __slots__ = ("num_blocks",)
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: bytes
-    def __init__(self, num_blocks: _Optional[bytes] = ...) -> None: ...
+    num_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FreeResult(_message.Message):
     __slots__ = ("num_released_blocks",)
     NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_released_blocks: bytes
-    def __init__(self, num_released_blocks: _Optional[bytes] = ...) -> None: ...
+    num_released_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_released_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SwapResult(_message.Message):
     __slots__ = ("num_blocks",)
@@ -547,8 +547,8 @@ class SwapResult(_message.Message):
 class TruncateResult(_message.Message):
     __slots__ = ("num_released_blocks",)
     NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_released_blocks: bytes
-    def __init__(self, num_released_blocks: _Optional[bytes] = ...) -> None: ...
+    num_released_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_released_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RetainResult(_message.Message):
     __slots__ = ("num_retained_blocks", "num_retained_tokens")
@@ -663,8 +663,8 @@ class LookupPrefixRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
-    token_ids: bytes
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookupPrefixResponse(_message.Message):
     __slots__ = ("num_cached_tokens", "hashes", "num_host_tokens")
@@ -711,8 +711,8 @@ class ExplainPrefixRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
-    token_ids: bytes
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExplainPrefixResponse(_message.Message):
     __slots__ = ("tiers", "indices", "generations", "ref_counts", "num_hits", "ages_ms", "idle_ms", "priorities", "num_cached_tokens")
@@ -725,16 +725,16 @@ class ExplainPrefixResponse(_message.Message):
     IDLE_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITIES_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tiers: bytes
-    indices: bytes
-    generations: bytes
-    ref_counts: bytes
-    num_hits: bytes
-    ages_ms: bytes
-    idle_ms: bytes
-    priorities: bytes
+    tiers: _containers.RepeatedScalarFieldContainer[_types_pb2.Tier]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    ref_counts: _containers.RepeatedScalarFieldContainer[int]
+    num_hits: _containers.RepeatedScalarFieldContainer[int]
+    ages_ms: _containers.RepeatedScalarFieldContainer[int]
+    idle_ms: _containers.RepeatedScalarFieldContainer[int]
+    priorities: _containers.RepeatedScalarFieldContainer[int]
     num_cached_tokens: int
-    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., num_hits: _Optional[bytes] = ..., ages_ms: _Optional[bytes] = ..., idle_ms: _Optional[bytes] = ..., priorities: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, tiers: _Optional[_Iterable[_Union[_types_pb2.Tier, str]]] = ..., indices: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., ref_counts: _Optional[_Iterable[int]] = ..., num_hits: _Optional[_Iterable[int]] = ..., ages_ms: _Optional[_Iterable[int]] = ..., idle_ms: _Optional[_Iterable[int]] = ..., priorities: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("pool_id", "namespace", "since_revision", "incarnation")
@@ -794,17 +794,17 @@ class Stored(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
     parent_hashes: bytes
-    token_ids: bytes
-    tiers: bytes
-    def __init__(self, hashes: _Optional[bytes] = ..., parent_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tiers: _containers.RepeatedScalarFieldContainer[_types_pb2.Tier]
+    def __init__(self, hashes: _Optional[bytes] = ..., parent_hashes: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.Tier, str]]] = ...) -> None: ...
 
 class Removed(_message.Message):
     __slots__ = ("hashes", "tiers")
     HASHES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
-    tiers: bytes
-    def __init__(self, hashes: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+    tiers: _containers.RepeatedScalarFieldContainer[_types_pb2.Tier]
+    def __init__(self, hashes: _Optional[bytes] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.Tier, str]]] = ...) -> None: ...
 
 class Cleared(_message.Message):
     __slots__ = ()
@@ -866,15 +866,15 @@ class SequenceStates(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    admitted_by: bytes
-    num_tokens: bytes
-    num_scheduled_tokens: bytes
-    num_written_tokens: bytes
-    num_cached_tokens: bytes
-    num_blocks: bytes
-    tiers: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_scheduled_tokens: _Optional[bytes] = ..., num_written_tokens: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    admitted_by: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_scheduled_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_written_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_blocks: _containers.RepeatedScalarFieldContainer[int]
+    tiers: _containers.RepeatedScalarFieldContainer[_types_pb2.Tier]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., admitted_by: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_scheduled_tokens: _Optional[_Iterable[int]] = ..., num_written_tokens: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., num_blocks: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.Tier, str]]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("hello", "report", "heartbeat", "fence_done", "files_forgotten")
@@ -991,10 +991,10 @@ class WithdrawBlocks(_message.Message):
     INDICES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    indices: bytes
-    generations: bytes
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
     group: int
-    def __init__(self, indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., group: _Optional[int] = ...) -> None: ...
+    def __init__(self, indices: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ...) -> None: ...
 
 class ForgetFiles(_message.Message):
     __slots__ = ("forget_id", "tenant", "namespace", "token_ids", "all_namespaces", "all_tenants")
@@ -1007,10 +1007,10 @@ class ForgetFiles(_message.Message):
     forget_id: int
     tenant: str
     namespace: str
-    token_ids: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
     all_namespaces: bool
     all_tenants: bool
-    def __init__(self, forget_id: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., all_namespaces: bool = ..., all_tenants: bool = ...) -> None: ...
+    def __init__(self, forget_id: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., all_namespaces: bool = ..., all_tenants: bool = ...) -> None: ...
 
 class FilesForgotten(_message.Message):
     __slots__ = ("forget_id",)

@@ -322,8 +322,8 @@ class FindFileBlocksRequest(_message.Message):
     GRANT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     grant: _types_pb2.SignedPayload
-    token_ids: bytes
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FindFileBlocksResponse(_message.Message):
     __slots__ = ("num_blocks",)
@@ -340,8 +340,8 @@ class LoadFileBlocksRequest(_message.Message):
     grant: _types_pb2.SignedPayload
     plan: _types_pb2.SignedPayload
     sequence_id: int
-    token_ids: bytes
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadFileBlocksResponse(_message.Message):
     __slots__ = ("num_blocks", "receipt")

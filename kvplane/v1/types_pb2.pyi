@@ -166,9 +166,9 @@ class Blocks(_message.Message):
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     group: int
     tier: Tier
-    indices: bytes
-    generations: bytes
-    def __init__(self, group: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., indices: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionRef(_message.Message):
     __slots__ = ("incarnation", "session_id")
@@ -290,17 +290,17 @@ class TableChanges(_message.Message):
     INDICES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     ALLOCATED_FIELD_NUMBER: _ClassVar[int]
-    kinds: bytes
-    sequence_ids: bytes
-    groups: bytes
-    tiers: bytes
-    first_blocks: bytes
-    num_blocks: bytes
-    parent_sequence_ids: bytes
-    indices: bytes
-    generations: bytes
-    allocated: bytes
-    def __init__(self, kinds: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ..., groups: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., first_blocks: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., parent_sequence_ids: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., allocated: _Optional[bytes] = ...) -> None: ...
+    kinds: _containers.RepeatedScalarFieldContainer[TableChangeKind]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    first_blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_blocks: _containers.RepeatedScalarFieldContainer[int]
+    parent_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    allocated: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, kinds: _Optional[_Iterable[_Union[TableChangeKind, str]]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., first_blocks: _Optional[_Iterable[int]] = ..., num_blocks: _Optional[_Iterable[int]] = ..., parent_sequence_ids: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., allocated: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class Allocations(_message.Message):
     __slots__ = ("tiers", "indices", "generations", "groups")
@@ -308,11 +308,11 @@ class Allocations(_message.Message):
     INDICES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
-    tiers: bytes
-    indices: bytes
-    generations: bytes
-    groups: bytes
-    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., groups: _Optional[bytes] = ...) -> None: ...
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., indices: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Transfers(_message.Message):
     __slots__ = ("groups", "source_tiers", "source_indices", "source_generations", "destination_tiers", "destination_indices", "destination_generations")
@@ -323,24 +323,24 @@ class Transfers(_message.Message):
     DESTINATION_TIERS_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_INDICES_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    groups: bytes
-    source_tiers: bytes
-    source_indices: bytes
-    source_generations: bytes
-    destination_tiers: bytes
-    destination_indices: bytes
-    destination_generations: bytes
-    def __init__(self, groups: _Optional[bytes] = ..., source_tiers: _Optional[bytes] = ..., source_indices: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., destination_tiers: _Optional[bytes] = ..., destination_indices: _Optional[bytes] = ..., destination_generations: _Optional[bytes] = ...) -> None: ...
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    source_tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    source_indices: _containers.RepeatedScalarFieldContainer[int]
+    source_generations: _containers.RepeatedScalarFieldContainer[int]
+    destination_tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    destination_indices: _containers.RepeatedScalarFieldContainer[int]
+    destination_generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, groups: _Optional[_Iterable[int]] = ..., source_tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., source_indices: _Optional[_Iterable[int]] = ..., source_generations: _Optional[_Iterable[int]] = ..., destination_tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., destination_indices: _Optional[_Iterable[int]] = ..., destination_generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Spans(_message.Message):
     __slots__ = ("sequence_ids", "first_positions", "num_tokens")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    first_positions: bytes
-    num_tokens: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_positions: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("version", "session", "pool_id", "shard_index", "epoch", "plan_number", "plan_digest")
@@ -376,10 +376,10 @@ class Publications(_message.Message):
     tenant: str
     namespace: str
     hash_algorithm: str
-    indices: bytes
-    generations: bytes
-    parent_indices: bytes
-    parent_generations: bytes
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    parent_indices: _containers.RepeatedScalarFieldContainer[int]
+    parent_generations: _containers.RepeatedScalarFieldContainer[int]
     hashes: bytes
-    token_ids: bytes
-    def __init__(self, group: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., parent_generations: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., indices: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., parent_indices: _Optional[_Iterable[int]] = ..., parent_generations: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...

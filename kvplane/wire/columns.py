@@ -1,8 +1,9 @@
-"""Columns: bytes that hold fixed-width little-endian integers side by side.
+"""Columns: repeated fields of the contract, as the bytes that hold their elements side by side.
 
 Messages that name many sequences or blocks have one column for each attribute (see
-``protos/kvplane/v1/types.proto``). A column is packed and read in one call, with no object for each
-element: ``read`` returns an ``array``, which numpy and torch take without a copy.
+``protos/kvplane/v1/types.proto``). In the twin (``kvplane.wire.v1``) a column is bytes, packed and
+read in one call, with no object for each element: ``read`` returns an ``array``, which numpy and
+torch take without a copy.
 """
 
 from __future__ import annotations

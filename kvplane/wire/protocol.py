@@ -1,13 +1,8 @@
-"""The protocol versions spoken, the check for fields of later ones, and the channel settings that
-both ends share.
-"""
+"""The protocol versions spoken, and the channel settings that both ends share."""
 
 from __future__ import annotations
 
-from typing import Any, Final
-
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from typing import Final
 
 from kvplane.errors import InvalidRequestError, ProtocolMismatchError
 from kvplane.wire.v1 import types_pb2 as pb
@@ -79,36 +74,3 @@ def check_chosen(version: int) -> int:
             field="protocol_version",
         )
     return version
-
-
-def refuse_unknown_fields(message: Message, *, field: str) -> None:
-    """Raise InvalidRequestError when ``message``, or a message in it, has fields that this release
-    does not know: they could change what the others mean. The error names the message that has one,
-    below ``field``, and its number. They are then dropped from ``message``.
-    """
-    encoded = message.SerializeToString()
-    message.DiscardUnknownFields()
-    if message.ByteSize() != len(encoded):
-        at, number = _first_unknown(type(message).FromString(encoded)) or ("", 0)
-        raise InvalidRequestError(
-            f"has a field that this release does not know, number {number}: update this side, or "
-            "leave it out",
-            field=f"{field}{at}",
-        )
-
-
-def _first_unknown(message: Message) -> tuple[str, int] | None:
-    """Return the path of the first message with an unknown field, and the field's number."""
-    unknown: Any = UnknownFieldSet(message)
-    if len(unknown):
-        return "", unknown[0].field_number
-    for field, value in message.ListFields():
-        if field.message_type is None:
-            continue
-        for i, inner in enumerate(value if field.is_repeated else [value]):
-            found = _first_unknown(inner)
-            if found is not None:
-                at, number = found
-                index = f"[{i}]" if field.is_repeated else ""
-                return f".{field.name}{index}{at}", number
-    return None

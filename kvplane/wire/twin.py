@@ -1,23 +1,81 @@
 """The twin of the contract: ``kvplane.wire.v1`` has the messages of ``kvplane.v1`` with the same
 bytes, but a column is the bytes of its elements (see ``scripts/protos.sh``).
+
+protobuf allows other encodings of the same message than the one that its libraries in most
+languages write: columns unpacked or in several parts, zeros written out. The twin cannot read all
+of them. Since everything that it loses makes the message that it has read shorter, a comparison of
+two lengths finds them; such a request is read by the contract's own types and encoded again.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import importlib
+from functools import cache
+from typing import Any, Final, TypeVar
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from kvplane.errors import InvalidRequestError
 
 TYPED: Final = "kvplane.v1."
 TWIN: Final = "kvplane.wire.v1."
 
+MessageT = TypeVar("MessageT", bound=Message)
 
-def twin_of(described: Descriptor) -> Descriptor:
-    """Return the twin of a message of the contract. A message of another package has none, and is
-    returned as it is.
+
+def whole(message: MessageT, data: bytes, *, field: str = "") -> MessageT:
+    """Return everything that ``data`` says. ``message``: what ``FromString(data)`` of a type of the
+    twin returned, which is returned itself unless something is missing in it.
+
+    Raises InvalidRequestError when the message, or one in it, has a field that this release does
+    not know: it could change what the others mean. The error names the message that has one, below
+    ``field``, and its number.
     """
-    if not described.full_name.startswith(TYPED):
-        return described
-    name = TWIN + described.full_name.removeprefix(TYPED)
-    twin: Descriptor = described.file.pool.FindMessageTypeByName(name)
-    return twin
+    message.DiscardUnknownFields()
+    if message.ByteSize() == len(data):
+        return message
+    kind: Any = type(message)
+    try:
+        typed = _typed(kind).FromString(data)
+    except DecodeError as error:
+        raise InvalidRequestError("has a column that cannot be read", field=field) from error
+    encoded = typed.SerializeToString()
+    unknown = _first_unknown(typed)
+    if unknown is not None:
+        at, number = unknown
+        path = f"{field}.{at}" if field and at else field or at
+        raise InvalidRequestError(
+            f"has a field that this release does not know, number {number}: update this side, or "
+            "leave it out",
+            field=path,
+        )
+    return type(message).FromString(encoded)
+
+
+@cache
+def _typed(twin: Any) -> Any:
+    """Return the contract's own type of a message. Those of plug-ins have no twin."""
+    described = twin.DESCRIPTOR
+    name = described.full_name
+    if not name.startswith(TWIN):
+        return twin
+    file = described.file.name.rpartition("/")[2].removesuffix(".proto")
+    contract = importlib.import_module(f"{TYPED}{file}_pb2")  # most processes never need it
+    return getattr(contract, name.removeprefix(TWIN))
+
+
+def _first_unknown(message: Message) -> tuple[str, int] | None:
+    """Return the path of the first message with an unknown field, and the field's number."""
+    unknown: Any = UnknownFieldSet(message)
+    if len(unknown):
+        return "", unknown[0].field_number
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for i, inner in enumerate(value if field.is_repeated else [value]):
+            found = _first_unknown(inner)
+            if found is not None:
+                index = f"[{i}]" if field.is_repeated else ""
+                return f"{field.name}{index}{'.' if found[0] else ''}{found[0]}", found[1]
+    return None

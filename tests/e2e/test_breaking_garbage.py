@@ -17,24 +17,20 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from engine import LLM, SamplingParams
-from kvplane import ops
 from kvplane.errors import REASONS
-from kvplane.v1 import control_pb2 as contract_control
-from kvplane.v1 import data_pb2 as contract_data
-from kvplane.wire import columns
-from kvplane.wire.protocol import supported
-from kvplane.wire.v1 import control_pb2, control_pb2_grpc
+from kvplane.v1 import control_pb2, control_pb2_grpc, data_pb2, types_pb2
 
 NUM_MESSAGES = 20  # of each kind, for each call
 _WHOLE = {
     FieldDescriptor.CPPTYPE_INT32: (0, 1, -1, 2**31 - 1, -(2**31), 7),
     FieldDescriptor.CPPTYPE_INT64: (0, 1, -1, 2**63 - 1, -(2**63), 2**32, 3),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 1, 127, 128, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 1, 2**64 - 1, 2**63),
     FieldDescriptor.CPPTYPE_ENUM: (0, 1, 2, 3, 77, -1),
 }
 _METHODS = [
     method
-    for file in (contract_control, contract_data)
+    for file in (control_pb2, data_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
@@ -65,7 +61,10 @@ class Fuzz:
             if isinstance(value, Message) and field.message_type == value.DESCRIPTOR:
                 getattr(message, field.name).CopyFrom(value)
                 return
-            if not isinstance(value, Message) and field.message_type is None:
+            if isinstance(value, list) and field.is_repeated:
+                getattr(message, field.name).extend(value)
+                return
+            if not isinstance(value, Message | list) and field.message_type is None:
                 setattr(message, field.name, value)
                 return
         if field.is_repeated:
@@ -174,27 +173,29 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
     address = pair.control.address if is_control else pair.data.address
     with grpc.insecure_channel(pair.control.address) as control:
         stub = control_pb2_grpc.ControlPlaneServiceStub(control)
-        layout = llm.describe_pool().layout
+        layout = types_pb2.Layout.FromString(llm.describe_pool().layout.SerializeToString())
+        protocol = types_pb2.ProtocolRange(oldest=2, newest=2)
         opened = stub.OpenSession(
-            control_pb2.OpenSessionRequest(pool_id=POOL, protocol=supported(), layout=layout)
+            control_pb2.OpenSessionRequest(pool_id=POOL, protocol=protocol, layout=layout)
         )
+        admit = control_pb2.Admit(sequence_id=1, token_ids=[0] * 20)
         step = control_pb2.StepRequest(
-            session=opened.session, number=1, operations=[ops.admit(1, [0] * 20)]
+            session=opened.session, number=1, operations=[control_pb2.Operation(admit=admit)]
         )
         admitted = stub.RunStep(control_pb2.RunStepRequest(step=step)).result
         good = {
             "session": opened.session,
-            "protocol": supported(),
+            "protocol": protocol,
             "grant": opened.grant,
             "plan": admitted.plan,
             "layer": 0,
             "number": 2,
             "sequence_id": 1,
-            "sequence_ids": columns.pack(columns.INT64, [1]),
-            "first_positions": columns.pack(columns.INT64, [20]),
-            "num_slots": columns.pack(columns.INT32, [1]),
-            "num_tokens": columns.pack(columns.INT32, [1]),
-            "token_ids": columns.pack(columns.INT32, [7]),
+            "sequence_ids": [1],
+            "first_positions": [20],
+            "num_slots": [1],
+            "num_tokens": [1],
+            "token_ids": [7],
         }
         fuzz = Fuzz(method.name, good)
         cls = GetMessageClass(method.input_type)

@@ -1,8 +1,10 @@
 """Bounds on the elements of a request, counted on its bytes: to build a message's objects takes
 many times the time and memory that it takes to count them.
 
-``MAX_COUNTS`` bounds each field that repeats; a server may set other bounds for some. Columns,
-which are bytes, need no entry: their readers compare lengths before they read.
+``MAX_COUNTS`` bounds each field that repeats; a server may set other bounds for some. Columns
+(see ``protos/kvplane/v1/types.proto``) need no entry: packed ones are bytes, whose readers compare
+lengths before they read. Unpacked ones are read again by another parser, so that they have a bound
+of their own.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ MAX_COUNTS: Final[Mapping[str, int]] = {
     "Tensor.shape": 16,
 }
 MAX_STRING_BYTES: Final = 8192
+MAX_UNPACKED_BYTES: Final = 1 << 20
+"""Elements of unpacked columns in one request, with their tags."""
 # A message here has ten fields at most. Singular and unknown fields are bounded by the number of
 # elements in the request; more can only be an attempt to waste time.
 _MAX_FIELDS: Final = 4096
@@ -45,17 +49,29 @@ _SMALL_BYTES: Final = 256
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
+_ONE_BYTE: Final = bytes(range(128))  # varints of one byte
 _CONTINUED: Final = bytes(range(128, 256))  # bytes after which a varint continues
+# The types of columns: how an element is written, and in how many bytes after its tag.
+_COLUMNS: Final = {
+    FieldDescriptor.TYPE_SFIXED32: (_FIXED32, 4),
+    FieldDescriptor.TYPE_SFIXED64: (_FIXED64, 8),
+    FieldDescriptor.TYPE_BOOL: (_VARINT, 1),
+    FieldDescriptor.TYPE_ENUM: (_VARINT, 1),
+    FieldDescriptor.TYPE_UINT32: (_VARINT, 1),
+}
+# Elements of a column that are looked at in one go, doubled as long as the column goes on.
+_FIRST_RUN, _LONGEST_RUN = 16, 1 << 14
 
 
 class _Field:
     """A field that is more than a single number."""
 
-    __slots__ = ("inner", "is_float", "is_packed", "is_string", "most", "name")
+    __slots__ = ("column", "inner", "is_float", "is_packed", "is_string", "most", "name")
 
     def __init__(self, field: FieldDescriptor, most: int | None, inner: _Fields | None) -> None:
         """``most``: elements, where it repeats. ``inner``: the fields of a message."""
         self.name = field.name
+        self.column = _COLUMNS.get(field.type) if field.is_repeated else None
         self.most = most
         self.inner = inner
         self.is_string = field.type == FieldDescriptor.TYPE_STRING
@@ -104,7 +120,9 @@ class MessageBounds:
             for field in descriptor.fields:
                 inner = self._read(field.message_type) if field.message_type else None
                 name = f"{descriptor.name}.{field.name}"
-                most = self._max_counts[name] if field.is_repeated else None
+                is_column = field.is_repeated and field.type in _COLUMNS
+                assert not is_column or field.number < 16, f"{name}: its tag must have one byte"
+                most = self._max_counts[name] if field.is_repeated and not is_column else None
                 fields[field.number] = _Field(field, most, inner)
         return fields
 
@@ -116,6 +134,7 @@ class _Walk:
         self._data = data
         self._counts: dict[_Field, int] = {}
         self._num_left = _MAX_FIELDS
+        self._num_unpacked_bytes = 0
 
     def message(self, fields: _Fields, at: int, end: int, path: str) -> None:
         """Count the elements of the message in ``data[at:end]``. ``path``: of the message, with
@@ -124,6 +143,9 @@ class _Walk:
         while at < end:
             tag, begin = self._varint(at)
             field, kind = fields.get(tag >> 3), tag & 7
+            if field is not None and field.column is not None and field.column[0] == kind:
+                at = self._unpacked(field, at, begin, end, path)
+                continue
             if kind == _DELIMITED:
                 length, begin = self._varint(begin)
                 at = begin + length
@@ -136,11 +158,44 @@ class _Walk:
             if at > end:
                 raise IndexError
             if field is None or field.most is None:
-                self._num_left -= 1
-                if self._num_left < 0:
-                    raise InvalidRequestError("holds too many fields", field=path.rstrip("."))
+                self._count_field(path)
             if field is not None:
                 self._look_at(field, kind, begin, at, path)
+
+    def _unpacked(self, field: _Field, at: int, begin: int, end: int, path: str) -> int:
+        """Return the offset after the elements of an unpacked column, the first of which has its
+        tag at ``at`` and its value at ``begin``. Raises InvalidRequestError when they are too many.
+        """
+        kind, size_bytes = field.column or (0, 0)
+        first, width, num = at, begin - at + size_bytes, _FIRST_RUN
+        while True:
+            run = self._data[at : min(at + num * width, end)]
+            tags, values = run[::width], run[1::width]
+            num_same = len(tags) - len(tags.lstrip(run[:1]))
+            if kind == _VARINT:  # a longer one ends the run
+                num_same = min(num_same, len(values) - len(values.lstrip(_ONE_BYTE)))
+            at += num_same * width
+            if num_same < len(tags) or at >= end:
+                break
+            num = min(2 * num, _LONGEST_RUN)
+        if at == first:
+            _, at = self._varint(begin)
+        if at > end:
+            raise IndexError
+        self._num_unpacked_bytes += at - first
+        if self._num_unpacked_bytes > MAX_UNPACKED_BYTES:
+            raise InvalidRequestError(
+                f"must be packed: a request may have {MAX_UNPACKED_BYTES} bytes of columns that "
+                "are not",
+                field=path + field.name,
+            )
+        self._count_field(path)
+        return at
+
+    def _count_field(self, path: str) -> None:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise InvalidRequestError("holds too many fields", field=path.rstrip("."))
 
     def _look_at(self, field: _Field, kind: int, begin: int, end: int, path: str) -> None:
         if field.most is not None:

@@ -1,0 +1,89 @@
+"""A request is the same whatever encoding its caller chose of those that protobuf allows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvplane.v1 import control_pb2, types_pb2
+from tests.helpers.encodings import ENCODINGS, encode
+from tests.helpers.planning.control_wire import RawSession
+from tests.helpers.planning.operations_world import World
+from tests.rpc.operations.test_control_calls import refused
+
+LATER = b"\xc0\x3e\x07"  # field 1000, a number
+Send = Callable[[bytes], Awaitable[control_pb2.RunStepResponse]]
+
+
+@pytest.fixture
+async def send(world: World) -> AsyncIterator[Send]:
+    """Sends the bytes of a RunStepRequest."""
+    async with grpc.aio.insecure_channel(world.server.address) as channel:
+        yield channel.unary_unary(
+            "/kvplane.v1.ControlPlaneService/RunStep",
+            response_deserializer=control_pb2.RunStepResponse.FromString,
+        )
+
+
+@pytest.fixture
+async def session(world: World) -> RawSession:
+    return await RawSession.open(world.stub, world.shard)
+
+
+def request(
+    session: RawSession, number: int, *operations: control_pb2.Operation
+) -> control_pb2.RunStepRequest:
+    ref = types_pb2.SessionRef.FromString(session.ref.SerializeToString())
+    step = control_pb2.StepRequest(session=ref, number=number, operations=operations)
+    return control_pb2.RunStepRequest(step=step)
+
+
+def admit(sequence_id: int, *forks: int) -> control_pb2.Operation:
+    admitted = control_pb2.Admit(
+        sequence_id=sequence_id, token_ids=range(20), fork_sequence_ids=forks
+    )
+    return control_pb2.Operation(admit=admitted)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+async def test_every_encoding_of_a_step_is_the_same_step(
+    send: Send, session: RawSession, encoding: str
+) -> None:
+    first = request(session, 1, admit(1, 2), admit(3))
+    answer = await send(encode(first, encoding))
+    assert [done.admit.num_blocks for done in answer.result.results] == [3, 3]
+    for other in ENCODINGS:  # the number was used for a request of the same content
+        assert await send(encode(first, other)) == answer
+    assert await send(first.SerializeToString()) == answer
+    freed = control_pb2.Operation(free=control_pb2.Free(sequence_ids=[1, 2, 3]))
+    answer = await send(encode(request(session, 2, freed), encoding))
+    [done] = answer.result.results
+    assert not done.failures and len(done.free.num_released_blocks) == 3
+
+
+async def test_a_field_that_the_server_does_not_know_is_refused_by_name(
+    send: Send, session: RawSession
+) -> None:
+    known = request(session, 1, admit(1))
+    for path in ("", "step", "step.operations[0].admit"):
+        planted = control_pb2.RunStepRequest.FromString(known.SerializeToString())
+        at = {
+            "": planted,
+            "step": planted.step,
+            "step.operations[0].admit": planted.step.operations[0].admit,
+        }[path]
+        at.MergeFromString(LATER)
+        await refused(
+            send(planted.SerializeToString()), "INVALID_ARGUMENT", "INVALID_REQUEST", path
+        )
+    assert (await send(known.SerializeToString())).result.plan.payload, "its number was not used"
+
+
+async def test_columns_that_are_not_packed_are_bounded(send: Send, session: RawSession) -> None:
+    large = request(session, 1, admit(1))
+    large.step.operations[0].admit.token_ids.extend(range(250_000))
+    field = "step.operations.admit.token_ids"
+    await refused(send(encode(large, "unpacked")), "INVALID_ARGUMENT", "INVALID_REQUEST", field)

@@ -1,0 +1,187 @@
+"""The twin says what the contract says, in the same bytes, whatever encoding a caller chose; a
+message of a later release is refused by the field that this one does not know.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import FieldDescriptor as F
+from google.protobuf.message import Message
+
+from kvplane import ops
+from kvplane.errors import InvalidRequestError
+from kvplane.serving.limits.message_bounds import MAX_UNPACKED_BYTES, MessageBounds
+from kvplane.v1 import control_pb2, data_pb2, types_pb2
+from kvplane.wire import twin
+from kvplane.wire.v1 import control_pb2 as wire
+from kvplane.wire.v1 import data_pb2 as wire_data
+from kvplane.wire.v1 import types_pb2 as wire_types
+from tests.helpers.encodings import ENCODINGS, encode
+
+CONTRACT: tuple[ModuleType, ...] = (types_pb2, control_pb2, data_pb2)
+TWINS: tuple[ModuleType, ...] = (wire_types, wire, wire_data)
+EXTREMES = {
+    F.TYPE_INT32: (1, -1, 2**31 - 1, -(2**31)),
+    F.TYPE_SFIXED32: (1, -1, 2**31 - 1, -(2**31), 0),
+    F.TYPE_INT64: (1, -1, 2**63 - 1, -(2**63)),
+    F.TYPE_SFIXED64: (1, -1, 2**63 - 1, -(2**63), 0),
+    F.TYPE_FIXED64: (1, 2**64 - 1),
+    F.TYPE_UINT32: (1, 127, 0),
+    F.TYPE_BOOL: (True, False),
+    F.TYPE_FLOAT: (0.5, -1.0),
+    F.TYPE_STRING: ("a", "kv" * 40),
+    F.TYPE_BYTES: (b"\0" * 16, b"a"),
+}
+LATER = b"\xc0\x3e\x07"  # field 1000, a number
+STEP = control_pb2.StepRequest(
+    number=3,
+    session=types_pb2.SessionRef(incarnation=9, session_id=7),
+    operations=[
+        control_pb2.Operation(free=control_pb2.Free(sequence_ids=[4, 2, 9])),
+        control_pb2.Operation(
+            append=control_pb2.Append(
+                sequence_ids=[1, 3],
+                first_positions=[4, 0],
+                num_slots=[1, 2],
+                num_tokens=[1, 2],
+                token_ids=[5, 6, 7],
+            )
+        ),
+    ],
+    traceparent="x",
+)
+
+
+def messages() -> Iterator[type[Message]]:
+    for file in CONTRACT:
+        for described in file.DESCRIPTOR.message_types_by_name.values():
+            if described.name != "Callers":  # of an option, not of a message
+                yield message_factory.GetMessageClass(described)
+
+
+def filled(cls: type[Any], pick: random.Random, depth: int = 0) -> Any:
+    """A message with some of its fields, and some of theirs."""
+    message = cls()
+    for field in cls.DESCRIPTOR.fields:
+        if pick.random() < 0.25 or (field.type == F.TYPE_MESSAGE and depth > 3):
+            continue
+        values = [value(field, pick, depth) for _ in range(pick.choice((1, 3)))]
+        if field.is_repeated:
+            getattr(message, field.name).extend(values)
+        elif field.type == F.TYPE_MESSAGE:
+            getattr(message, field.name).CopyFrom(values[0])
+        else:
+            setattr(message, field.name, values[0])
+    return message
+
+
+def value(field: F, pick: random.Random, depth: int) -> Any:
+    if field.type == F.TYPE_MESSAGE:
+        return filled(message_factory.GetMessageClass(field.message_type), pick, depth + 1)
+    if field.type == F.TYPE_ENUM:
+        return pick.choice([each.number for each in field.enum_type.values])
+    return pick.choice(EXTREMES[field.type])
+
+
+def twin_type(cls: type[Message]) -> type[Message]:
+    described: Any = cls.DESCRIPTOR
+    [found] = [getattr(file, described.name) for file in TWINS if hasattr(file, described.name)]
+    return cast("type[Message]", found)
+
+
+@pytest.mark.parametrize("cls", list(messages()), ids=lambda cls: cls.DESCRIPTOR.name)
+def test_a_message_and_its_twin_have_the_same_bytes(cls: type[Message]) -> None:
+    pick, wire_type = random.Random(cls.DESCRIPTOR.name), twin_type(cls)
+    for _ in range(60):
+        typed = filled(cls, pick)
+        data = typed.SerializeToString()
+        message = wire_type.FromString(data)
+        assert message.SerializeToString() == data
+        assert twin.whole(message, data) is message, "nothing is missing, so nothing is read again"
+        assert cls.FromString(data) == typed
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_encoding_of_a_message_is_read_whole(encoding: str) -> None:
+    data, plain = encode(STEP, encoding), STEP.SerializeToString()
+    assert data != plain
+    assert control_pb2.StepRequest.FromString(data) == STEP, "the encoding is a legal one"
+    read = twin.whole(wire.StepRequest.FromString(data), data)
+    assert read == wire.StepRequest.FromString(plain)
+    assert read.SerializeToString() == plain
+
+
+def test_what_the_builders_make_is_what_the_contract_says() -> None:
+    typed = control_pb2.Operation.FromString(
+        ops.append(
+            [1, 3], [5, 6, 7], [1, 2], first_positions=[4, 0], num_tokens=[1, 2]
+        ).SerializeToString()
+    )
+    assert typed == STEP.operations[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ("", "step"),
+        ("session", "step.session"),
+        ("operations[1]", "step.operations[1]"),
+        ("operations[1].append", "step.operations[1].append"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["", *ENCODINGS])
+def test_an_unknown_field_is_named(changed: str, field: str, encoding: str) -> None:
+    step = control_pb2.StepRequest()
+    step.CopyFrom(STEP)
+    at: Any = step
+    for name in filter(None, changed.split(".")):
+        name, _, index = name.partition("[")
+        at = getattr(at, name)
+        at = at[int(index.rstrip("]"))] if index else at
+    at.MergeFromString(LATER)
+    data = step.SerializeToString()
+    if encoding and not changed:
+        data = encode(STEP, encoding) + LATER
+    with pytest.raises(InvalidRequestError, match="does not know, number 1000") as refused:
+        twin.whole(wire.StepRequest.FromString(data), data, field="step")
+    assert refused.value.field == field
+
+
+def test_a_column_that_ends_inside_an_element_is_left_to_its_reader() -> None:
+    step = wire.StepRequest(operations=[wire.Operation(free=wire.Free(sequence_ids=b"\1" * 9))])
+    data = step.SerializeToString()
+    assert twin.whole(wire.StepRequest.FromString(data), data) == step
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        data = b"\x10\x00" + data  # a zero written out: the other parser reads it
+        twin.whole(wire.StepRequest.FromString(data), data)
+
+
+def test_unpacked_columns_are_bounded_and_count_as_few_fields() -> None:
+    bounds = MessageBounds(control_pb2.StepRequest.DESCRIPTOR)
+    step = control_pb2.StepRequest(operations=[control_pb2.Operation()])
+    tokens = step.operations[0].admit.token_ids
+    tokens.extend(range(100_000))
+    bounds.check(step.SerializeToString())
+    bounds.check(encode(step, "unpacked"))
+    tokens.extend(range(MAX_UNPACKED_BYTES // 5 - 100_000))
+    bounds.check(encode(step, "unpacked"))
+    tokens.append(1)
+    with pytest.raises(InvalidRequestError, match="must be packed") as refused:
+        bounds.check(encode(step, "unpacked"))
+    assert refused.value.field == "operations.admit.token_ids"
+
+
+def test_runs_of_unpacked_elements_are_bounded() -> None:
+    bounds = MessageBounds(control_pb2.SequenceStates.DESCRIPTOR)
+    long_id, tier, large_tier = b"\x09" + b"\0" * 8, b"\x40\x01", b"\x40\xff\x7f"
+    bounds.check(tier * 100_000 + long_id * 1000)
+    bounds.check((tier + long_id) * 2000)
+    for runs in (tier + long_id, large_tier, large_tier + tier):
+        with pytest.raises(InvalidRequestError, match="too many fields"):
+            bounds.check(runs * 5000)
