@@ -70,7 +70,7 @@ class _Core:
         self._core.take_outgoing(messages.POOL, 0)
         return answer, 0.0
 
-    async def abort(self, request: cpb.AbortPlanRequest) -> float:
+    async def abort(self, request: cpb.AbortPlansRequest) -> float:
         self._core.abort_plan(request, _TENANT)
         return 0.0
 

@@ -8,8 +8,8 @@ after every call and every slice, also after one that raises.
                    take_notified, take_outgoing, take_missed
     work           long work, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
-    requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
-                   applying its receipts first; answer, or run in slices, for any of them
+    requests       step, abort_plans: in the order of their numbers, each
+                   applying its receipts first; run in slices, for either of them
     queries        check_operations, block_table, find_prefix, lookup_prefix, explain_prefix,
                    describe_*, observe_pools, check_integrity
 """
@@ -239,32 +239,16 @@ class ControlPlane:
         refused. When the step fails as a whole, raises what ``take_receipts`` and
         ``take_deferred_tokens`` raise, TooManyPlansInFlightError or InvalidRequestError.
         """
-        return cast(cpb.StepResponse, self.answer(request, tenant))
+        answer: StepAnswer = run_to_end(self.run(request, tenant))
+        return cpb.StepResponse.FromString(answer.step)
 
-    def submit_receipts(
-        self, request: cpb.SubmitReceiptsRequest, tenant: str
-    ) -> cpb.SubmitReceiptsResponse:
-        """Apply receipts and deferred tokens. Raises as ``step``."""
-        return cast(cpb.SubmitReceiptsResponse, self.answer(request, tenant))
-
-    def abort_plan(self, request: cpb.AbortPlanRequest, tenant: str) -> cpb.AbortPlanResponse:
-        """Abort a plan and all in flight with it. Raises PlanReceiptedError, and as ``step``."""
-        return cast(cpb.AbortPlanResponse, self.answer(request, tenant))
-
-    def resync(self, request: cpb.ResyncRequest, tenant: str) -> cpb.ResyncResponse:
-        """Abort every plan in flight, and answer with all tables whole. Raises as ``step``."""
-        return cast(cpb.ResyncResponse, self.answer(request, tenant))
-
-    def answer(self, request: Request, tenant: str) -> Any:
-        """Run one of the four requests to its end; returns the answer's message."""
-        answer = run_to_end(self.run(request, tenant))
-        if isinstance(answer, StepAnswer):
-            return cpb.StepResponse.FromString(answer.encoded)
-        return answer
+    def abort_plans(self, request: cpb.AbortPlansRequest, tenant: str) -> cpb.AbortPlansResponse:
+        """Abort every plan in flight. Raises PlanReceiptedError, and as ``step``."""
+        return cast(cpb.AbortPlansResponse, run_to_end(self.run(request, tenant)))
 
     def run(self, request: Request, tenant: str) -> Slices[Any]:
-        """Run one of the four requests in slices. Between them other sessions may make any call,
-        its own none. Returns the answer's message, of a step a StepAnswer.
+        """Run a numbered request in slices. Between them other sessions may make any call, its own
+        none. Returns the answer's message, of a step a StepAnswer.
         """
         return self._requests.run(self._session(request.session, tenant), request)
 

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from kvplane.layout import LayerGroup, Layout
     from kvplane.models.hf import layout_from_hf
     from kvplane.results import SequenceState, StepResult
-    from kvplane.session import AbandonedResult, ReadmitResult, ResyncResult, Session
+    from kvplane.session import AbandonedResult, AbortResult, ReadmitResult, Session
     from kvplane.shard import Shard
     from kvplane.tensor import Tensor
     from kvplane.transport.tls import TlsOptions
 
 __all__ = [
     "AbandonedResult",
+    "AbortResult",
     "AttentionOptions",
     "ControlClient",
     "DataClient",
@@ -46,7 +47,6 @@ __all__ = [
     "PlanStarted",
     "PrefixLoader",
     "ReadmitResult",
-    "ResyncResult",
     "SequenceState",
     "Session",
     "Shard",
@@ -71,7 +71,7 @@ _HOMES: Final = {
     "Loaded": "kvplane.clients.prefix_loader",
     "PrefixLoader": "kvplane.clients.prefix_loader",
     "ReadmitResult": "kvplane.session",
-    "ResyncResult": "kvplane.session",
+    "AbortResult": "kvplane.session",
     "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
     "Shard": "kvplane.shard",

@@ -17,12 +17,14 @@ from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
 class StepResult:
-    """Result of a step; the message of the same name."""
+    """Result of a step."""
 
-    __slots__ = ("_message",)
+    __slots__ = ("_earlier", "_message")
 
-    def __init__(self, message: pb.StepResult) -> None:
+    def __init__(self, message: pb.StepResponse, earlier: SessionNews | None = None) -> None:
+        """``earlier``: news that nobody has read."""
         self._message = message
+        self._earlier = earlier
 
     @property
     def results(self) -> MutableSequence[pb.OperationResult]:
@@ -45,9 +47,19 @@ class StepResult:
         return self._message.revision
 
     @property
+    def has_news(self) -> bool:
+        """Whether ``news`` has any."""
+        return self._earlier is not None or self._message.HasField("news")
+
+    @property
     def news(self) -> SessionNews:
         """Events that the session did not request."""
-        return news_of(self._message)
+        news = news_of(self._message.news)
+        return news if self._earlier is None else self._earlier.then(news)
+
+    def after(self, earlier: SessionNews) -> StepResult:
+        """Return this result with earlier news before its own."""
+        return StepResult(self._message, earlier)
 
     def raise_for_status(self) -> StepResult:
         """Return the result itself. Raises ``error_of`` the first item that was not done."""
@@ -162,10 +174,20 @@ class SessionNews:
     deadline_s: float
     sequences_asked: tuple[int, ...]
 
+    def then(self, later: SessionNews) -> SessionNews:
+        """Return these news followed by later ones."""
+        asked = later if later.num_blocks_asked else self
+        return SessionNews(
+            (*self.granted, *later.granted),
+            {**self.cut, **later.cut},
+            asked.num_blocks_asked,
+            asked.deadline_s,
+            asked.sequences_asked,
+        )
 
-def news_of(message: pb.StepResult | pb.Notice) -> SessionNews:
-    """Parse the news in an answer or a notice. Raises InvalidRequestError for malformed columns."""
-    news = message.news
+
+def news_of(news: pb.News) -> SessionNews:
+    """Parse news. Raises InvalidRequestError for malformed columns."""
     granted = (
         Granted(
             grant.sequence_id,

@@ -16,7 +16,7 @@ class Wire(Protocol):
 
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]: ...
 
-    async def abort(self, request: cpb.AbortPlanRequest) -> float: ...
+    async def abort(self, request: cpb.AbortPlansRequest) -> float: ...
 
 
 class Engine:
@@ -53,15 +53,13 @@ class Engine:
             session=self._session, number=number, operations=operations, receipts=receipts
         )
         response, seconds = await self._wire.step(request)
-        if not response.HasField("result"):
-            raise RuntimeError(f"a step was refused: {response.error}")
-        for operation in response.result.results:
+        for operation in response.results:
             for failure in operation.failures:
                 raise RuntimeError(f"an operation was not done: {failure}")
-        if response.result.HasField("plan"):
+        if response.HasField("plan"):
             self._last_plan = number
             if is_receipted:
-                plan = response.result.plan
+                plan = response.plan
                 self._receipts.append(messages.receipt(self._key, self._session, number, plan))
         return seconds
 
@@ -71,7 +69,7 @@ class Engine:
 
     async def abort(self) -> float:
         """Abort the last plan, which has no receipt; return the seconds."""
-        request = cpb.AbortPlanRequest(
+        request = cpb.AbortPlansRequest(
             session=self._session, number=next(self._numbers), plan_number=self._last_plan
         )
         return await self._wire.abort(request)

@@ -71,7 +71,7 @@ class CorePool:
         seconds = time.perf_counter() - began
         answer.settle()
         self._announce()
-        return cpb.StepResponse.FromString(answer.encoded), seconds
+        return cpb.StepResponse.FromString(answer.step), seconds
 
     def _announce(self) -> None:
         began = time.perf_counter()
@@ -80,10 +80,10 @@ class CorePool:
             self.announce_s.append(time.perf_counter() - began)
         self.on_outgoing(outgoing)
 
-    async def abort(self, request: cpb.AbortPlanRequest) -> float:
+    async def abort(self, request: cpb.AbortPlansRequest) -> float:
         data = request.SerializeToString()
         began = time.perf_counter()
-        answer = self.core.abort_plan(cpb.AbortPlanRequest.FromString(data), TENANT)
+        answer = self.core.abort_plans(cpb.AbortPlansRequest.FromString(data), TENANT)
         self.core.take_notified()
         answer.SerializeToString()
         seconds = time.perf_counter() - began

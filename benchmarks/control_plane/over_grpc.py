@@ -35,29 +35,31 @@ _REGISTER: Final = "/kvplane.v1.ControlPlaneService/Register"
 
 
 class StreamWire:
-    """One session's Step stream. Answers come in the order of the requests."""
+    """One session's StreamSteps stream. Answers come in the order of the requests."""
 
     def __init__(self, stub: Any) -> None:
         self._stub = stub
-        self._stream = stub.Step()
+        self._stream = stub.StreamSteps()
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
         began = time.perf_counter()
         async with self._writing:
-            await self._stream.write(request)
+            await self._stream.write(cpb.StreamStepsRequest(step=request))
         async with self._reading:
             response = await self._stream.read()
-            while response is not grpc.aio.EOF and response.HasField("notice"):
+            while response is not grpc.aio.EOF and response.HasField("news"):
                 response = await self._stream.read()
         seconds = time.perf_counter() - began
         if response is grpc.aio.EOF:
             raise RuntimeError("the control plane ended the stream")
-        return response, seconds
+        if response.HasField("error"):
+            raise RuntimeError(f"a step was refused: {response.error}")
+        return response.step, seconds
 
-    async def abort(self, request: cpb.AbortPlanRequest) -> float:
+    async def abort(self, request: cpb.AbortPlansRequest) -> float:
         began = time.perf_counter()
-        await self._stub.AbortPlan(request)
+        await self._stub.AbortPlans(request)
         return time.perf_counter() - began
 
 

@@ -25,10 +25,10 @@ _FORKS_A_STEP = 4_000
 
 
 async def slices(world: World, sizes: Sizes) -> list[Row]:
-    """Measure the longest slice of each of these: Resync, abort and end a session of many forks;
-    compute long prompts again after an abort, publish them, and send their tables whole by a
-    Resync; swap many prompts out, and abort that, plan it again, receipt it and end the session.
-    The request's and the answer's bytes do not count.
+    """Measure the longest slice of each of these: abort the plans of a session of many forks, with
+    whole tables and without, and end it; compute long prompts again after an abort, publish them,
+    and send their tables whole; swap many prompts out, and abort that, plan it again, receipt it
+    and end the session. The request's and the answer's bytes do not count.
     """
     rows = []
     for name in ("resync", "abort", "close"):
@@ -66,8 +66,10 @@ async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
         if name == "close":
             return _closed(pool, ref)
         if name == "resync":
-            return _longest(pool, cpb.ResyncRequest(session=ref, number=number))[1]
-        abort = cpb.AbortPlanRequest(session=ref, number=number, plan_number=number - 1)
+            return _longest(
+                pool, cpb.AbortPlansRequest(whole_tables=True, session=ref, number=number)
+            )[1]
+        abort = cpb.AbortPlansRequest(session=ref, number=number, plan_number=number - 1)
         return _longest(pool, abort)[1]
 
 
@@ -86,13 +88,15 @@ async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, floa
         again = ops.append(ids, b"".join(prompts), length, first_positions=0, num_tokens=length)
         request = cpb.StepRequest(session=ref, number=number, operations=[again])
         answer, compute_s = _longest(pool, request)
-        receipt = messages.receipt(pool.key, ref, number, answer.result.plan)
+        receipt = messages.receipt(pool.key, ref, number, answer.plan)
         request = cpb.StepRequest(session=ref, number=number + 1, receipts=[receipt])
         _, publish_s = _longest(pool, request)
         append = ops.append(ids, [1] * num, 1, first_positions=length, num_tokens=1)
         request = cpb.StepRequest(session=ref, number=number + 2, operations=[append])
-        pool.core.answer(request, TENANT)
-        _, tables_s = _longest(pool, cpb.ResyncRequest(session=ref, number=number + 3))
+        pool.core.step(request, TENANT)
+        _, tables_s = _longest(
+            pool, cpb.AbortPlansRequest(whole_tables=True, session=ref, number=number + 3)
+        )
         return compute_s, publish_s, tables_s
 
 
@@ -110,11 +114,11 @@ async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
         longest_s = {}
         request = cpb.StepRequest(session=ref, number=number, operations=[out])
         _, longest_s["out"] = _longest(pool, request)
-        abort = cpb.AbortPlanRequest(session=ref, number=number + 1, plan_number=number)
+        abort = cpb.AbortPlansRequest(session=ref, number=number + 1, plan_number=number)
         _, longest_s["abort"] = _longest(pool, abort)
         request = cpb.StepRequest(session=ref, number=number + 2, operations=[out])
         answer, longest_s["out_after_abort"] = _longest(pool, request)
-        receipt = messages.receipt(pool.key, ref, number + 2, answer.result.plan)
+        receipt = messages.receipt(pool.key, ref, number + 2, answer.plan)
         request = cpb.StepRequest(session=ref, number=number + 3, receipts=[receipt])
         _, longest_s["receipt"] = _longest(pool, request)
         back = [ops.swap_in([i]) for i in ids]
@@ -145,7 +149,7 @@ def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
                 began_s = time.thread_time()
                 answer.settle()  # by itself, once the answer is sent
                 longest_s = max(longest_s, time.thread_time() - began_s)
-                answer = cpb.StepResponse.FromString(answer.encoded)
+                answer = cpb.StepResponse.FromString(answer.step)
             return answer, longest_s
         longest_s = max(longest_s, time.thread_time() - began_s)
 

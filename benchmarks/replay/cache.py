@@ -106,7 +106,7 @@ class Cache:
             events += self._reader.read(message)
         return events
 
-    def _step(self, operation: cpb.Operation) -> cpb.StepResult:
+    def _step(self, operation: cpb.Operation) -> cpb.StepResponse:
         """Take a step that carries the receipt of the last one."""
         self._number += 1
         request = cpb.StepRequest(
@@ -115,7 +115,7 @@ class Cache:
             operations=[operation],
             receipts=self._receipts,
         )
-        result = self._core.step(request, _TENANT).result
+        result = self._core.step(request, _TENANT)
         self._core.take_outgoing(_POOL, 0)
         if result.results[0].failures:
             raise RuntimeError(f"the control plane refused: {result.results[0].failures}")

@@ -43,7 +43,7 @@ class Engine:
         self._key = key
         self._counts = counts
         self._stub = stub
-        self._stream = stub.Step()
+        self._stream = stub.StreamSteps()
         self._answers: asyncio.Queue[cpb.StepResponse] = asyncio.Queue()
         self._news: asyncio.Queue[cpb.News] = asyncio.Queue()
         self._number = 0
@@ -133,7 +133,7 @@ class Engine:
         self._counts.num_yielded += yields and self._counts.is_counting
         return yields
 
-    async def _step(self, *operations: cpb.Operation) -> cpb.StepResult:
+    async def _step(self, *operations: cpb.Operation) -> cpb.StepResponse:
         self._number += 1
         request = cpb.StepRequest(
             session=self._session,
@@ -155,7 +155,7 @@ class Engine:
 
     async def _read(self) -> None:
         while (response := await self._stream.read()) is not grpc.aio.EOF:
-            if response.HasField("notice"):
-                self._news.put_nowait(response.notice.news)
+            if response.HasField("news"):
+                self._news.put_nowait(response.news)
             else:
                 self._answers.put_nowait(response)

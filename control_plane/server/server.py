@@ -41,9 +41,7 @@ _OF_MAX_OPERATIONS: Final = (
     "StepRequest.operations",
     "StepRequest.receipts",
     "CheckOperationsRequest.operations",
-    "SubmitReceiptsRequest.receipts",
-    "AbortPlanRequest.receipts",
-    "ResyncRequest.receipts",
+    "AbortPlansRequest.receipts",
 )
 
 

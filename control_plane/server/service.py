@@ -142,8 +142,8 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         for session_id, news in self._core.take_notices():
             stream = self._step_streams.get(session_id)
             if stream is not None:
-                notice = pb.StepResponse(notice=pb.Notice(news=news))
-                task = asyncio.create_task(stream.push(notice))
+                pushed = pb.StreamStepsResponse(news=news)
+                task = asyncio.create_task(stream.push(pushed))
                 self._notices.add(task)
                 task.add_done_callback(self._notices.discard)
 
@@ -229,19 +229,35 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         _LOGGER.info("session closed id=%d", request.session.session_id)
         return pb.CloseSessionResponse()
 
-    async def Step(self, incoming: Requests, context: _Context) -> None:
+    async def Step(self, request: pb.StepRequest, context: _Context) -> bytes:
+        answer = await self._step(request, caller().tenant)
+        return answer.step
+
+    async def StreamSteps(self, incoming: Requests, context: _Context) -> None:
         stream, requests = _StepStream(context), self._streams.open(incoming)
         try:
             while True:
                 try:
-                    request = await requests.next()
-                except InvalidRequestError as error:  # not a StepRequest; the next may be one
+                    message = await requests.next()
+                except InvalidRequestError as error:  # it cannot be read; the next may be
                     await stream.write(self._refuse(0, error))
                     continue
-                if request is None:
+                if message is None:
                     return
+                kind = message.WhichOneof("message")
+                if kind is None:
+                    empty = InvalidRequestError("must be step or abort", field="message")
+                    await stream.write(self._refuse(0, empty))
+                    continue
+                request = getattr(message, kind)
+                answer: bytes | pb.StreamStepsResponse
                 try:
-                    answer = await self._step(request, caller().tenant, incoming.num_bytes)
+                    if kind == "step":
+                        step = await self._step(request, caller().tenant, incoming.num_bytes)
+                        answer = step.encoded
+                    else:
+                        aborted = await self.AbortPlans(request, context)
+                        answer = pb.StreamStepsResponse(number=request.number, abort=aborted)
                 except KvplaneError as error:
                     await stream.write(self._refuse(request.number, error))
                     continue
@@ -255,26 +271,13 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                 if self._step_streams.get(session_id) is stream:
                     del self._step_streams[session_id]
 
-    async def RunStep(self, request: pb.RunStepRequest, context: _Context) -> pb.RunStepResponse:
-        if not request.HasField("step"):
-            raise InvalidRequestError("is missing: it holds the step to run", field="step")
-        encoded = await self._step(request.step, caller().tenant)
-        return pb.RunStepResponse(result=pb.StepResponse.FromString(encoded).result)
-
-    async def SubmitReceipts(
-        self, request: pb.SubmitReceiptsRequest, context: _Context
-    ) -> pb.SubmitReceiptsResponse:
-        return cast(pb.SubmitReceiptsResponse, await self._run(request, caller().tenant))
-
-    async def AbortPlan(
-        self, request: pb.AbortPlanRequest, context: _Context
-    ) -> pb.AbortPlanResponse:
-        return cast(pb.AbortPlanResponse, await self._run(request, caller().tenant))
-
-    async def Resync(self, request: pb.ResyncRequest, context: _Context) -> pb.ResyncResponse:
+    async def AbortPlans(
+        self, request: pb.AbortPlansRequest, context: _Context
+    ) -> pb.AbortPlansResponse:
         response = await self._run(request, caller().tenant)
-        self._metrics.num_plans += 1
-        return cast(pb.ResyncResponse, response)
+        if request.whole_tables:
+            self._metrics.num_plans += 1
+        return cast(pb.AbortPlansResponse, response)
 
     async def GetBlockTable(
         self, request: pb.GetBlockTableRequest, context: _Context
@@ -332,14 +335,16 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> AsyncIterator[pb.RegisterResponse]:
         return self._registrar.serve(request_iterator, caller())
 
-    def _refuse(self, number: int, error: KvplaneError) -> pb.StepResponse:
+    def _refuse(self, number: int, error: KvplaneError) -> pb.StreamStepsResponse:
         self._metrics.rpc.rejected.inc(error.reason)
-        return pb.StepResponse(number=number, error=to_wire(error))
+        # As of the request by itself: the message around it is the stream's.
+        error.field = error.field.removeprefix("step.").removeprefix("abort.")
+        return pb.StreamStepsResponse(number=number, error=to_wire(error))
 
     async def _step(
         self, request: pb.StepRequest, tenant: str, num_bytes: int | None = None
-    ) -> bytes:
-        """Return the encoded answer of a step that ran. ``num_bytes``: of the request, if known."""
+    ) -> StepAnswer:
+        """Return the answer of a step that ran. ``num_bytes``: of the request, if known."""
         begin = time.perf_counter()
         with tracing.span(
             "kvplane.control_plane.step",
@@ -350,7 +355,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         ):
             answer: StepAnswer = await self._run(request, tenant, num_bytes)
         self._uncounted.append((answer, time.perf_counter() - begin))
-        return answer.encoded
+        return answer
 
     async def _run(self, request: Request, tenant: str, num_bytes: int | None = None) -> Any:
         """Return the core's answer to a request that has a number, after its session's earlier
@@ -409,14 +414,14 @@ class _WatchServer:
 
 
 class _StepStream:
-    """A Step stream, to which answers are written and news are pushed."""
+    """A StreamSteps stream, to which answers are written and news are pushed."""
 
     def __init__(self, context: _Context) -> None:
         self.session_ids: set[int] = set()
         self._context = context
         self._lock = asyncio.Lock()
 
-    async def write(self, response: pb.StepResponse | bytes) -> None:
+    async def write(self, response: pb.StreamStepsResponse | bytes) -> None:
         """Write a message, or an encoded one, after earlier ones."""
         await self._lock.acquire()  # `async with` would make two coroutines more for each answer
         try:
@@ -424,7 +429,7 @@ class _StepStream:
         finally:
             self._lock.release()
 
-    async def push(self, notice: pb.StepResponse) -> None:
-        """Write a notice, a hint that may be lost with the stream."""
+    async def push(self, news: pb.StreamStepsResponse) -> None:
+        """Write news, a hint that may be lost with the stream."""
         with contextlib.suppress(Exception):
-            await self.write(notice)
+            await self.write(news)

@@ -25,11 +25,8 @@ from kvplane.wire.v1 import control_pb2 as cpb
 
 _METHODS: Final[dict[type[Message], bytes]] = {
     cpb.StepRequest: b"step",
-    cpb.SubmitReceiptsRequest: b"submit_receipts",
-    cpb.AbortPlanRequest: b"abort_plan",
-    cpb.ResyncRequest: b"resync",
+    cpb.AbortPlansRequest: b"abort_plans",
 }
-_WITH_TOKENS: Final = (cpb.StepRequest, cpb.SubmitReceiptsRequest)
 
 
 class Answer:
@@ -38,7 +35,7 @@ class Answer:
     __slots__ = ("_content", "_error", "_message", "_request")
 
     def __init__(self, request: Any, message: Any, error: KvplaneError | None) -> None:
-        """``message``: a message or an encoded StepResponse."""
+        """``message``: a message or a StepAnswer."""
         self._request = request
         self._content = b""
         self._message = message
@@ -52,9 +49,7 @@ class Answer:
         return self._content
 
     def result(self) -> Any:
-        """Return the message, or the encoded StepResponse. Raises the error instead when there is
-        one.
-        """
+        """Return the message, or the StepAnswer. Raises the error instead when there is one."""
         if self._error is not None:
             raise _copy(self._error)
         return self._message
@@ -100,7 +95,7 @@ class Numbering:
         self.last += 1
 
     def remember(self, request: Any, message: Any, error: KvplaneError | None = None) -> None:
-        """Remember the last number's answer: a message or encoded StepResponse, or an error."""
+        """Remember the last number's answer: a message or a StepAnswer, or an error."""
         self.settle()
         self._latest = self._answers[self.last] = Answer(request, message, error)
         while len(self._answers) > self._num_kept:
@@ -120,16 +115,15 @@ def content_of(request: Any) -> bytes:
     its traceparent and its receipts: a repeat may bring others.
     """
     # Part by part: a copy of the request without its receipts would cost more than the rest.
-    kind = type(request)
-    content = xxhash.xxh3_128(b"%b %d" % (_METHODS[kind], request.number))
-    if kind is cpb.StepRequest:
-        for operation in request.operations:
-            encoded = operation.SerializeToString()
-            content.update(b"%d " % len(encoded))
-            content.update(encoded)
-    elif kind is cpb.AbortPlanRequest:
-        content.update(b" %d" % request.plan_number)
-    if kind in _WITH_TOKENS and request.HasField("deferred_tokens"):
+    content = xxhash.xxh3_128(b"%b %d" % (_METHODS[type(request)], request.number))
+    if isinstance(request, cpb.AbortPlansRequest):
+        content.update(b" %d %d" % (request.plan_number, request.whole_tables))
+        return content.digest()
+    for operation in request.operations:
+        encoded = operation.SerializeToString()
+        content.update(b"%d " % len(encoded))
+        content.update(encoded)
+    if request.HasField("deferred_tokens"):
         encoded = request.deferred_tokens.SerializeToString()
         content.update(b" deferred %d " % len(encoded))
         content.update(encoded)

@@ -13,30 +13,30 @@ from control_plane.sessions.session import Session
 from control_plane.steps.slices import SLICE_ENTRIES
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.slices import Slices
+from kvplane.wire.v1 import control_pb2 as cpb
 
 
-def abort_from(session: Session, plan_number: int) -> Slices[None]:
-    """Abort plan ``plan_number`` and all in flight with it, some blocks at a time.
+def abort_plans(session: Session, request: cpb.AbortPlansRequest) -> Slices[None]:
+    """Cut every sequence to its written tokens, some blocks at a time. The next plan says what all
+    tables are; with ``whole_tables`` it is this request's, and contains all of them whole.
 
-    Raises PlanReceiptedError when it has run, InvalidRequestError when no plan has that number.
+    Raises PlanReceiptedError when the plan that the request names has run, InvalidRequestError when
+    no plan has that number.
     """
+    plan_number, keeps_tables = request.plan_number, not request.whole_tables
     if session.is_voided(plan_number):
-        return
-    if 0 < plan_number <= session.done:
-        raise PlanReceiptedError(
-            f"plan {plan_number} has run: what it wrote stays", field="plan_number"
-        )
-    if plan_number not in session.plans:
-        raise InvalidRequestError("is not the number of a plan", field="plan_number")
-    yield from abort_plans(session, next_plan=session.numbers.last + 1)
-
-
-def abort_plans(session: Session, *, next_plan: int, keeps_tables: bool = True) -> Slices[None]:
-    """Cut every sequence to its written tokens. The next plan, numbered ``next_plan`` or higher,
-    says what all tables are; unless ``keeps_tables``, it contains all of them whole.
-    """
+        if keeps_tables:
+            return
+    elif plan_number:
+        if 0 < plan_number <= session.done:
+            raise PlanReceiptedError(
+                f"plan {plan_number} has run: what it wrote stays", field="plan_number"
+            )
+        if plan_number not in session.plans:
+            raise InvalidRequestError("is not the number of a plan", field="plan_number")
     for number in session.plans:
         session.void(number)
     session.plans.clear()
+    next_plan = request.number + (1 if keeps_tables else 0)
     while session.native.abort(session.handle, next_plan, keeps_tables, SLICE_ENTRIES):
         yield

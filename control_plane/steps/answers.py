@@ -22,24 +22,30 @@ class SignedPlan(NamedTuple):
 
 
 class StepAnswer(NamedTuple):
-    """``encoded``: a StepResponse. ``operations``: those that it answers, and ``results``: of the
-    StepResult in it, the results alone; neither has any in an answer that is given again.
-    ``has_plan``: whether a plan was made for it. ``settle`` does what can wait until the answer is
-    sent.
+    """``encoded``: a StreamStepsResponse, with a StepResponse from ``step_at`` to its end.
+    ``operations``: those that it answers, and ``results``: theirs; neither has any in an answer
+    that is given again. ``has_plan``: whether a plan was made for it. ``settle`` does what can wait
+    until the answer is sent.
     """
 
     encoded: bytes
+    step_at: int
     operations: Sequence[Named] = ()
     results: Sequence[cpb.OperationResult] = ()
     has_plan: bool = False
     settle: Callable[[], None] = lambda: None
+
+    @property
+    def step(self) -> bytes:
+        """The encoded StepResponse."""
+        return self.encoded[self.step_at :]
 
 
 def step_answer(
     session: Session,
     number: int,
     operations: Sequence[Named],
-    result: cpb.StepResult,
+    result: cpb.StepResponse,
     plan: SignedPlan | None,
     news: cpb.News | None,
 ) -> StepAnswer:
@@ -48,7 +54,7 @@ def step_answer(
     """
     pool = session.pool
     payload, signature = plan or (b"", b"")
-    encoded = session.native.answer(
+    encoded, step_at = session.native.answer(
         number,
         result.SerializeToString(),
         payload,
@@ -56,4 +62,6 @@ def step_answer(
         pool.revision(),
         news.SerializeToString() if news is not None else b"",
     )
-    return StepAnswer(encoded, operations, result.results, plan is not None, session.numbers.settle)
+    return StepAnswer(
+        encoded, step_at, operations, result.results, plan is not None, session.numbers.settle
+    )

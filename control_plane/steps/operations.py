@@ -490,5 +490,5 @@ def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
     if session.resync_due or member.is_drafted or may_plan:
         raise TooManyPlansInFlightError(
             f"{len(session.plans)} plans wait for their receipts: run them, and submit receipts "
-            "with add_receipt or SubmitReceipts"
+            "with add_receipt or submit_receipts"
         )

@@ -1,4 +1,4 @@
-"""The requests that have numbers: step, submit_receipts, abort_plan and resync.
+"""The requests that have numbers: Step and AbortPlans.
 
 Each applies its receipts first. Each runs in slices: most end in their first one. Between two
 slices other sessions' requests run, and nothing changes its own session but the session's end.
@@ -16,7 +16,7 @@ from control_plane.queries import states
 from control_plane.sessions.session import Session
 from control_plane.sharing.member import Member
 from control_plane.sharing.sharing import Sharing
-from control_plane.steps.abort import abort_from, abort_plans
+from control_plane.steps.abort import abort_plans
 from control_plane.steps.answers import SignedPlan, StepAnswer, step_answer
 from control_plane.steps.deferred_tokens import take_deferred_tokens
 from control_plane.steps.operation import Named
@@ -32,14 +32,14 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-Request = cpb.StepRequest | cpb.SubmitReceiptsRequest | cpb.AbortPlanRequest | cpb.ResyncRequest
+Request = cpb.StepRequest | cpb.AbortPlansRequest
 
 
 class _Step(NamedTuple):
     """The outcome of a step. ``result``: the results of its operations alone."""
 
     operations: Sequence[Named]
-    result: cpb.StepResult
+    result: cpb.StepResponse
     plan: SignedPlan | None
 
 
@@ -58,9 +58,7 @@ class Requests:
         self._require_open = require_open
         self._kinds: dict[type, Callable[[Member, Sharing, Any], Slices[Any]]] = {
             cpb.StepRequest: self._step,
-            cpb.SubmitReceiptsRequest: self._submit_receipts,
-            cpb.AbortPlanRequest: self._abort_plan,
-            cpb.ResyncRequest: self._resync,
+            cpb.AbortPlansRequest: self._abort_plans,
         }
 
     def run(self, session: Session, request: Request) -> Slices[Any]:
@@ -106,15 +104,14 @@ class Requests:
             if is_busy:
                 sharing.set_busy(session.id, False)
         if earlier is not None:
-            outcome = earlier.result()
-            return StepAnswer(outcome) if isinstance(outcome, bytes) else outcome
+            return earlier.result()
         if not isinstance(outcome, _Step):
             numbers.remember(request, outcome)
             numbers.settle()
             return outcome
         news = sharing.members[session.id].take_news()
         answer = step_answer(session, request.number, *outcome, news)
-        numbers.remember(request, answer.encoded)
+        numbers.remember(request, StepAnswer(answer.encoded, answer.step_at))
         if is_busy:  # it may be large, and its caller gone: no more than its digest is kept
             numbers.settle()
         return answer
@@ -132,11 +129,13 @@ class Requests:
             yield from take_receipts(session, self._bounded(request.receipts))
         if request.HasField("deferred_tokens"):
             take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
+        if not request.operations:
+            return _Step((), cpb.StepResponse(), None)
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
             check_no_plan(member, operations)
         session.native.begin(session.handle, request.number)
-        step, result = Step(member, sharing), cpb.StepResult()
+        step, result = Step(member, sharing), cpb.StepResponse()
         for i, operation in enumerate(operations):
             yield from step.run(i, operation, result.results.add())
             if step.num_taken_tokens >= SLICE_TOKENS:
@@ -145,38 +144,23 @@ class Requests:
         plan = yield from finish_plan(member, request.number, request.traceparent)
         return _Step(operations, result, plan)
 
-    def _submit_receipts(
-        self, member: Member, sharing: Sharing, request: cpb.SubmitReceiptsRequest
-    ) -> Slices[cpb.SubmitReceiptsResponse]:
-        yield from take_receipts(member.session, self._bounded(request.receipts))
-        if request.HasField("deferred_tokens"):
-            take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
-        pool = member.session.pool
-        return cpb.SubmitReceiptsResponse(usage=pool.usage(), revision=pool.revision())
-
-    def _abort_plan(
-        self, member: Member, sharing: Sharing, request: cpb.AbortPlanRequest
-    ) -> Slices[cpb.AbortPlanResponse]:
-        session = member.session
+    def _abort_plans(
+        self, member: Member, sharing: Sharing, request: cpb.AbortPlansRequest
+    ) -> Slices[cpb.AbortPlansResponse]:
+        session, statistics = member.session, member.session.pool.statistics
         yield from take_receipts(session, self._bounded(request.receipts))
-        yield from abort_from(session, request.plan_number)
-        session.pool.statistics.num_aborts += 1
-        return cpb.AbortPlanResponse(sequences=(yield from self._aborted(member, sharing)))
-
-    def _resync(
-        self, member: Member, sharing: Sharing, request: cpb.ResyncRequest
-    ) -> Slices[cpb.ResyncResponse]:
-        session = member.session
-        yield from take_receipts(session, self._bounded(request.receipts))
-        yield from abort_plans(session, next_plan=request.number, keeps_tables=False)
-        session.pool.statistics.num_resyncs += 1
-        sequences = yield from self._aborted(member, sharing)
-        session.native.begin(session.handle, request.number)
-        plan = yield from finish_plan(member, request.number)
-        assert plan is not None, "a resync has a plan, even if it has no table"
-        response = cpb.ResyncResponse(sequences=sequences)
-        response.plan.type = signing.PLAN  # a message of its own would be copied, megabytes long
-        response.plan.payload, response.plan.signature = plan
+        yield from abort_plans(session, request)
+        if request.whole_tables:
+            statistics.num_resyncs += 1
+        else:
+            statistics.num_aborts += 1
+        response = cpb.AbortPlansResponse(sequences=(yield from self._aborted(member, sharing)))
+        if request.whole_tables:
+            session.native.begin(session.handle, request.number)
+            plan = yield from finish_plan(member, request.number)
+            assert plan is not None, "such an abort has a plan, even if it has no table"
+            response.plan.type = signing.PLAN  # one of its own would be copied
+            response.plan.payload, response.plan.signature = plan
         return response
 
     def _aborted(self, member: Member, sharing: Sharing) -> Slices[cpb.SequenceStates]:

@@ -245,8 +245,8 @@ class Session:
             if plan.finished > self.finished:
                 raise PlanOutOfOrderError(
                     f"the plan keeps tables as plan {plan.finished} left them, and the session's "
-                    f"last plan to finish here is {self.finished}: call Resync, whose plan keeps "
-                    "none",
+                    f"last plan to finish here is {self.finished}: call AbortPlans with "
+                    "whole_tables, whose plan keeps none",
                     field="plan.finished",
                 )
             return None

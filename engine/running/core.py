@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from kvplane import tracing
+from kvplane import ops, tracing
 from kvplane.errors import (
     DeadlineExceededError,
     InternalError,
@@ -62,7 +62,7 @@ IDLE_DELAY_S: Final = 0.005
 # Up to two plans are computed before an engine asked to yield does so, within a second.
 ALONE_PLAN_S: Final = 0.25
 _LEAST_PASS_S: Final = 1e-6
-NEWS_DELAY_S: Final = 1.0  # without a notice, after which the engine asks for news
+NEWS_DELAY_S: Final = 1.0  # after which the engine asks for news that were not pushed
 
 _log = logging.getLogger("engine")
 
@@ -380,7 +380,9 @@ class EngineCore:
         self._stepped_s = time.monotonic()
         span = tracing.begin("engine.step", operations=len(intents))
         with tracing.inside(span):
-            answer = self._link.begin_step([each.operation for each in intents])
+            operations = [each.operation for each in intents]
+            # Free of nothing asks for a plan: it drops the tables of sequences that were cut.
+            answer = self._link.begin_step(operations or [ops.free([])])
         return _Asked(intents, answer, span)
 
     def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
@@ -414,7 +416,7 @@ class EngineCore:
         return logits
 
     def _expects_news(self) -> bool:
-        """Return whether a waiting admission may have been granted; a notice may say so."""
+        """Return whether a waiting admission may have been granted; pushed news may say so."""
         is_late = time.monotonic() - self._stepped_s > NEWS_DELAY_S
         return self._scheduler.is_in_line and (self._link.has_news(IDLE_DELAY_S) or is_late)
 

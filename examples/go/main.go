@@ -26,7 +26,7 @@ func main() {
 	check(err)
 	admit := &pb.Operation_Admit{Admit: &pb.Admit{SequenceId: 1, TokenIds: []int32{97, 98, 99}}}
 	step := &pb.StepRequest{Session: opened.Session, Number: 1, Operations: []*pb.Operation{{Operation: admit}}}
-	planned, err := control.RunStep(ctx, &pb.RunStepRequest{Step: step})
+	planned, err := control.Step(ctx, step)
 	check(err)
 
 	data := pb.NewDataPlaneServiceClient(dial(opened.Shards[0].Address))
@@ -38,7 +38,7 @@ func main() {
 	}
 	open := &pb.OpenExecution{Protocol: protocol, Grant: opened.Grant}
 	layers := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Open{Open: open}}).GetOpened().Layers
-	plan := &pb.ExecuteRequest_Plan{Plan: planned.Result.Plan}
+	plan := &pb.ExecuteRequest_Plan{Plan: planned.Plan}
 	numTokens := ask(&pb.ExecuteRequest{Message: plan}).GetStarted().NumTokens
 	qkv := zeros(numTokens, pool.Layout.Groups[0])
 	var receipt *pb.SignedPayload // comes with the last layer
@@ -52,7 +52,7 @@ func main() {
 	free := &pb.Operation_Free{Free: &pb.Free{SequenceIds: []int64{1}}}
 	step = &pb.StepRequest{Session: opened.Session, Number: 2, Operations: []*pb.Operation{{Operation: free}},
 		Receipts: []*pb.SignedPayload{receipt}}
-	_, err = control.RunStep(ctx, &pb.RunStepRequest{Step: step})
+	_, err = control.Step(ctx, step)
 	check(err)
 	_, err = control.CloseSession(ctx, &pb.CloseSessionRequest{Session: opened.Session})
 	check(err)

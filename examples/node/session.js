@@ -8,12 +8,12 @@ const { layout } = await control.call("DescribePool", { pool_id: "default" });
 const opened = await control.call("OpenSession", { pool_id: "default", protocol, layout: { fingerprint: layout.fingerprint } });
 const { session, grant, shards } = opened;
 const admit = { sequence_id: 1, token_ids: [97, 98, 99] };
-const { result } = await control.call("RunStep", { step: { session, number: 1, operations: [{ admit }] } });
+const { plan } = await control.call("Step", { session, number: 1, operations: [{ admit }] });
 
 const data = await connect("DataPlaneService", shards[0].address, source);
 const execution = data.stream("Execute");
 const { layers } = (await execution.ask({ open: { protocol, grant } })).opened;
-const { num_tokens } = (await execution.ask({ plan: result.plan })).started;
+const { num_tokens } = (await execution.ask({ plan })).started;
 const [{ num_kv_heads, head_size }] = layout.groups;
 const qkv = zeros(num_tokens, num_kv_heads, head_size);
 let receipt; // comes with the last layer
@@ -25,7 +25,7 @@ for (const layer of layers) {
 execution.end();
 
 const free = { sequence_ids: [1] };
-await control.call("RunStep", { step: { session, number: 2, operations: [{ free }], receipts: [receipt] } });
+await control.call("Step", { session, number: 2, operations: [{ free }], receipts: [receipt] });
 await control.call("CloseSession", { session });
 control.close();
 data.close();

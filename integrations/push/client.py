@@ -215,7 +215,7 @@ class PrefixMover:
         be allocated again once the data planes have dropped the table, by the next plan.
         """
         with suppress(KvplaneError):
-            await self._there.abort_plan(number)
+            await self._there.abort_plans(number)
             plan = (await self._there.run(ops.free(sequence_id))).plan
             if plan is not None:
                 for target in self._undoing:

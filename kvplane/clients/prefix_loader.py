@@ -157,10 +157,11 @@ class PrefixLoader:
         """Free the sequences of a load that was interrupted anywhere. The outcome of its last call
         may be unknown.
         """
-        resynced = await self._session.resync()
+        aborted = await self._session.abort_plans(whole_tables=True)
         self._session.take_abandoned()  # their plans are aborted, or have run
-        await self._run(resynced.plan)
-        await self._free([each.sequence_id for each in resynced.sequences])
+        assert aborted.plan is not None
+        await self._run(aborted.plan)
+        await self._free([each.sequence_id for each in aborted.sequences])
         self._is_behind = False
 
     async def _free(self, sequence_ids: Sequence[int]) -> None:

@@ -126,7 +126,6 @@ class ControlLink:
 
         async def step() -> StepResult:
             result = await session.step(operations)
-            session.take_notices()  # the answer has their news
             if result.plan is not None:
                 self._last_plan_number = session.last_number
             return result
@@ -138,8 +137,8 @@ class ControlLink:
         return wait(self.begin_step(operations))
 
     def has_news(self, wait_s: float) -> bool:
-        """Return whether a notice has come since the last step, or comes within ``wait_s`` seconds:
-        the next step's answer has the news.
+        """Return whether news were pushed since the last step, or are within ``wait_s`` seconds:
+        the next step's answer has them.
         """
         return self._loop.run(self.session.wait_for_news(wait_s))
 
@@ -211,7 +210,7 @@ class ControlLink:
 
     def abort_last_plan(self) -> list[SequenceState]:
         """Abort the last plan. Returns the state of all the session's sequences afterwards."""
-        return self._loop.run(self.session.abort_plan(self._last_plan_number))
+        return self._loop.run(self.session.abort_plans(self._last_plan_number)).sequences
 
     def close(self) -> None:
         """Close session and channel."""

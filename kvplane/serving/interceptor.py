@@ -60,7 +60,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         method, decode = handler_call_details.method, handler.request_deserializer
         call = _Call(self._metrics, self._admission, method, decode)
-        encode = handler.response_serializer
+        encode = _passing_bytes(handler.response_serializer)
         if handler.unary_unary:
             unary = call.wrap_unary(handler.unary_unary)
             if self._admission.gate.is_open:
@@ -71,7 +71,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         stream = call.wrap_stream(
             handler.unary_stream or handler.stream_stream, bool(handler.unary_stream)
         )
-        return grpc.stream_stream_rpc_method_handler(stream, None, _passing_bytes(encode))
+        return grpc.stream_stream_rpc_method_handler(stream, None, encode)
 
 
 class _Call:

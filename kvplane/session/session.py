@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ _LOGGER: Final = logging.getLogger(__name__)
 # How long closing a replaced session may take; its lease ends by itself anyway.
 _CLOSE_TIMEOUT_S: Final = 2.0
 _RENEWALS_PER_LEASE: Final = 3
-_MAX_NOTICES: Final = 100
 # How long a background submission of receipts may delay a call.
 _IDLE_TIMEOUT_S: Final = 1.0
 # A busy engine makes its next call within a step's time, and needs no background submission.
@@ -67,11 +65,13 @@ class ReadmitResult(dict[int, int]):
 
 
 @dataclass(frozen=True, slots=True)
-class ResyncResult:
-    """Every sequence of a session, and the plan of whole tables that must run before later ones."""
+class AbortResult:
+    """Every sequence of a session after an abort. ``plan``, unless None, contains all tables whole
+    and must run before later ones.
+    """
 
     sequences: list[SequenceState]
-    plan: SignedPayload
+    plan: SignedPayload | None
 
 
 class Session:
@@ -113,8 +113,10 @@ class Session:
         self._open_again = open_again
         self._ended_by: KvplaneError | None = None
         self._steps = Steps()
-        self._notices: deque[pb.Notice] = deque(maxlen=_MAX_NOTICES)
-        self._stream: Stream[pb.StepRequest, pb.StepResponse] = Stream(lambda: stub.Step())
+        self._was_told = False
+        self._stream: Stream[pb.StreamStepsRequest, pb.StreamStepsResponse] = Stream(
+            lambda: stub.StreamSteps()
+        )
         self._tasks = (
             asyncio.create_task(self._renew_lease(), name=f"renew session {self.id}"),
             asyncio.create_task(
@@ -176,17 +178,11 @@ class Session:
         taken, self._steps.abandoned = self._steps.abandoned, []
         return taken
 
-    def take_notices(self) -> list[pb.Notice]:
-        """Notices that came between answers to steps, each given once; the newest 100 are kept."""
-        taken = list(self._notices)
-        self._notices.clear()
-        return taken
-
     async def wait_for_news(self, timeout_s: float) -> bool:
-        """Wait for a notice between steps. Returns whether one may have come. The next step's
-        answer has the news, and ``take_notices`` the notice.
+        """Wait between steps for the control plane to push news. Returns whether some may have
+        come: the next step's answer has them.
         """
-        return bool(self._notices) or await self._stream.arrives(timeout_s)
+        return self._was_told or await self._stream.arrives(timeout_s)
 
     async def step(
         self,
@@ -206,7 +202,8 @@ class Session:
         )
         deadline = self._connection.deadline(timeout_s)
         result: StepResult = await self._call(request, self._send_step, deadline)
-        return result
+        self._was_told = False
+        return self._steps.with_unread_news(result)
 
     async def run(self, operation: pb.Operation, *, timeout_s: float | None = None) -> StepResult:
         """Take a step of one operation. Raises the error of an item that was not done
@@ -248,36 +245,36 @@ class Session:
                 raise error_of(outcome.failures[0])
         return ReadmitResult(cached, result.plan)
 
-    async def resync(self, *, timeout_s: float | None = None) -> ResyncResult:
-        """Submit pending receipts, abort plans that have none, and get a plan of whole tables."""
-        request = pb.ResyncRequest(session=self.ref)
-        response: pb.ResyncResponse = await self._run(self._stub.Resync, request, timeout_s)
-        return ResyncResult(sequence_states(response.sequences), response.plan)
+    async def abort_plans(
+        self, plan_number: int = 0, *, whole_tables: bool = False, timeout_s: float | None = None
+    ) -> AbortResult:
+        """Submit pending receipts, then abort every plan that has none. ``plan_number``: the plan
+        to give up; 0 for whatever is in flight. ``whole_tables``: whether to get a plan of them.
 
-    async def abort_plan(
-        self, plan_number: int, *, timeout_s: float | None = None
-    ) -> list[SequenceState]:
-        """Submit pending receipts, then abort this plan and every other that has no receipt.
-
-        Returns every sequence's state afterwards. Raises PlanReceiptedError if the plan has run.
+        Raises PlanReceiptedError if the plan has run.
         """
-        request = pb.AbortPlanRequest(session=self.ref, plan_number=plan_number)
-        response: pb.AbortPlanResponse = await self._run(self._stub.AbortPlan, request, timeout_s)
-        return sequence_states(response.sequences)
+        request = pb.AbortPlansRequest(
+            session=self.ref, plan_number=plan_number, whole_tables=whole_tables
+        )
+        deadline = self._connection.deadline(timeout_s)
+        response: pb.AbortPlansResponse = await self._call(request, self._send_abort, deadline)
+        self._steps.forget_grants()
+        plan = response.plan if response.HasField("plan") else None
+        return AbortResult(sequence_states(response.sequences), plan)
 
     async def submit_receipts(
         self, deferred_tokens: pb.DeferredTokens | None = None, *, timeout_s: float | None = None
-    ) -> pb.SubmitReceiptsResponse:
-        """Submit pending receipts, and deferred tokens, without a step."""
+    ) -> None:
+        """Submit pending receipts, and deferred tokens, by a step without operations. Its news are
+        in the answer to the next step.
+        """
         deadline = self._connection.deadline(timeout_s)
         while True:
-            request = pb.SubmitReceiptsRequest(session=self.ref, deferred_tokens=deferred_tokens)
-            response: pb.SubmitReceiptsResponse = await self._run(
-                self._stub.SubmitReceipts, request, deadline.remaining_s
-            )
+            request = pb.StepRequest(session=self.ref, deferred_tokens=deferred_tokens)
+            self._steps.keep_news(await self._call(request, self._send_step, deadline))
             # A repeat of an abandoned call is sent as that was, without the receipts added since.
             if not self._steps.receipts:
-                return response
+                return
             deferred_tokens = None
 
     async def reopen(self, *, timeout_s: float = 60.0) -> Session:
@@ -381,11 +378,6 @@ class Session:
                 self._note_end(error)
                 return
 
-    async def _run(self, method: Any, request: Any, timeout_s: float | None) -> Any:
-        """Make a numbered unary call."""
-        deadline = self._connection.deadline(timeout_s)
-        return await self._call(request, self._sender(method), deadline)
-
     async def _call(self, request: Any, send: Send, deadline: Deadline) -> Any:
         """Make a numbered call, unless the session is known to be over."""
         if self._ended_by is not None:
@@ -407,35 +399,30 @@ class Session:
 
     async def _submit_idle(self) -> None:
         await self._steps.submit_idle(
-            pb.SubmitReceiptsRequest(session=self.ref),
-            self._sender(self._stub.SubmitReceipts),
-            Deadline.after(_IDLE_TIMEOUT_S),
+            pb.StepRequest(session=self.ref), self._send_step, Deadline.after(_IDLE_TIMEOUT_S)
         )
 
-    def _sender(self, method: Any) -> Send:
-        async def send(numbered: Any, deadline: Deadline) -> Any:
-            return await self._connection.attempt(method, numbered, deadline)
-
-        return send
+    async def _send_abort(self, request: Any, deadline: Deadline) -> Any:
+        return await self._connection.attempt(self._stub.AbortPlans, request, deadline)
 
     async def _send_step(self, request: pb.StepRequest, _: Deadline) -> StepResult:
         if not self._stream.is_open:
             self._stream.open()
-        await self._stream.send(request)
+        await self._stream.send(pb.StreamStepsRequest(step=request))
         response = await self._stream.receive()
         while response.number == 0:
             if response.HasField("error"):  # the control plane could not read the request
                 raise from_wire(response.error)
-            if response.HasField("notice"):
-                self._notices.append(response.notice)
+            if response.HasField("news"):
+                self._was_told = True
             response = await self._stream.receive()
         if response.number != request.number:
             self._stream.drop()
             text = f"step {request.number} was answered as {response.number}: the stream is broken"
             raise PlaneUnavailableError(text)
-        if response.WhichOneof("outcome") != "result":
+        if response.WhichOneof("message") != "step":
             raise from_wire(response.error)
-        return StepResult(response.result)
+        return StepResult(response.step)
 
 
 async def _submit_when_idle(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvplane.errors import (
@@ -31,6 +31,7 @@ from kvplane.errors import (
     StepConflictError,
     StepOutOfOrderError,
 )
+from kvplane.results import SessionNews, StepResult
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.wire.v1 import control_pb2
 from kvplane.wire.v1 import types_pb2 as pb
@@ -43,8 +44,7 @@ _UNKNOWN_OUTCOME: Final = (PlaneUnavailableError, DeadlineExceededError, Cancell
 
 @dataclass(frozen=True, slots=True)
 class AbandonedResult:
-    """The answer to a call that its caller abandoned: a StepResult, an AbortPlanResponse or a
-    ResyncResponse.
+    """The answer to a call that its caller abandoned: a StepResult or an AbortPlansResponse.
 
     When it has a plan, that plan must run before later ones, or be aborted.
     """
@@ -73,6 +73,7 @@ class Steps:
         self.abandoned: list[AbandonedResult] = []
         self.receipts: list[pb.SignedPayload] = []
         self.changed = asyncio.Event()
+        self._unread: SessionNews | None = None
         self._next_number = 1
         self._pending: _Pending | None = None
         self._lock = asyncio.Lock()
@@ -108,7 +109,22 @@ class Steps:
             if self._pending is None and self.receipts:
                 self._pending = self._number(content, send, is_asked_for=False)
             if self._pending is not None and not self._pending.is_asked_for:
-                await self._answer(self._pending, deadline)
+                self.keep_news(await self._answer(self._pending, deadline))
+
+    def keep_news(self, answer: StepResult) -> None:
+        """Keep the news in the answer to a step without operations, which nobody reads."""
+        if answer.has_news:
+            self._unread = answer.news if self._unread is None else self._unread.then(answer.news)
+
+    def with_unread_news(self, answer: StepResult) -> StepResult:
+        """Return the answer with the news that were kept, each given once."""
+        unread, self._unread = self._unread, None
+        return answer if unread is None else answer.after(unread)
+
+    def forget_grants(self) -> None:
+        """Drop kept news of grants, which say what sequences were before an abort."""
+        if self._unread is not None:
+            self._unread = replace(self._unread, granted=())
 
     def _number(self, content: Any, send: Send, *, is_asked_for: bool) -> _Pending:
         content.number = self._next_number
@@ -123,7 +139,9 @@ class Steps:
             if self._pending is not None:
                 raise
             return  # the call was refused, and its caller no longer waits
-        if not isinstance(answer, control_pb2.SubmitReceiptsResponse):
+        if isinstance(answer, StepResult) and not pending.request.operations:
+            self.keep_news(answer)
+        else:
             self.abandoned.append(AbandonedResult(pending.request.number, answer))
 
     async def _answer(self, pending: _Pending, deadline: Deadline) -> Any:

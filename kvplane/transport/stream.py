@@ -1,6 +1,6 @@
 """A bidirectional stream used for request and answer.
 
-Invariant: a received message answers the last one sent, or is a notice that the caller passes over.
+Invariant: a received message answers the last one sent, or is news that the caller passes over.
 Whatever might break that (an error, a cancelled wait) drops the call, and another must be opened.
 """
 

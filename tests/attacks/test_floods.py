@@ -100,7 +100,7 @@ def test_streams_on_one_connection_are_bounded(
 
     idle = threading.Event()
     with grpc.insecure_channel(control_plane.address) as channel:
-        step = channel.stream_stream("/kvplane.v1.ControlPlaneService/Step")
+        step = channel.stream_stream("/kvplane.v1.ControlPlaneService/StreamSteps")
         calls = [step(never()) for _ in range(300)]
         assert_calm(honest, attack)
         for call in calls:

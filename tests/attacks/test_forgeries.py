@@ -135,7 +135,7 @@ async def test_a_forged_plan_grant_or_receipt_is_refused(
         session.add_receipt(each)
     error = await refused(peers.control.metrics, session.submit_receipts(), BadSignatureError)
     assert error.field.startswith("receipts[1]")
-    await session.abort_plan(number_of(answer.plan))
+    await session.abort_plans(number_of(answer.plan))
 
 
 async def test_plans_out_of_order_are_refused_and_repeated_ones_change_nothing(
@@ -155,7 +155,7 @@ async def test_plans_out_of_order_are_refused_and_repeated_ones_change_nothing(
         started = await execution.start(first.plan)
         assert started.num_tokens == 1
     assert torch.equal(tier, before)
-    await session.abort_plan(number_of(first.plan))
+    await session.abort_plans(number_of(first.plan))
 
 
 async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engine) -> None:
@@ -203,10 +203,10 @@ async def test_another_tenants_session_is_as_if_there_were_none(
         for call in (
             lambda s: stub.RenewSession(cpb.RenewSessionRequest(session=s)),
             lambda s: stub.CloseSession(cpb.CloseSessionRequest(session=s)),
-            lambda s: stub.Resync(cpb.ResyncRequest(session=s, number=1)),
+            lambda s: stub.AbortPlans(cpb.AbortPlansRequest(session=s, number=1)),
             lambda s: stub.GetBlockTable(cpb.GetBlockTableRequest(session=s, sequence_id=1)),
             lambda s: stub.LookupPrefix(cpb.LookupPrefixRequest(session=s, token_ids=bytes(4))),
-            lambda s: stub.RunStep(cpb.RunStepRequest(step=cpb.StepRequest(session=s, number=1))),
+            lambda s: stub.Step(cpb.StepRequest(session=s, number=1)),
         ):
             metrics = peers.control.metrics
             theirs = await refused(metrics, call(ref), SessionNotFoundError)

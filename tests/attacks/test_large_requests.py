@@ -35,8 +35,8 @@ def delimited(number: int, data: bytes) -> bytes:
 
 
 def step(session: tpb.SessionRef, more: bytes) -> bytes:
-    """A RunStepRequest whose step goes on with these fields."""
-    return delimited(1, pb.StepRequest(session=session, number=1).SerializeToString() + more)
+    """A StepRequest that goes on with these fields."""
+    return pb.StepRequest(session=session, number=1).SerializeToString() + more
 
 
 def open_with(layout: bytes) -> bytes:
@@ -73,18 +73,18 @@ def late_tokens(num: int) -> bytes:
 Request = Callable[[tpb.SessionRef], bytes]
 # Method, request, and the field that the refusal names.
 REFUSED: dict[str, tuple[str, Request, str]] = {
-    "operations": ("RunStep", lambda s: step(s, b"\x1a\x00" * MIB), "step.operations"),
-    "receipts": ("RunStep", lambda s: step(s, b"\x22\x00" * MIB), "step.receipts"),
-    "messages of deferred tokens": ("RunStep", lambda s: step(s, b"\x2a\x00" * MIB), "step"),
+    "operations": ("Step", lambda s: step(s, b"\x1a\x00" * MIB), "operations"),
+    "receipts": ("Step", lambda s: step(s, b"\x22\x00" * MIB), "receipts"),
+    "messages of deferred tokens": ("Step", lambda s: step(s, b"\x2a\x00" * MIB), ""),
     "deferred tokens": (
-        "RunStep",
+        "Step",
         lambda s: step(s, delimited(5, late_tokens(100_000))),
         "deferred_tokens.sequence_ids",
     ),
     "fields of one operation": (
-        "RunStep",
+        "Step",
         lambda s: step(s, delimited(3, b"\x0a\x02\x08\x01" * (MIB // 2))),
-        "step.operations",
+        "operations",
     ),
     "operations to check": (
         "CheckOperations",

@@ -27,7 +27,9 @@ End = Callable[[Stub, tpb.SessionRef, int], object]
 ENDS: dict[str, End] = {
     "closed": lambda stub, s, n: stub.CloseSession(pb.CloseSessionRequest(session=s)),
     "freed": lambda stub, s, n: run(stub, s, n, pb.Operation(free=pb.Free(sequence_ids=forks(0)))),
-    "taken back": lambda stub, s, n: stub.Resync(pb.ResyncRequest(session=s, number=n)),
+    "taken back": lambda stub, s, n: stub.AbortPlans(
+        pb.AbortPlansRequest(whole_tables=True, session=s, number=n)
+    ),
 }
 
 
@@ -39,7 +41,7 @@ def forks(step: int) -> bytes:
 def run(stub: Stub, session: tpb.SessionRef, number: int, *operations: pb.Operation) -> None:
     for i, operation in enumerate(operations):
         step = pb.StepRequest(session=session, number=number + i, operations=[operation])
-        result = stub.RunStep(pb.RunStepRequest(step=step)).result
+        result = stub.Step(step)
         assert not result.results[0].failures, result.results[0].failures[0]
 
 

@@ -18,7 +18,7 @@ MOST_GROWTH_BYTES = 4 << 20
 
 
 async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path: Path) -> None:
-    """Each packet differs, by a field that nobody knows, and asks for a layer that has run."""
+    """Each packet differs, by how often it names the layer, and asks for one that has run."""
     async with (
         serving(tmp_path, local_region_bytes=1 << 20) as (server, side),
         grpc.aio.insecure_channel(server.address) as channel,
@@ -31,8 +31,8 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
         assert (await peer.ask(packet)).output.layer == 0
 
         async def ask_again(number: int) -> None:
-            unknown = number.to_bytes(4, "big") + bytes(LONG_BYTES)
-            field = b"\xfa\x3f" + _varint(len(unknown)) + unknown  # field 1023, of bytes
+            again = b"\x08\x00" * (LONG_BYTES // 2 + number)  # LayerInput.layer = 0
+            field = b"\x1a" + _varint(len(again)) + again  # ExecuteRequest.layer, to be merged
             assert (await peer.ask(packet + field)).WhichOneof("message") == "output"
 
         await ask_again(0)

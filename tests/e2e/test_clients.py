@@ -18,6 +18,7 @@ import pytest
 
 from examples.planes import Planes
 from kvplane import LayerGroup, Layout
+from kvplane.sync import ControlClient
 from tests.helpers import json_caller
 from tests.helpers.go_stubs import go, write_stubs
 from tests.helpers.tools import needs
@@ -37,6 +38,8 @@ def planes(tmp_path: Path) -> Iterator[Planes]:
     layout.write_text(json.dumps(asdict(LAYOUT)))
     flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
     with Planes(tmp_path, flags) as planes:
+        with ControlClient(planes.control.address) as control:
+            control.wait_ready("default")
         yield planes
         counted = planes.control.metrics()
         sessions, sequences = (
@@ -112,7 +115,7 @@ def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Planes) -> None:
     (script,) = shown("bash")
     (_, *listed), *calls = json_caller.lines_of(script)
     assert listed == ["list", SERVICE]
-    assert "RunStep" in json_caller.methods_of(planes.control.address, SERVICE)
+    assert "Step" in json_caller.methods_of(planes.control.address, SERVICE)
     seen: dict[str, Any] = {}
     answers = []
     for flag, text, _, method in calls:
@@ -123,10 +126,10 @@ def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Planes) -> None:
     described, opened, admitted, table, freed, closed = answers
     assert described["ready"]
     assert opened["session"]
-    assert "failures" not in admitted["result"]["results"][0]
-    assert admitted["result"]["plan"]["payload"]
+    assert "failures" not in admitted["results"][0]
+    assert admitted["plan"]["payload"]
     assert table
-    assert "failures" not in freed["result"]["results"][0]
+    assert "failures" not in freed["results"][0]
     assert closed == {}
 
 

@@ -118,8 +118,8 @@ async def mistakes(control: ControlClient, address: str) -> None:
         with pytest.raises(KvplaneError):
             await execution.start(SignedPayload(payload=b"forged"))
         await session.run(ops.admit(1, range(100)))
-        await session.abort_plan(session.last_number)
-        await execute(session, execution, (await session.resync()).plan)
+        await session.abort_plans(session.last_number)
+        await execute(session, execution, (await session.abort_plans(whole_tables=True)).plan)
     await session.run(ops.forget(ops.Scope.NAMESPACE, force=True))
     await session.run(ops.admit(2, range(200, 240)))
     await session.detach()

@@ -87,7 +87,7 @@ def fill_once(control: ControlPlane, num_blocks: int, *planes: Executor) -> None
         ops.append(1, first_positions=0, num_lookahead_slots=num_blocks * 8),
     ]
     step = pb.StepRequest(session=opened.session, number=1, operations=operations)
-    plan = control.step(step, TENANT).result.plan
+    plan = control.step(step, TENANT).plan
     for plane in planes:
         assert plane.start(opened.grant, plan).receipt is not None
     control.close_session(opened.session, TENANT)

@@ -26,16 +26,15 @@ STEP = {
     ("kvplane-control-plane", "kvplane.control_plane.step", "kvplane.StepRequest"),
     ("kvplane-data-plane", "kvplane.data_plane.plan", "kvplane.StepRequest"),
 }
-RUN_STEP = "kvplane.v1.ControlPlaneService/RunStep"
-SUBMIT_RECEIPTS = "kvplane.v1.ControlPlaneService/SubmitReceipts"
+UNARY = "kvplane.v1.ControlPlaneService/Step"
 UNARY_STEP = {
     ("a-client", "a unary step", None),
-    ("kvplane-control-plane", RUN_STEP, "a unary step"),
-    ("kvplane-control-plane", "kvplane.control_plane.step", RUN_STEP),
+    ("kvplane-control-plane", UNARY, "a unary step"),
+    ("kvplane-control-plane", "kvplane.control_plane.step", UNARY),
 }
 SUBMIT = {
-    ("a-client", "kvplane.SubmitReceiptsRequest", None),
-    ("kvplane-control-plane", SUBMIT_RECEIPTS, "kvplane.SubmitReceiptsRequest"),
+    ("a-client", "kvplane.StepRequest", None),
+    ("kvplane-control-plane", "kvplane.control_plane.step", "kvplane.StepRequest"),
 }
 CLIENT = """
 import sys
@@ -52,10 +51,9 @@ with ControlClient(sys.argv[1]) as control, grpc.insecure_channel(sys.argv[1]) a
     with control.open_session("default", layout) as session:
         session.submit_receipts()
         step = control_pb2.StepRequest(session=session.ref, number=session.last_number + 1)
-        request = control_pb2.RunStepRequest(step=step)
         stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
         with tracing.span("a unary step"):
-            stub.RunStep(request, metadata=tracing.to_metadata())
+            stub.Step(step, metadata=tracing.to_metadata())
 """
 pytestmark = pytest.mark.timeout(300)
 

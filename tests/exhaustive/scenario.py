@@ -145,7 +145,7 @@ class Scenario:
         engine = self.engines[i]
         number = min(engine.control.core._sessions[engine.id].plans)
         try:
-            engine.call("abort_plan", cpb.AbortPlanRequest(plan_number=number))
+            engine.call("abort_plans", cpb.AbortPlansRequest(plan_number=number))
         except PlanReceiptedError as error:
             raise AssertionError("a plan in flight has been receipted") from error
         if 1 not in engine.sequences:

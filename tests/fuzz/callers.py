@@ -68,13 +68,13 @@ class Engine:
 
     def heard(self, method: str, answer: bytes) -> None:
         """What a unary call was answered."""
-        if method == "RunStep":
-            made = cpb.RunStepResponse.FromString(answer).result
+        if method == "Step":
+            made = cpb.StepResponse.FromString(answer)
             self.plans += [made.plan] if made.HasField("plan") else []
 
     def requests(self, rng: random.Random) -> tuple[str, list[Message]]:
         """One call that the control plane would answer."""
-        ref_, numbered = self.opened.session, self._numbered
+        ref_ = self.opened.session
         made: dict[str, Callable[[], list[Message]]] = {
             "DescribeControlPlane": lambda: [cpb.DescribeControlPlaneRequest()],
             "ListPools": lambda: [cpb.ListPoolsRequest()],
@@ -82,11 +82,9 @@ class Engine:
             "OpenSession": lambda: [self.opening()],
             "RenewSession": lambda: [cpb.RenewSessionRequest(session=ref_)],
             "CloseSession": lambda: [cpb.CloseSessionRequest(session=ref_)],
-            "RunStep": lambda: [cpb.RunStepRequest(step=self._step(rng))],
-            "Step": lambda: [self._step(rng) for _ in range(rng.randrange(1, 5))],
-            "SubmitReceipts": lambda: [cpb.SubmitReceiptsRequest(**numbered(rng))],
-            "AbortPlan": lambda: [cpb.AbortPlanRequest(**numbered(rng), plan_number=self.number)],
-            "Resync": lambda: [cpb.ResyncRequest(**numbered(rng))],
+            "Step": lambda: [self._step(rng)],
+            "StreamSteps": lambda: [self._on_a_stream(rng) for _ in range(rng.randrange(1, 5))],
+            "AbortPlans": lambda: [self._abort(rng)],
             "GetBlockTable": lambda: [cpb.GetBlockTableRequest(session=ref_, sequence_id=1)],
             "CheckOperations": lambda: [
                 cpb.CheckOperationsRequest(session=ref_, operations=self._operations(rng))
@@ -99,9 +97,21 @@ class Engine:
             "ListSessions": lambda: [cpb.ListSessionsRequest(pool_id="pool")],
             "Register": lambda: self._registration(rng),
         }
-        weights = [8 if name in ("RunStep", "Step") else 1 for name in made]
+        weights = [8 if name in ("Step", "StreamSteps") else 1 for name in made]
         [method] = rng.choices([*made], weights)
         return method, made[method]()
+
+    def _abort(self, rng: random.Random) -> cpb.AbortPlansRequest:
+        return cpb.AbortPlansRequest(
+            **self._numbered(rng),
+            plan_number=rng.choice((0, self.number)),
+            whole_tables=rng.random() < 0.5,
+        )
+
+    def _on_a_stream(self, rng: random.Random) -> cpb.StreamStepsRequest:
+        if rng.random() < 0.2:
+            return cpb.StreamStepsRequest(abort=self._abort(rng))
+        return cpb.StreamStepsRequest(step=self._step(rng))
 
     def opening(self) -> cpb.OpenSessionRequest:
         return cpb.OpenSessionRequest(

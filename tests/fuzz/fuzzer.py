@@ -24,7 +24,7 @@ CALLS_A_SESSION = 40
 PROBE_INPUTS = 100
 PATIENCE_S = 60.0
 FORBIDDEN = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
-STREAMS = ("Step", "Register", "Watch", "Execute", "PushBlocks")
+STREAMS = ("StreamSteps", "Register", "Watch", "Execute", "PushBlocks")
 _MAX_FOUND = 20
 _WATCH_S = 0.1
 # What grpc.aio makes of a message that is written to a stream which the server has ended.

@@ -192,8 +192,8 @@ class World:
         if payload is not None:
             plan = tpb.Plan.FromString(payload)
             assert plan.number == session.number, plan
-        encoded = self.pool.answer(session.number, b"", payload or b"", b"signed", 1, b"")
-        result = cpb.StepResponse.FromString(encoded).result
+        encoded, step_at = self.pool.answer(session.number, b"", payload or b"", b"signed", 1, b"")
+        result = cpb.StepResponse.FromString(encoded[step_at:])
         assert result.plan.payload == (payload or b"")
 
     def begin(self, session: Session) -> None:

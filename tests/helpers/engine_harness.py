@@ -176,7 +176,7 @@ class Link:
         if self.faults:
             raise self.faults.pop(0)
         request = pb.StepRequest(operations=operations)
-        result = StepResult(self._call(self.planes.core.step, request).result)
+        result = StepResult(self._call(self.planes.core.step, request))
         self.steps.append(list(operations))
         self.results.append(result)
         if result.plan is not None:
@@ -193,11 +193,11 @@ class Link:
         self.receipts.extend(receipts)
 
     def submit_receipts(self) -> None:
-        self._call(self.planes.core.submit_receipts, pb.SubmitReceiptsRequest())
+        self._call(self.planes.core.step, pb.StepRequest())
 
     def abort_last_plan(self) -> list[SequenceState]:
-        request = pb.AbortPlanRequest(plan_number=self.last_plan_number)
-        return sequence_states(self._call(self.planes.core.abort_plan, request).sequences)
+        request = pb.AbortPlansRequest(plan_number=self.last_plan_number)
+        return sequence_states(self._call(self.planes.core.abort_plans, request).sequences)
 
     def _call(self, method: Callable[[Any, str], Any], request: Any) -> Any:
         """Fill in who, when and the receipts; a failure uses up the number as well."""

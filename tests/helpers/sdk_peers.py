@@ -67,18 +67,19 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
     async def CloseSession(self, request: cpb.CloseSessionRequest, context: Any) -> Any:
         return cpb.CloseSessionResponse()
 
-    async def Step(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def StreamSteps(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         self.streams += 1
-        async for request in requests:
+        async for message in requests:
+            request = message.step
             answer = await self._answer(request, context)
             for response in answer if isinstance(answer, list) else [answer]:
                 yield response
 
-    async def Resync(self, request: Any, context: Any) -> Any:
+    async def AbortPlans(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
-    AbortPlan = SubmitReceipts = DescribeSequence = DescribePool = Resync
-    CheckOperations = ExplainPrefix = FindPrefix = Resync
+    DescribeSequence = DescribePool = AbortPlans
+    CheckOperations = ExplainPrefix = FindPrefix = AbortPlans
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -152,13 +153,10 @@ async def hang_up(context: Any) -> None:
 def answer_step(request: Any) -> Any:
     """Return an answer whose plan holds the request's number."""
     plan = plan_of(request.number)
-    if isinstance(request, cpb.ResyncRequest):
-        return cpb.ResyncResponse(plan=plan)
-    if isinstance(request, cpb.AbortPlanRequest):
-        return cpb.AbortPlanResponse()
-    if isinstance(request, cpb.SubmitReceiptsRequest):
-        return cpb.SubmitReceiptsResponse()
-    return cpb.StepResponse(number=request.number, result=cpb.StepResult(plan=plan))
+    if isinstance(request, cpb.AbortPlansRequest):
+        return cpb.AbortPlansResponse(plan=plan if request.whole_tables else None)
+    step = cpb.StepResponse(plan=plan if request.operations else None)
+    return cpb.StreamStepsResponse(number=request.number, step=step)
 
 
 def answer_execution(request: Any) -> Any:

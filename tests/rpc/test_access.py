@@ -171,7 +171,7 @@ async def test_a_follower_and_a_silent_stream_of_a_role_that_is_taken_away_are_c
         stub: Stub = control_pb2_grpc.ControlPlaneServiceStub(routers)
         watch = stub.Watch(cpb.WatchRequest(pool_id=POOL_ID))
         assert (await watch.read()).snapshot.last
-        step = control_pb2_grpc.ControlPlaneServiceStub(engines).Step()
+        step = control_pb2_grpc.ControlPlaneServiceStub(engines).StreamSteps()
         await step.wait_for_connection()
         peers.access_file.write_text(listed("plane"))
         for call in (watch, step):

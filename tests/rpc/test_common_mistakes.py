@@ -116,7 +116,7 @@ async def a_receipt_before_the_plan_has_run(who: Newcomer) -> None:
 
 
 async def a_step_without_a_plan_is_executed(who: Newcomer) -> None:
-    await who.execution.start((await who.session.step([])).plan)
+    await who.execution.start((await who.session.step([ops.free([])])).plan)
 
 
 async def plans_in_the_wrong_order(who: Newcomer) -> None:
@@ -217,7 +217,7 @@ MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], 
     receipts_never_handed_in: (
         TooManyPlansInFlightError,
         "4 plans wait for their receipts: run them, and submit receipts with add_receipt or "
-        "SubmitReceipts",
+        "submit_receipts",
     ),
     a_receipt_before_the_plan_has_run: (
         InvalidRequestError,

@@ -84,7 +84,7 @@ async def test_truncated_and_garbage_requests_are_the_callers_error(
         pool_id="pool", protocol=protocol.supported(), layout=LAYOUT.to_proto()
     ).SerializeToString()
     async with grpc.aio.insecure_channel(control_server.address) as channel:
-        for name in ("OpenSession", "RunStep", "GetBlockTable", "Resync"):
+        for name in ("OpenSession", "Step", "GetBlockTable", "AbortPlans"):
             call: Any = channel.unary_unary(f"/{SERVICE}/{name}")
             for garbage in (b"\xff" * 20, request[:-1], b"\x0a\xff\xff\xff\xff\x7f"):
                 with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -153,8 +153,9 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     with pytest.raises(grpc.aio.AioRpcError):
         await session.submit()
     await session.step(ops.append([1, 2, 9], [1] * 3, 1, first_positions=[20, 20, 0], num_tokens=1))
-    call: Any = stub.Step()
-    await call.write(pb.StepRequest(session=session.ref, number=77))
+    call: Any = stub.StreamSteps()
+    step = pb.StepRequest(session=session.ref, number=77)
+    await call.write(pb.StreamStepsRequest(step=step))
     assert (await call.read()).error.reason == "STEP_OUT_OF_ORDER"
     call.cancel()
     told = await scrape(control_server)
@@ -187,16 +188,16 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     }
     assert list(counted.values()) == [2, 1, 1, 2, 2, 1]
     assert told["kvplane_plans_total"] == 3
-    assert told["kvplane_step_duration_seconds_count"] == 4
+    assert told["kvplane_step_duration_seconds_count"] == 5
     assert told['kvplane_sessions_expired_total{pool="pool"}'] == 0
     incarnation = control_server.core.incarnation
     assert told[f'kvplane_control_plane_info{{incarnation="{incarnation}"}}'] == 1
     assert told['kvplane_rejections_total{reason="BAD_SIGNATURE"}'] == 1
     assert told['kvplane_rejections_total{reason="STEP_OUT_OF_ORDER"}'] == 1
     handled = "kvplane_rpc_handled_total{code="
-    assert told[f'{handled}"OK",method="/{SERVICE}/RunStep"}}'] == 4
-    assert told[f'{handled}"DATA_LOSS",method="/{SERVICE}/SubmitReceipts"}}'] == 1
-    assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/RunStep"}}'] == 4
+    assert told[f'{handled}"OK",method="/{SERVICE}/Step"}}'] == 5
+    assert told[f'{handled}"DATA_LOSS",method="/{SERVICE}/Step"}}'] == 1
+    assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/Step"}}'] == 6
 
 
 async def test_the_containers_probe_asks_for_health_without_an_interpreter(
@@ -279,11 +280,12 @@ async def test_stopping_answers_what_is_in_flight_and_ends_idle_streams_at_once(
     await shard.register()
     await shard.report()
     session = await RawSession.open(stub, shard)
-    call: Any = stub.Step()
-    await call.write(pb.StepRequest(operations=[ops.admit(1, [1, 2])], **session.next()))
+    call: Any = stub.StreamSteps()
+    step = pb.StepRequest(operations=[ops.admit(1, [1, 2])], **session.next())
+    await call.write(pb.StreamStepsRequest(step=step))
     await asyncio.sleep(0)
     answer = await call.read()
-    assert not answer.result.results[0].failures
+    assert not answer.step.results[0].failures
     async with asyncio.timeout(PATIENCE_S):
         await server.stop()
     assert await call.code() is grpc.StatusCode.UNAVAILABLE

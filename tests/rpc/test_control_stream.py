@@ -23,27 +23,27 @@ NEVER, FAILED = pb.OPERATION_STATUS_NEVER, pb.OPERATION_STATUS_FAILED
 
 
 class Steps:
-    """A Step stream of a session."""
+    """A StreamSteps stream of a session."""
 
     def __init__(self, session: RawSession) -> None:
         self.session = session
-        self.call: Any = session.stub.Step()
+        self.call: Any = session.stub.StreamSteps()
 
     async def send(self, *operations: pb.Operation, **more: Any) -> None:
         fields = {"session": self.session.ref, "operations": operations, **more}
-        await self.call.write(pb.StepRequest(**fields))
+        await self.call.write(pb.StreamStepsRequest(step=pb.StepRequest(**fields)))
 
-    async def receive(self) -> pb.StepResponse:
+    async def receive(self) -> pb.StreamStepsResponse:
         answer = await asyncio.wait_for(self.call.read(), PATIENCE_S)
-        assert isinstance(answer, pb.StepResponse), await self.call.details()
+        assert isinstance(answer, pb.StreamStepsResponse), await self.call.details()
         return answer
 
-    async def step(self, *operations: pb.Operation, **more: Any) -> pb.StepResponse:
+    async def step(self, *operations: pb.Operation, **more: Any) -> pb.StreamStepsResponse:
         """The next step, with the receipts that are due; what is answered counts as run."""
         await self.send(*operations, **{**self.session.next(), **more})
         answer = await self.receive()
-        if answer.HasField("result"):
-            self.session.ran(answer.result)
+        if answer.HasField("step"):
+            self.session.ran(answer.step)
         return answer
 
     async def refusal(self, *operations: pb.Operation, **more: Any) -> tuple[int, str, str]:
@@ -59,28 +59,26 @@ async def steps(session: RawSession) -> Steps:
     return Steps(session)
 
 
-def statuses(answer: pb.StepResponse) -> list[int]:
+def statuses(answer: pb.StreamStepsResponse) -> list[int]:
     """Of operations of one item each."""
-    return [
-        result.failures[0].status if result.failures else OK for result in answer.result.results
-    ]
+    return [result.failures[0].status if result.failures else OK for result in answer.step.results]
 
 
 async def test_a_step_answers_each_operation_and_one_plan(steps: Steps) -> None:
     answer = await steps.step(ops.admit(1, [1, 2, 3]), ops.admit(2, [4, 5]))
     assert (answer.number, statuses(answer)) == (1, [OK, OK])
-    plan = tpb.Plan.FromString(answer.result.plan.payload)
+    plan = tpb.Plan.FromString(answer.step.plan.payload)
     assert columns.read(INT64, plan.spans.sequence_ids, "sequence_ids").tolist() == [1, 2]
     assert columns.read(INT32, plan.spans.num_tokens, "num_tokens").tolist() == [3, 2]
-    assert answer.result.usage.tiers[0].num_held_blocks == 2
+    assert answer.step.usage.tiers[0].num_held_blocks == 2
     answer = await steps.step(ops.append(1, [4], 1, first_positions=3), ops.free([2]))
     assert (answer.number, statuses(answer)) == (2, [OK, OK])
 
 
 async def test_a_step_with_nothing_to_carry_out_has_no_plan(steps: Steps) -> None:
     answer = await steps.step()
-    assert answer.HasField("result")
-    assert not answer.result.HasField("plan")
+    assert answer.HasField("step")
+    assert not answer.step.HasField("plan")
 
 
 async def test_an_operation_that_fails_leaves_its_neighbours_alone(steps: Steps) -> None:
@@ -95,7 +93,7 @@ async def test_an_operation_that_fails_leaves_its_neighbours_alone(steps: Steps)
         ops.admit(4, [9]),
     )
     assert statuses(answer) == [OK, *[FAILED] * 6, OK]
-    errors = [result.failures[0].error for result in answer.result.results[1:7]]
+    errors = [result.failures[0].error for result in answer.step.results[1:7]]
     assert [(error.reason, error.field) for error in errors] == [
         ("SEQUENCE_NOT_FOUND", "operations[1].free.sequence_ids[0]"),
         ("SEQUENCE_EXISTS", "operations[2].admit.sequence_id"),
@@ -111,7 +109,7 @@ async def test_an_item_that_fails_leaves_the_items_beside_it_alone(steps: Steps)
     answer = await steps.step(
         ops.append([1, 9, 2, 2], [6, 7, 8, 9], 1, first_positions=[3, 0, 7, 2], num_tokens=1)
     )
-    [result] = answer.result.results
+    [result] = answer.step.results
     assert [(f.item, f.status, f.error.reason, f.error.field) for f in result.failures] == [
         (1, FAILED, "SEQUENCE_NOT_FOUND", "operations[0].append.sequence_ids[1]"),
         (2, FAILED, "POSITION_MISMATCH", "operations[0].append.first_positions[2]"),
@@ -124,12 +122,12 @@ async def test_no_room_now_and_no_room_ever_are_told_apart(steps: Steps) -> None
         ops.admit(1, list(range(100))), ops.admit(2, [7] * 40), ops.admit(3, [1] * 1000)
     )
     assert statuses(answer) == [OK, LATER, NEVER]
-    shortage = answer.result.results[1].failures[0].shortage
+    shortage = answer.step.results[1].failures[0].shortage
     assert (shortage.tier, shortage.num_blocks_needed) == (tpb.TIER_DEVICE, 5)
     assert shortage.num_blocks_available < 5
     assert shortage.reason == pb.SHORTAGE_REASON_BLOCKS
     assert shortage.HasField("retry_delay")
-    assert not answer.result.results[2].failures[0].shortage.HasField("retry_delay")
+    assert not answer.step.results[2].failures[0].shortage.HasField("retry_delay")
 
 
 async def test_huge_numbers_are_refused_and_hurt_nothing(steps: Steps) -> None:
@@ -198,17 +196,18 @@ async def test_bytes_that_are_no_request_are_refused_and_the_stream_goes_on(
     control_server: ControlPlaneServer, session: RawSession
 ) -> None:
     async with grpc.aio.insecure_channel(control_server.address) as channel:
-        call: Any = channel.stream_stream("/kvplane.v1.ControlPlaneService/Step")()
+        call: Any = channel.stream_stream("/kvplane.v1.ControlPlaneService/StreamSteps")()
         for garbage in (b"\xff\xff\xff", b"\x1a\xff\xff\xff\xff\x0f", b"\x0a"):
             await call.write(garbage)
-            answer = pb.StepResponse.FromString(await call.read())
+            answer = pb.StreamStepsResponse.FromString(await call.read())
             assert (answer.number, answer.error.reason) == (0, "INVALID_REQUEST")
         operation = ops.admit(1, [1])
-        request = pb.StepRequest(session=session.ref, number=1, operations=[operation])
+        step = pb.StepRequest(session=session.ref, number=1, operations=[operation])
+        request = pb.StreamStepsRequest(step=step)
         await call.write(request.SerializeToString()[:-1])
-        assert pb.StepResponse.FromString(await call.read()).HasField("error")
+        assert pb.StreamStepsResponse.FromString(await call.read()).HasField("error")
         await call.write(request.SerializeToString())
-        assert statuses(pb.StepResponse.FromString(await call.read())) == [OK]
+        assert statuses(pb.StreamStepsResponse.FromString(await call.read())) == [OK]
 
 
 async def test_a_number_repeated_over_another_stream_gets_the_same_answer(
@@ -222,9 +221,9 @@ async def test_a_number_repeated_over_another_stream_gets_the_same_answer(
     fresh = Steps(session)
     await fresh.send(ops.admit(1, [1, 2]), **request)
     assert await fresh.receive() == first
-    receipt = session.shard.receipt(first.result.plan)
+    receipt = session.shard.receipt(first.step.plan)
     await fresh.send(ops.admit(1, [1, 2]), receipts=[receipt], **request)
-    assert (await fresh.receive()).result.plan == first.result.plan
+    assert (await fresh.receive()).step.plan == first.step.plan
     conflict = await fresh.refusal(ops.admit(1, [1, 3]), **request)
     assert conflict == (1, "STEP_CONFLICT", "number")
 
@@ -236,13 +235,13 @@ async def test_the_stream_and_the_unary_calls_share_their_numbers_and_answers(
     unary = await session.step(operation)
     steps = Steps(session)
     await steps.send(operation, number=1)
-    assert (await steps.receive()).result == unary
+    assert (await steps.receive()).step == unary
     answer = await steps.step(ops.admit(2, list(range(1000))))
     assert statuses(answer) == [NEVER]
     step = pb.StepRequest(
         session=session.ref, number=2, operations=[ops.admit(2, list(range(1000)))]
     )
-    assert (await stub.RunStep(pb.RunStepRequest(step=step))).result == answer.result
+    assert (await stub.Step(step)) == answer.step
 
 
 async def test_deferred_tokens_may_follow_in_a_later_step_or_without_one(
@@ -252,8 +251,8 @@ async def test_deferred_tokens_may_follow_in_a_later_step_or_without_one(
     await steps.step(ops.append(1, [], 2, first_positions=2))
     await steps.step(deferred_tokens=ops.deferred_tokens([1], [1], [2], [1], [3]))
     last = ops.deferred_tokens([1], [1], [3], [1], [4])
-    request = pb.SubmitReceiptsRequest(deferred_tokens=last, **session.next())
-    await stub.SubmitReceipts(request)
+    request = pb.StepRequest(deferred_tokens=last, **session.next())
+    await stub.Step(request)
     name = pb.DescribeSequenceRequest(session=session.ref, sequence_id=1)
     known = (await stub.DescribeSequence(name)).sequences.num_tokens
     assert known == columns.pack(INT64, [4])

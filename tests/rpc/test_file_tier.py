@@ -319,8 +319,8 @@ async def test_a_load_that_is_aborted_publishes_nothing(tmp_path: Path) -> None:
             session, tokens = second.session, PROMPT[: 8 * NUM_FULL]
             plan = (await session.run(ops.admit(9, tokens))).plan
             assert plan is not None
-            await session.abort_plan(session.last_number)
-            resynced = await session.resync()
+            await session.abort_plans(session.last_number)
+            resynced = await session.abort_plans(whole_tables=True)
             await second.execution.start(resynced.plan)
             with pytest.raises(PlanOutOfOrderError):
                 await second.data.load_file_blocks(session.grant, plan, 9, tokens)

@@ -54,23 +54,22 @@ async def other(stub: Stub, shard: RawShard) -> RawSession:
     return await RawSession.open(stub, shard)
 
 
-def long(session: RawSession) -> pb.RunStepRequest:
+def long(session: RawSession) -> pb.StepRequest:
     admits = [ops.admit(i, [7] * 21) for i in range(1, 6)]
-    step = pb.StepRequest(**session.next(), operations=admits)
-    return pb.RunStepRequest(step=step)
+    return pb.StepRequest(**session.next(), operations=admits)
 
 
 async def test_others_are_served_while_a_request_takes_long(
     lingering: Lingering, session: RawSession, other: RawSession
 ) -> None:
-    answer = asyncio.create_task(call(session.stub.RunStep(long(session))))
+    answer = asyncio.create_task(call(session.stub.Step(long(session))))
     await lingering.began.wait()
     for i in range(1, 4):
         await other.admit(i, [i] * 3)
     assert not answer.done()
     assert lingering.num_slices > 3, "they were served between slices"
     lingering.is_enough = True
-    result = (await asyncio.wait_for(answer, PATIENCE_S)).result
+    result = await asyncio.wait_for(answer, PATIENCE_S)
     assert len(result.results) == 5
 
 
@@ -78,26 +77,26 @@ async def test_a_large_plan_is_answered_on_a_stream_too(
     lingering: Lingering, session: RawSession
 ) -> None:
     lingering.is_enough = True
-    step = long(session).step
-    stream: Any = session.stub.Step()
-    await stream.write(step)
+    step = long(session)
+    stream: Any = session.stub.StreamSteps()
+    await stream.write(pb.StreamStepsRequest(step=step))
     answer = await stream.read()
     assert answer.number == step.number
-    assert len(answer.result.plan.payload) > 300
-    session.ran(answer.result)
+    assert len(answer.step.plan.payload) > 300
+    session.ran(answer.step)
     assert not (await session.step(ops.free([1]))).results[0].failures, "its receipt is taken"
 
 
 async def test_the_sessions_own_requests_wait_and_keep_their_order(
     lingering: Lingering, session: RawSession, other: RawSession
 ) -> None:
-    first = asyncio.create_task(call(session.stub.RunStep(long(session))))
+    first = asyncio.create_task(call(session.stub.Step(long(session))))
     await lingering.began.wait()
     again = long(session)
-    again.step.number = 1
-    receipts = pb.SubmitReceiptsRequest(session=session.ref, number=2)
-    later = [asyncio.create_task(call(session.stub.RunStep(again)))]
-    later.append(asyncio.create_task(call(session.stub.SubmitReceipts(receipts))))
+    again.number = 1
+    receipts = pb.StepRequest(session=session.ref, number=2)
+    later = [asyncio.create_task(call(session.stub.Step(again)))]
+    later.append(asyncio.create_task(call(session.stub.Step(receipts))))
     await other.admit(1, [1] * 3)
     assert not any(task.done() for task in [first, *later])
     lingering.is_enough = True
@@ -109,23 +108,23 @@ async def test_a_request_runs_to_its_end_though_its_caller_goes(
     lingering: Lingering, session: RawSession, other: RawSession
 ) -> None:
     request = long(session)
-    gone = session.stub.RunStep(request)
+    gone = session.stub.Step(request)
     await lingering.began.wait()
     gone.cancel()
     await other.admit(1, [1] * 3)
     lingering.is_enough = True
-    answer = await asyncio.wait_for(call(session.stub.RunStep(request)), PATIENCE_S)
-    assert not answer.result.results[0].failures
-    assert session.ran(answer.result)
+    answer = await asyncio.wait_for(call(session.stub.Step(request)), PATIENCE_S)
+    assert not answer.results[0].failures
+    assert session.ran(answer)
     await session.step(ops.free([1]))
 
 
 async def test_long_requests_take_turns(
     lingering: Lingering, session: RawSession, other: RawSession
 ) -> None:
-    first = asyncio.create_task(call(session.stub.RunStep(long(session))))
+    first = asyncio.create_task(call(session.stub.Step(long(session))))
     await lingering.began.wait()
-    second = asyncio.create_task(call(other.stub.RunStep(long(other))))
+    second = asyncio.create_task(call(other.stub.Step(long(other))))
     before = lingering.num_slices
     third = await RawSession.open(session.stub, session.shard)
     await third.admit(1, [1] * 3)
@@ -133,7 +132,7 @@ async def test_long_requests_take_turns(
     assert not second.done()
     lingering.is_enough = True
     for task in (first, second):
-        result = (await asyncio.wait_for(task, PATIENCE_S)).result
+        result = await asyncio.wait_for(task, PATIENCE_S)
         assert len(result.results) == 5
 
 

@@ -148,7 +148,7 @@ async def test_the_next_connection_has_the_new_certificate_and_streams_go_on(
     async with ControlClient(server.address, tls=tls_of(authority)) as client:
         request = pb.DescribeControlPlaneRequest()
         stub = client._stub
-        stream = stub.Step(timeout=30)
+        stream = stub.StreamSteps(timeout=30)
         await stream.wait_for_connection()
         assert [await shown(authority, port) for port in ports] == ["first"] * 3
         files.put(pairs[1])

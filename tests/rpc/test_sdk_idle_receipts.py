@@ -56,7 +56,7 @@ def submissions(plane: ScriptedControlPlane) -> list[list[bytes]]:
     return [
         [receipt.payload for receipt in request.receipts]
         for request in plane.requests
-        if isinstance(request, pb.SubmitReceiptsRequest)
+        if isinstance(request, pb.StepRequest) and not request.operations
     ]
 
 
@@ -75,19 +75,19 @@ async def test_what_an_idle_engine_wrote_is_found_by_others_without_a_step(
 
 
 async def test_the_last_receipt_is_submitted_once_under_the_next_number(plane, session) -> None:
-    await session.step([])
+    await session.step([ops.free([])])
     session.add_receipt(payload(b"r1"))
     session.add_receipt(payload(b"r2"))
     await until(lambda: submissions(plane))
     await while_idle()
     assert submissions(plane) == [[b"r1", b"r2"]]
-    assert (await session.step([])).plan == plan_of(3)
+    assert (await session.step([ops.free([])])).plan == plan_of(3)
     assert plane.numbers == [1, 2, 3]
 
 
 async def test_an_engine_that_goes_on_pays_for_no_further_call(plane, session) -> None:
     for number in range(1, 6):
-        await session.step([])
+        await session.step([ops.free([])])
         session.add_receipt(payload(b"r%d" % number))
         await asyncio.sleep(sessions.IDLE_S / 5)
     assert submissions(plane) == []
@@ -95,7 +95,7 @@ async def test_an_engine_that_goes_on_pays_for_no_further_call(plane, session) -
 
 
 async def test_a_session_without_receipts_submits_none(plane, session) -> None:
-    await session.step([])
+    await session.step([ops.free([])])
     await while_idle()
     assert submissions(plane) == []
 
@@ -103,11 +103,11 @@ async def test_a_session_without_receipts_submits_none(plane, session) -> None:
 async def test_a_submission_of_its_own_does_not_change_the_callers_last_number(
     plane, session
 ) -> None:
-    await session.step([])
+    await session.step([ops.free([])])
     session.add_receipt(payload(b"r1"))
     await until(lambda: submissions(plane))
     assert session.last_number == 1
-    await session.step([])
+    await session.step([ops.free([])])
     assert session.last_number == 3
 
 
@@ -120,7 +120,7 @@ async def test_it_waits_for_a_call_that_runs_and_finds_its_receipts_gone(plane, 
 
     plane.script = slow
     session.add_receipt(payload(b"r1"))
-    step = asyncio.create_task(session.step([]))
+    step = asyncio.create_task(session.step([ops.free([])]))
     await while_idle()
     may_answer.set()
     await step
@@ -136,7 +136,7 @@ async def test_receipts_added_while_a_call_ran_are_submitted_after_it(plane, ses
         return answer_step(request)
 
     plane.script = slow
-    step = asyncio.create_task(session.step([]))
+    step = asyncio.create_task(session.step([ops.free([])]))
     await until(lambda: plane.requests)
     session.add_receipt(payload(b"r1"))
     await while_idle()
@@ -151,7 +151,7 @@ async def test_a_step_made_while_it_is_submitted_comes_after_it(plane, session) 
     may_answer = asyncio.Event()
 
     async def slow(request: Any) -> Any:
-        if isinstance(request, pb.SubmitReceiptsRequest):
+        if isinstance(request, pb.StepRequest) and not request.operations:
             await may_answer.wait()
         return answer_step(request)
 
@@ -199,7 +199,7 @@ async def test_one_that_got_no_answer_is_sent_again_as_it_was(plane, session, mo
     session.add_receipt(payload(b"r1"))
     await until(lambda: len(plane.requests) == 3)
     assert plane.requests[0] == plane.requests[1] == plane.requests[2]
-    await session.step([])
+    await session.step([ops.free([])])
     assert plane.numbers == [1, 1, 1, 2]
 
 
@@ -278,7 +278,7 @@ async def test_every_number_has_one_content_however_calls_and_submissions_meet(
         await asyncio.sleep(rng.choice([0, 0, 0.001, 0.004]))
     await until(lambda: len(received) == 60)
     steps = [request for request in contents if isinstance(request, pb.StepRequest)]
-    freed = [request.operations[0] for request in steps]
+    freed = [request.operations[0] for request in steps if request.operations]
     assert freed == [ops.free([number + 1]) for number in range(60)]
     assert len(set(done)) == 60
     assert len(contents) > 60, "no receipt was submitted by itself"

@@ -61,7 +61,7 @@ async def session(address: str) -> AsyncIterator[Session]:
 def refuse(error: KvplaneError, next_number: int = 0) -> Any:
     """Refuse a step."""
     error.next_number = next_number
-    return lambda request: pb.StepResponse(number=request.number, error=to_wire(error))
+    return lambda request: pb.StreamStepsResponse(number=request.number, error=to_wire(error))
 
 
 def refuse_call(error: KvplaneError, next_number: int = 0) -> Any:
@@ -90,7 +90,7 @@ class Numbering:
         self.contents: list[list[pb.Operation]] = []
         self._refuses = refuses
 
-    def __call__(self, request: pb.StepRequest) -> pb.StepResponse:
+    def __call__(self, request: pb.StepRequest) -> pb.StreamStepsResponse:
         content = list(request.operations)
         error: KvplaneError | None = None
         if request.number == self.last + 1:
@@ -133,7 +133,7 @@ async def give_up(session: Session, plane: ScriptedControlPlane, *operations: An
 
 async def test_steps_are_numbered_from_one_on_one_stream(plane, session) -> None:
     for number in (1, 2, 3):
-        assert (await session.step([])).plan == plan_of(number)
+        assert (await session.step([ops.free([])])).plan == plan_of(number)
         assert session.last_number == number
     assert (plane.numbers, plane.streams) == ([1, 2, 3], 1)
 
@@ -142,18 +142,18 @@ async def test_all_calls_that_change_a_session_share_one_numbering(plane, sessio
     await session.step([ops.free([9])])
     assert (await session.run(ops.admit(1, [1, 2]))).plan == plan_of(2)
     await session.submit_receipts()
-    await session.abort_plan(2)
-    assert (await session.resync()).plan == plan_of(5)
-    await session.step([])
+    await session.abort_plans(2)
+    assert (await session.abort_plans(whole_tables=True)).plan == plan_of(5)
+    await session.step([ops.free([])])
     assert plane.numbers == [1, 2, 3, 4, 5, 6]
 
 
 async def test_every_request_says_whose_it_is(plane, session) -> None:
     await session.run(ops.admit(1, [1]))
-    await session.step([])
+    await session.step([ops.free([])])
     await session.submit_receipts()
-    await session.abort_plan(1)
-    await session.resync()
+    await session.abort_plans(1)
+    await session.abort_plans(whole_tables=True)
     assert session.ref == SESSION
     assert (session.id, session.incarnation) == (SESSION.session_id, SESSION.incarnation)
     assert all(request.session == SESSION for request in plane.requests)
@@ -174,7 +174,7 @@ async def test_a_step_whose_stream_breaks_is_sent_again_as_it_was(plane, session
 
 async def test_a_unary_call_that_is_not_reached_is_sent_again_as_it_was(plane, session) -> None:
     plane.script = once(hang_up)
-    await session.resync()
+    await session.abort_plans(whole_tables=True)
     assert plane.requests[0] == plane.requests[1]
 
 
@@ -239,7 +239,7 @@ async def test_a_cancelled_step_that_was_refused_has_used_its_number(plane, sess
 async def test_a_cancelled_step_is_learnt_of_before_a_resync(plane, session) -> None:
     plane.script = once(never)
     await give_up(session, plane, ops.free([1]))
-    assert (await session.resync()).plan == plan_of(2)
+    assert (await session.abort_plans(whole_tables=True)).plan == plan_of(2)
 
 
 async def test_a_step_that_fails_raises_its_error_and_uses_its_number(plane, session) -> None:
@@ -255,8 +255,8 @@ async def test_a_step_that_fails_raises_its_error_and_uses_its_number(plane, ses
 async def test_a_unary_call_that_fails_raises_its_error_and_uses_its_number(plane, session) -> None:
     plane.script = once(refuse_call(PlanReceiptedError("it has run"), next_number=2))
     with pytest.raises(PlanReceiptedError):
-        await session.abort_plan(7)
-    await session.resync()
+        await session.abort_plans(7)
+    await session.abort_plans(whole_tables=True)
     assert plane.numbers == [1, 2]
 
 
@@ -265,7 +265,7 @@ async def test_a_number_that_was_not_looked_at_is_the_next_calls(
     plane, session, num_refused
 ) -> None:
     """As when a message is too large for gRPC: the plane has seen no number of these."""
-    await session.step([])
+    await session.step([ops.free([])])
     plane.script = refuse_call(QuotaExceededError("message too large"))
     for i in range(num_refused):
         with pytest.raises(QuotaExceededError):
@@ -296,7 +296,7 @@ async def test_an_error_says_whether_its_number_is_used_up(plane, session) -> No
 async def test_a_number_that_never_fits_is_an_error_and_no_endless_search(plane, session) -> None:
     plane.script = refuse(StepOutOfOrderError("this one is the next number"), next_number=1)
     with pytest.raises(StepOutOfOrderError):
-        await session.step([])
+        await session.step([ops.free([])])
     assert plane.numbers == [1]
 
 
@@ -312,34 +312,59 @@ async def test_a_number_that_is_always_another_is_looked_for_until_the_deadline(
 async def test_a_step_whose_number_is_taken_is_numbered_anew(plane, session, error) -> None:
     plane.script = once(refuse(error("another content"), next_number=4))
     assert (await session.step([ops.free([1])])).plan == plan_of(4)
-    assert (await session.resync()).plan == plan_of(5)
+    assert (await session.abort_plans(whole_tables=True)).plan == plan_of(5)
     assert plane.numbers == [1, 4, 5]
 
 
 async def test_a_call_whose_number_is_taken_is_numbered_anew(plane, session) -> None:
     plane.script = once(refuse_call(StepConflictError("another content"), next_number=4))
-    assert (await session.resync()).plan == plan_of(4)
+    assert (await session.abort_plans(whole_tables=True)).plan == plan_of(4)
 
 
 async def test_an_answer_to_another_number_is_not_taken(plane, session) -> None:
     """The stream is broken: whether the step ran is learnt on another one."""
-    plane.script = once(lambda _: pb.StepResponse(number=8, result=pb.StepResult()))
-    assert (await session.step([])).plan == plan_of(1)
+    plane.script = once(lambda _: pb.StreamStepsResponse(number=8, step=pb.StepResponse()))
+    assert (await session.step([ops.free([])])).plan == plan_of(1)
     assert (plane.numbers, plane.streams) == ([1, 1], 2)
 
 
-async def test_notices_are_kept_and_never_taken_for_answers(plane, session) -> None:
-    notice = pb.Notice(news=pb.News(cut_sequence_ids=columns.pack(columns.INT64, [4])))
+async def test_pushed_news_are_never_taken_for_answers(plane, session) -> None:
+    news = pb.News(cut_sequence_ids=columns.pack(columns.INT64, [4]))
     plane.script = lambda request: [
-        pb.StepResponse(notice=notice),
-        pb.StepResponse(),  # of a kind that this release does not know
+        pb.StreamStepsResponse(news=news),
+        pb.StreamStepsResponse(),  # of a kind that this release does not know
         answer_step(request),
     ]
     for number in (1, 2):
-        assert (await session.step([])).plan == plan_of(number)
-    assert session.take_notices() == [notice, notice]
-    assert session.take_notices() == []
+        assert (await session.step([ops.free([])])).plan == plan_of(number)
     assert plane.streams == 1
+
+
+async def test_news_that_come_with_receipts_are_in_the_next_steps_answer(plane, session) -> None:
+    def answer(request: Any) -> Any:
+        response = answer_step(request)
+        if isinstance(request, pb.AbortPlansRequest):
+            return response
+        cut = columns.pack(columns.INT64, [request.number])
+        response.step.news.cut_sequence_ids = cut
+        response.step.news.cut_reasons = bytes([pb.CUT_REASON_IDLE])
+        response.step.news.granted.add(sequence_id=10 + request.number)
+        return response
+
+    plane.script = answer
+    await session.submit_receipts()
+    session.add_receipt(payload(b"r1"))
+    while session._steps.receipts:
+        await asyncio.sleep(0.01)  # they are submitted in the background
+    result = await session.step([ops.free([])])
+    assert result.has_news and list(result.news.cut) == [1, 2, 3]
+    assert [grant.sequence_id for grant in result.news.granted] == [11, 12, 13]
+    assert list((await session.step([ops.free([])])).news.cut) == [4], "each is told once"
+    await session.submit_receipts()
+    await session.abort_plans()
+    news = (await session.step([ops.free([])])).news
+    assert list(news.cut) == [5, 7]
+    assert [grant.sequence_id for grant in news.granted] == [17], "the abort has shown the other"
 
 
 async def test_receipts_go_with_the_next_step_and_stay_until_one_is_answered(
@@ -348,10 +373,10 @@ async def test_receipts_go_with_the_next_step_and_stay_until_one_is_answered(
     plane.script = once(refuse(TooManyPlansInFlightError("wait")))
     session.add_receipt(payload(b"r1"))
     with pytest.raises(TooManyPlansInFlightError):
-        await session.step([])
+        await session.step([ops.free([])])
     session.add_receipt(payload(b"r2"))
-    await session.step([])
-    await session.step([])
+    await session.step([ops.free([])])
+    await session.step([ops.free([])])
     sent = [[receipt.payload for receipt in request.receipts] for request in plane.requests]
     assert sent == [[b"r1"], [b"r1", b"r2"], []]
 
@@ -361,8 +386,8 @@ async def test_a_receipt_that_is_refused_does_not_spoil_later_steps(plane, sessi
     session.add_receipt(payload(b"r1"))
     session.add_receipt(payload(b"forged"))
     with pytest.raises(BadSignatureError):
-        await session.step([])
-    await session.step([])
+        await session.step([ops.free([])])
+    await session.step([ops.free([])])
     assert [receipt.payload for receipt in plane.requests[1].receipts] == [b"r1"]
 
 
@@ -370,7 +395,7 @@ async def test_receipts_can_be_submitted_without_a_step(plane, session) -> None:
     session.add_receipt(payload(b"r1"))
     deferred = ops.deferred_tokens([1], [1], [0], [1], [5])
     await session.submit_receipts(deferred)
-    await session.step([])
+    await session.step([ops.free([])])
     assert [receipt.payload for receipt in plane.requests[0].receipts] == [b"r1"]
     assert plane.requests[0].deferred_tokens == deferred
     assert not plane.requests[1].receipts
@@ -394,27 +419,27 @@ async def test_receipts_added_after_a_cancelled_submission_are_submitted_too(
     assert session.take_abandoned() == []
 
 
-async def test_receipts_go_with_a_resync_and_with_an_abort(plane, session) -> None:
-    for call in (session.resync, lambda: session.abort_plan(1)):
+async def test_receipts_go_with_an_abort(plane, session) -> None:
+    for whole_tables in (False, True):
         session.add_receipt(payload(b"r1"))
-        await call()
+        await session.abort_plans(1, whole_tables=whole_tables)
     assert [len(request.receipts) for request in plane.requests] == [1, 1]
 
 
 async def test_receipts_ride_on_a_call_that_is_sent_again(plane, session) -> None:
     plane.script = once(hang_up)
     session.add_receipt(payload(b"r1"))
-    await session.abort_plan(1)
+    await session.abort_plans(1)
     assert [request.receipts[0].payload for request in plane.requests] == [b"r1", b"r1"]
     assert plane.numbers == [1, 1]
 
 
 async def test_a_run_returns_its_result_or_raises_why_and_keeps_the_plan(plane, session) -> None:
-    def answer(request: pb.StepRequest) -> pb.StepResponse:
-        result = pb.StepResult(plan=plan_of(request.number))
+    def answer(request: pb.StepRequest) -> pb.StreamStepsResponse:
+        result = pb.StepResponse(plan=plan_of(request.number))
         failure = result.results.add().failures.add(status=pb.OPERATION_STATUS_LATER)
         failure.shortage.retry_delay.FromMilliseconds(50)
-        return pb.StepResponse(number=request.number, result=result)
+        return pb.StreamStepsResponse(number=request.number, step=result)
 
     plane.script = once(answer)
     with pytest.raises(PoolFullError) as caught:
@@ -428,11 +453,11 @@ async def test_a_run_returns_its_result_or_raises_why_and_keeps_the_plan(plane, 
 
 
 async def test_sequences_are_admitted_again_with_nothing_computed(plane, session) -> None:
-    def answer(request: pb.StepRequest) -> pb.StepResponse:
-        result = pb.StepResult(plan=plan_of(1))
+    def answer(request: pb.StepRequest) -> pb.StreamStepsResponse:
+        result = pb.StepResponse(plan=plan_of(1))
         result.results.add().admit.num_cached_tokens = 16
         result.results.add().failures.add(status=pb.OPERATION_STATUS_LATER)
-        return pb.StepResponse(number=request.number, result=result)
+        return pb.StreamStepsResponse(number=request.number, step=result)
 
     plane.script = answer
     readmitted = await session.readmit({1: ([7] * 20, 40), 2: ([8] * 20, 40)})
@@ -447,11 +472,11 @@ async def test_sequences_are_admitted_again_with_nothing_computed(plane, session
 async def test_a_wrong_sequence_is_raised_and_the_plan_of_the_others_is_kept(
     plane, session
 ) -> None:
-    def answer(request: pb.StepRequest) -> pb.StepResponse:
-        result = pb.StepResult(plan=plan_of(1))
+    def answer(request: pb.StepRequest) -> pb.StreamStepsResponse:
+        result = pb.StepResponse(plan=plan_of(1))
         error = to_wire(InvalidRequestError("is empty", field="operations[0].admit.token_ids"))
         result.results.add().failures.add(status=pb.OPERATION_STATUS_FAILED, error=error)
-        return pb.StepResponse(number=request.number, result=result)
+        return pb.StreamStepsResponse(number=request.number, step=result)
 
     plane.script = answer
     with pytest.raises(InvalidRequestError, match="is empty"):
@@ -474,7 +499,7 @@ async def test_a_closed_client_ends_the_calls_that_wait(plane, address) -> None:
     plane.script = never
     client = ControlClient(address)
     session = await client.open_session("p", LAYOUT)
-    step = asyncio.create_task(session.step([]))
+    step = asyncio.create_task(session.step([ops.free([])]))
     look_up = asyncio.create_task(session.describe_sequence(1))
     while len(plane.requests) < 2:
         await asyncio.sleep(0.001)

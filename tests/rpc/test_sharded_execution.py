@@ -101,7 +101,7 @@ async def test_a_killed_shard_is_a_typed_error_and_its_successor_a_new_epoch(tmp
             assert [len(execution.receipts), execution.has_run] == [0, False]
         await pool.start(1)
         with pytest.raises(StaleEpochError):
-            await session.step([])
+            await session.step([ops.free([])])
         epochs = [info.epoch for info in session.shards]
         session = await session.reopen()
         later = [info.epoch for info in session.shards]

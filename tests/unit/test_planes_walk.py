@@ -51,13 +51,13 @@ def test_the_walk_knows_what_the_line_took() -> None:
         world.control.core.tick()
     holder.check()
     assert 2 in holder.sequences, "it was not told yet"
-    holder.call("resync", cpb.ResyncRequest())
+    holder.call("abort_plans", cpb.AbortPlansRequest(whole_tables=True))
     holder.run_all()  # a plan without it
     holder.step(ops.append(2, [0], 1, first_positions=4 * BLOCK))
     assert holder.cut == {2}
     assert not holder.sequences
-    late = cpb.SubmitReceiptsRequest(deferred_tokens=holder.old_tokens[-1])
-    holder.call("submit_receipts", late)  # what comes of it is passed over
+    late = cpb.StepRequest(deferred_tokens=holder.old_tokens[-1])
+    holder.call("step", late)  # what comes of it is passed over
     machine.all_is_sound()
     machine.teardown()
 

@@ -11,8 +11,8 @@ namespace {
 
 // What a StepResponse holds; payload, signature and news are empty where it has none.
 struct StepAnswer {
-  int64_t number;
-  std::string_view results;  // the field `results` of a StepResult, encoded
+  int64_t number;  // of the request
+  std::string_view results;  // the field `results` of a StepResponse, encoded
   std::string_view payload;
   std::string_view signature;
   int64_t revision;
@@ -47,31 +47,35 @@ void write_usage(Fields& fields, Groups groups) {
 
 // A StepResponse.
 template <typename Fields>
-void write_answer(Fields& fields, const StepAnswer& answer, Groups groups) {
-  fields.varint(1, answer.number);
-  write_message(fields, 2, [&](auto& result) {
-    result.encoded(answer.results);
-    if (!answer.payload.empty())
-      write_message(result, 2, [&](auto& plan) {
-        plan.bytes(1, "kvplane.v1.Plan");
-        plan.bytes(2, answer.payload);
-        plan.bytes(3, answer.signature);
-      });
-    write_message(result, 3, [&](auto& usage) { write_usage(usage, groups); });
-    result.varint(4, answer.revision);
-    result.bytes(5, answer.news);
-  });
+void write_step(Fields& fields, const StepAnswer& answer, Groups groups) {
+  fields.encoded(answer.results);
+  if (!answer.payload.empty())
+    write_message(fields, 2, [&](auto& plan) {
+      plan.bytes(1, "kvplane.v1.Plan");
+      plan.bytes(2, answer.payload);
+      plan.bytes(3, answer.signature);
+    });
+  write_message(fields, 3, [&](auto& usage) { write_usage(usage, groups); });
+  fields.varint(4, answer.revision);
+  fields.bytes(5, answer.news);
 }
 
+// A StreamStepsResponse with a StepResponse at its end, and the bytes before that one.
 template <typename P>
-py::bytes encode(P& pool, const StepAnswer& answer) {
+py::tuple encode(P& pool, const StepAnswer& answer) {
   return in_groups(pool, [&](Groups groups) {
-    ProtoSize size;
-    write_answer(size, answer, groups);
-    py::bytes encoded = make_bytes(size.num_bytes());
+    ProtoSize step, whole;
+    write_step(step, answer, groups);
+    const auto write = [&](auto& fields) {
+      fields.varint(1, answer.number);
+      fields.message(2, step.num_bytes());
+      write_step(fields, answer, groups);
+    };
+    write(whole);
+    py::bytes encoded = make_bytes(whole.num_bytes());
     ProtoWriter writer(PyBytes_AS_STRING(encoded.ptr()));
-    write_answer(writer, answer, groups);
-    return encoded;
+    write(writer);
+    return py::make_tuple(encoded, whole.num_bytes() - step.num_bytes());
   });
 }
 

@@ -162,9 +162,10 @@ class _Sessions:
         signature: bytes,
         revision: int,
         news: bytes,
-    ) -> bytes:
-        """Encode a StepResponse, with the pool's usage. ``results``: the field of that name of a
-        StepResult, encoded. ``payload``, ``news``: empty without a plan, or news.
+    ) -> tuple[bytes, int]:
+        """Encode a StreamStepsResponse with a StepResponse at its end; returns it, and where the
+        StepResponse begins. ``results``: its field of that name, encoded. ``payload``, ``news``:
+        empty without a plan, or news. The pool's usage is added.
         """
     def deferred_tokens(
         self,

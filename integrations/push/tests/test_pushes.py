@@ -220,7 +220,7 @@ async def test_a_push_after_an_abort_is_refused(pools: TwoPools) -> None:
     requests = await pools.chunks()
     with pytest.raises(InvalidRequestError, match="early"):
         await push(ticket, requests[:3])
-    await there.session.abort_plan(there.session.last_number)
+    await there.session.abort_plans(there.session.last_number)
     await there.run(ops.admit(2, PROMPT), range(len(PROMPT)))
     before = await there.data.read_blocks(there.session.grant, 2, num_blocks=NUM_BLOCKS)
     with pytest.raises(PlanOutOfOrderError):
@@ -276,12 +276,12 @@ async def test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again(
         return read(self, *args, **how)
 
     monkeypatch.setattr(Executor, "read_blocks", read_some)
-    usage = (await there.session.step([])).usage
+    usage = (await there.session.step([ops.free([])])).usage
     async with PrefixMover(here.session, there.session) as mover:
         with pytest.raises(SessionExpiredError):
             await mover.move(SEQUENCE, PROMPT)
         assert await there.num_cached() == 0
-        assert (await there.session.step([])).usage == usage
+        assert (await there.session.step([ops.free([])])).usage == usage
         await mover.move(SEQUENCE, PROMPT)
     assert await there.num_cached() == 24
 

@@ -126,6 +126,6 @@ async def test_a_receiver_that_takes_nothing_is_given_up(
                         here.session.grant, SEQUENCE, ticket, timeout_s=PATIENCE_S
                     )
     assert here.push.counts.num_pushes["sent", "DEADLINE_EXCEEDED"] == 1
-    await there.session.abort_plan(there.session.last_number)
+    await there.session.abort_plans(there.session.last_number)
     async with PrefixMover(here.session, there.session) as mover:
         await mover.move(SEQUENCE, PROMPT, there_id=2)

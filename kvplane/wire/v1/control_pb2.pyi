@@ -242,24 +242,6 @@ class StepRequest(_message.Message):
     traceparent: str
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
-class StepResponse(_message.Message):
-    __slots__ = ("number", "result", "error", "notice")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    NOTICE_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    result: StepResult
-    error: _types_pb2.Error
-    notice: Notice
-    def __init__(self, number: _Optional[int] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
-
-class Notice(_message.Message):
-    __slots__ = ("news",)
-    NEWS_FIELD_NUMBER: _ClassVar[int]
-    news: News
-    def __init__(self, news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
-
 class News(_message.Message):
     __slots__ = ("pressure", "granted", "cut_sequence_ids", "cut_reasons")
     PRESSURE_FIELD_NUMBER: _ClassVar[int]
@@ -294,19 +276,7 @@ class Pressure(_message.Message):
     sequence_ids: bytes
     def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
 
-class RunStepRequest(_message.Message):
-    __slots__ = ("step",)
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    step: StepRequest
-    def __init__(self, step: _Optional[_Union[StepRequest, _Mapping]] = ...) -> None: ...
-
-class RunStepResponse(_message.Message):
-    __slots__ = ("result",)
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    result: StepResult
-    def __init__(self, result: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
-
-class StepResult(_message.Message):
+class StepResponse(_message.Message):
     __slots__ = ("results", "plan", "usage", "revision", "news")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +289,28 @@ class StepResult(_message.Message):
     revision: int
     news: News
     def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., revision: _Optional[int] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
+
+class StreamStepsRequest(_message.Message):
+    __slots__ = ("step", "abort")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    step: StepRequest
+    abort: AbortPlansRequest
+    def __init__(self, step: _Optional[_Union[StepRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortPlansRequest, _Mapping]] = ...) -> None: ...
+
+class StreamStepsResponse(_message.Message):
+    __slots__ = ("number", "step", "abort", "error", "news")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    step: StepResponse
+    abort: AbortPlansResponse
+    error: _types_pb2.Error
+    news: News
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., abort: _Optional[_Union[AbortPlansResponse, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
 
 class DeferredTokens(_message.Message):
     __slots__ = ("sequence_ids", "admitted_by", "first_positions", "num_tokens", "token_ids")
@@ -586,55 +578,21 @@ class CheckOperationsResponse(_message.Message):
     results: _containers.RepeatedCompositeFieldContainer[OperationResult]
     def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ...) -> None: ...
 
-class SubmitReceiptsRequest(_message.Message):
-    __slots__ = ("session", "number", "receipts", "deferred_tokens")
+class AbortPlansRequest(_message.Message):
+    __slots__ = ("session", "number", "receipts", "plan_number", "whole_tables")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
-    DEFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    session: _types_pb2.SessionRef
-    number: int
-    receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
-    deferred_tokens: DeferredTokens
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ...) -> None: ...
-
-class SubmitReceiptsResponse(_message.Message):
-    __slots__ = ("usage", "revision")
-    USAGE_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
-    usage: PoolUsage
-    revision: int
-    def __init__(self, usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., revision: _Optional[int] = ...) -> None: ...
-
-class AbortPlanRequest(_message.Message):
-    __slots__ = ("session", "number", "plan_number", "receipts")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
     PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_TABLES_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
     number: int
+    receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
     plan_number: int
-    receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., plan_number: _Optional[int] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ...) -> None: ...
+    whole_tables: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., plan_number: _Optional[int] = ..., whole_tables: bool = ...) -> None: ...
 
-class AbortPlanResponse(_message.Message):
-    __slots__ = ("sequences",)
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    sequences: SequenceStates
-    def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ...) -> None: ...
-
-class ResyncRequest(_message.Message):
-    __slots__ = ("session", "number", "receipts")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
-    session: _types_pb2.SessionRef
-    number: int
-    receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ...) -> None: ...
-
-class ResyncResponse(_message.Message):
+class AbortPlansResponse(_message.Message):
     __slots__ = ("sequences", "plan")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]

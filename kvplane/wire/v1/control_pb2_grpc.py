@@ -28,7 +28,7 @@ if _version_not_supported:
 class ControlPlaneServiceStub(object):
     """Plans what a data plane then carries out.
 
-    Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
+    Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
     from 1 in each session. Each number is used once, even if its request fails:
 
     - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
@@ -79,30 +79,20 @@ class ControlPlaneServiceStub(object):
                 request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
-        self.Step = channel.stream_stream(
+        self.Step = channel.unary_unary(
                 '/kvplane.v1.ControlPlaneService/Step',
                 request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StepRequest.SerializeToString,
                 response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StepResponse.FromString,
                 _registered_method=True)
-        self.RunStep = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/RunStep',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RunStepRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RunStepResponse.FromString,
+        self.StreamSteps = channel.stream_stream(
+                '/kvplane.v1.ControlPlaneService/StreamSteps',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsResponse.FromString,
                 _registered_method=True)
-        self.SubmitReceipts = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/SubmitReceipts',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.SubmitReceiptsRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.SubmitReceiptsResponse.FromString,
-                _registered_method=True)
-        self.AbortPlan = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/AbortPlan',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlanRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlanResponse.FromString,
-                _registered_method=True)
-        self.Resync = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/Resync',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.ResyncRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.ResyncResponse.FromString,
+        self.AbortPlans = channel.unary_unary(
+                '/kvplane.v1.ControlPlaneService/AbortPlans',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansResponse.FromString,
                 _registered_method=True)
         self.GetBlockTable = channel.unary_unary(
                 '/kvplane.v1.ControlPlaneService/GetBlockTable',
@@ -154,7 +144,7 @@ class ControlPlaneServiceStub(object):
 class ControlPlaneServiceServicer(object):
     """Plans what a data plane then carries out.
 
-    Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
+    Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
     from 1 in each session. Each number is used once, even if its request fails:
 
     - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
@@ -212,38 +202,25 @@ class ControlPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Step(self, request_iterator, context):
-        """Runs steps. Every request gets one answer, in order; notices may come between answers. A request that fails as a whole is answered
-        with an Error; the stream stays open. Several streams may serve one session, one after the other.
+    def Step(self, request, context):
+        """Applies receipts, then deferred tokens, then the operations in order. When receipts or deferred tokens are refused, the step fails;
+        parts applied before stay applied. A step without operations makes no plan; a Free of no sequence is an operation, and asks for one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RunStep(self, request, context):
-        """Runs one step: the same as one request on a Step stream. A step that fails as a whole fails the call.
+    def StreamSteps(self, request_iterator, context):
+        """Takes the requests of Step and AbortPlans on a stream. Each gets one answer, in order; news may come between answers. A request that
+        fails as a whole is answered with an Error, and the stream stays open. Several streams may serve one session, one after the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SubmitReceipts(self, request, context):
-        """Submits receipts and deferred tokens when there is no step to send. Receipts already known are ignored. Makes no plan.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbortPlan(self, request, context):
-        """Aborts a plan and with it every other unreceipted plan, earlier ones too: each sequence is cut to the tokens whose KV was written
-        by receipted plans, and the next step's plan says what all tables are. FAILED_PRECONDITION (PLAN_RECEIPTED) if the plan has run.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Resync(self, request, context):
-        """Aborts every unreceipted plan, as AbortPlan does, and answers with a plan of whole tables that must run before later ones.
+    def AbortPlans(self, request, context):
+        """Aborts every plan without a receipt: each sequence is cut to the tokens whose KV was written by receipted plans, and the next plan
+        says what all tables are. FAILED_PRECONDITION (PLAN_RECEIPTED) if `plan_number` has run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -351,30 +328,20 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionRequest.FromString,
                     response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionResponse.SerializeToString,
             ),
-            'Step': grpc.stream_stream_rpc_method_handler(
+            'Step': grpc.unary_unary_rpc_method_handler(
                     servicer.Step,
                     request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StepRequest.FromString,
                     response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StepResponse.SerializeToString,
             ),
-            'RunStep': grpc.unary_unary_rpc_method_handler(
-                    servicer.RunStep,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RunStepRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RunStepResponse.SerializeToString,
+            'StreamSteps': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamSteps,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsResponse.SerializeToString,
             ),
-            'SubmitReceipts': grpc.unary_unary_rpc_method_handler(
-                    servicer.SubmitReceipts,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.SubmitReceiptsRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.SubmitReceiptsResponse.SerializeToString,
-            ),
-            'AbortPlan': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbortPlan,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlanRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlanResponse.SerializeToString,
-            ),
-            'Resync': grpc.unary_unary_rpc_method_handler(
-                    servicer.Resync,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.ResyncRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.ResyncResponse.SerializeToString,
+            'AbortPlans': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortPlans,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansResponse.SerializeToString,
             ),
             'GetBlockTable': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBlockTable,
@@ -432,7 +399,7 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
 class ControlPlaneService(object):
     """Plans what a data plane then carries out.
 
-    Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
+    Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
     from 1 in each session. Each number is used once, even if its request fails:
 
     - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
@@ -610,7 +577,7 @@ class ControlPlaneService(object):
             _registered_method=True)
 
     @staticmethod
-    def Step(request_iterator,
+    def Step(request,
             target,
             options=(),
             channel_credentials=None,
@@ -620,8 +587,8 @@ class ControlPlaneService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
             '/kvplane.v1.ControlPlaneService/Step',
             kvplane_dot_wire_dot_v1_dot_control__pb2.StepRequest.SerializeToString,
@@ -637,7 +604,7 @@ class ControlPlaneService(object):
             _registered_method=True)
 
     @staticmethod
-    def RunStep(request,
+    def StreamSteps(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -647,12 +614,12 @@ class ControlPlaneService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/kvplane.v1.ControlPlaneService/RunStep',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.RunStepRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.RunStepResponse.FromString,
+            '/kvplane.v1.ControlPlaneService/StreamSteps',
+            kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -664,7 +631,7 @@ class ControlPlaneService(object):
             _registered_method=True)
 
     @staticmethod
-    def SubmitReceipts(request,
+    def AbortPlans(request,
             target,
             options=(),
             channel_credentials=None,
@@ -677,63 +644,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/SubmitReceipts',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.SubmitReceiptsRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.SubmitReceiptsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbortPlan(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/AbortPlan',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlanRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlanResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Resync(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/Resync',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.ResyncRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.ResyncResponse.FromString,
+            '/kvplane.v1.ControlPlaneService/AbortPlans',
+            kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -222,12 +222,12 @@ class Engine:
         *operations: cpb.Operation,
         receipts: Sequence[tpb.SignedPayload] = (),
         deferred: bool = False,
-    ) -> cpb.StepResult:
+    ) -> cpb.StepResponse:
         """Send the next step, and believe its answer. ``deferred``: with all deferred tokens."""
         request = cpb.StepRequest(operations=operations, receipts=receipts)
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        result: cpb.StepResult = self.call("step", request).result
+        result: cpb.StepResponse = self.call("step", request)
         if deferred:
             self._believe_deferred()
         for operation, done in zip(operations, result.results, strict=True):
@@ -238,14 +238,14 @@ class Engine:
         self._made(result.plan if result.HasField("plan") else None)
         return result
 
-    def send(self, *operations: cpb.Operation) -> cpb.StepResult:
+    def send(self, *operations: cpb.Operation) -> cpb.StepResponse:
         """Send a step with all receipts and deferred tokens at hand; then run its plan."""
         receipts, self.receipts = self.receipts, []
         result = self.step(*operations, receipts=receipts, deferred=True)
         self.run_all()
         return result
 
-    def admit(self, sequence_id: int, tokens: Sequence[int], **options: Any) -> cpb.StepResult:
+    def admit(self, sequence_id: int, tokens: Sequence[int], **options: Any) -> cpb.StepResponse:
         """Admit, run, and submit the receipt."""
         result = self.send(ops.admit(sequence_id, pack(tokens), **options))
         self.settle()
@@ -259,7 +259,7 @@ class Engine:
 
     def append(
         self, sequence_id: int, *tokens: int, num_slots: int | None = None
-    ) -> cpb.StepResult:
+    ) -> cpb.StepResponse:
         """Append known tokens, run, and submit the receipt."""
         slots = len(tokens) if num_slots is None else num_slots
         result = self.send(self.growth(sequence_id, tokens, slots))
@@ -283,14 +283,14 @@ class Engine:
         receipts: Sequence[tpb.SignedPayload] = (),
         *,
         deferred: bool | cpb.DeferredTokens = False,
-    ) -> cpb.SubmitReceiptsResponse:
+    ) -> cpb.StepResponse:
         """Submit receipts. ``deferred``: also all deferred tokens, or these."""
-        request = cpb.SubmitReceiptsRequest(receipts=receipts)
+        request = cpb.StepRequest(receipts=receipts)
         if deferred is True:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
         elif deferred:
             request.deferred_tokens.CopyFrom(deferred)
-        response: cpb.SubmitReceiptsResponse = self.call("submit_receipts", request)
+        response: cpb.StepResponse = self.call("step", request)
         if deferred is True:
             self._believe_deferred()
         return response
@@ -309,16 +309,17 @@ class Engine:
 
     def abort(
         self, plan_number: int, receipts: Sequence[tpb.SignedPayload] = ()
-    ) -> cpb.AbortPlanResponse:
+    ) -> cpb.AbortPlansResponse:
         """Abort a plan and all in flight with it, and believe the rest."""
-        request = cpb.AbortPlanRequest(plan_number=plan_number, receipts=receipts)
-        response: cpb.AbortPlanResponse = self.call("abort_plan", request)
+        request = cpb.AbortPlansRequest(plan_number=plan_number, receipts=receipts)
+        response: cpb.AbortPlansResponse = self.call("abort_plans", request)
         self._believe_states(response.sequences)
         return response
 
-    def resync(self, receipts: Sequence[tpb.SignedPayload] = ()) -> cpb.ResyncResponse:
-        """Resync, which brings a plan of whole tables."""
-        response: cpb.ResyncResponse = self.call("resync", cpb.ResyncRequest(receipts=receipts))
+    def resync(self, receipts: Sequence[tpb.SignedPayload] = ()) -> cpb.AbortPlansResponse:
+        """Abort whatever is in flight, with a plan of whole tables."""
+        request = cpb.AbortPlansRequest(whole_tables=True, receipts=receipts)
+        response: cpb.AbortPlansResponse = self.call("abort_plans", request)
         self._believe_states(response.sequences)
         self._made(response.plan)
         return response

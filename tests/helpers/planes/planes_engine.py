@@ -162,13 +162,13 @@ class Engine:
         rng: Random | None = None,
         deferred: bool = True,
         receipts: Sequence[tpb.SignedPayload] | None = None,
-    ) -> cpb.StepResult | None:
+    ) -> cpb.StepResponse | None:
         """Send a step; ``receipts`` None for all at hand."""
         request = cpb.StepRequest(operations=operations, receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
         response: cpb.StepResponse | None = self.call("step", request, rng)
-        return None if response is None else response.result
+        return None if response is None else response
 
     def submit(
         self,
@@ -177,10 +177,10 @@ class Engine:
         rng: Random | None = None,
         deferred: bool = True,
     ) -> None:
-        request = cpb.SubmitReceiptsRequest(receipts=self.take_receipts(receipts))
+        request = cpb.StepRequest(receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        self.call("submit_receipts", request, rng)
+        self.call("step", request, rng)
 
     def take_receipts(
         self, receipts: Sequence[tpb.SignedPayload] | None = None
@@ -249,18 +249,18 @@ class Engine:
             assert state.tier == known.tier
 
     def _believe_all(self, sent: Sent) -> None:
-        request, answer = sent.request, getattr(sent.answer, "result", sent.answer)  # a step's
+        request, answer = sent.request, sent.answer
         self._believe_past(request)
         if sent.method == "step":
             for i in columns.read(INT64, answer.news.cut_sequence_ids, ""):
                 self.world.happened["sequences cut"] += self.sequences.pop(i, None) is not None
                 self.cut.add(i)
-        if sent.method in ("abort_plan", "resync"):
+        if sent.method == "abort_plans":
             self._believe_states(answer.sequences)
         if sent.method == "step":
             for operation, result in zip(request.operations, answer.results, strict=True):
                 self._believe(operation, result, request.number)
-        if sent.method in ("step", "resync") and answer.HasField("plan"):
+        if answer.HasField("plan"):
             self._made(answer.plan)
 
     def _believe_past(self, request: Any) -> None:

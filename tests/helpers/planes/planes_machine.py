@@ -153,7 +153,7 @@ class PlanesMachine(LateDuplicates):
                     return  # an abort has cut the sequence since
         before = engine.everything()
         try:
-            engine.call("submit_receipts", cpb.SubmitReceiptsRequest(deferred_tokens=old))
+            engine.call("step", cpb.StepRequest(deferred_tokens=old))
         except SequenceNotFoundError:
             assert any(are_of_others)
             assert engine.everything() == before
@@ -170,14 +170,16 @@ class PlanesMachine(LateDuplicates):
             return
         receipts = engine.take_receipts() if rng.random() < 0.5 else []
         if rng.random() < 0.3:
-            engine.call("resync", cpb.ResyncRequest(receipts=receipts), rng)
+            engine.call(
+                "abort_plans", cpb.AbortPlansRequest(whole_tables=True, receipts=receipts), rng
+            )
             return
         session = engine.control.core._sessions.get(engine.id)
         numbers = sorted(session.plans) if session is not None and rng.random() < 0.7 else []
         number = rng.choice(numbers or range(1, engine.number + 2))
-        request = cpb.AbortPlanRequest(plan_number=number, receipts=receipts)
+        request = cpb.AbortPlansRequest(plan_number=number, receipts=receipts)
         try:
-            engine.call("abort_plan", request, rng)
+            engine.call("abort_plans", request, rng)
         except (PlanReceiptedError, InvalidRequestError):
             assert number not in numbers or receipts
 

@@ -138,23 +138,23 @@ class RawSession:
             self.receipts.append(self.shard.receipt(answer.plan))
         return answer
 
-    async def step(self, *operations: pb.Operation, **fields: Any) -> pb.StepResult:
+    async def step(self, *operations: pb.Operation, **fields: Any) -> pb.StepResponse:
         """Send the next step, by a unary call. Its plan counts as run."""
         step = pb.StepRequest(**{**self.next(), "operations": operations, **fields})
-        answer = await self.stub.RunStep(pb.RunStepRequest(step=step))
-        assert isinstance(answer, pb.RunStepResponse)
-        return self.ran(answer.result)  # type: ignore[no-any-return]
+        answer = await self.stub.Step(step)
+        assert isinstance(answer, pb.StepResponse)
+        return self.ran(answer)  # type: ignore[no-any-return]
 
-    async def admit(self, sequence_id: int, tokens: list[int], **more: Any) -> pb.StepResult:
+    async def admit(self, sequence_id: int, tokens: list[int], **more: Any) -> pb.StepResponse:
         """Send a step that admits one sequence, which must succeed."""
         result = await self.step(ops.admit(sequence_id, tokens, **more))
         assert not result.results[0].failures
         return result
 
-    async def submit(self) -> pb.SubmitReceiptsResponse:
+    async def submit(self) -> pb.StepResponse:
         """Submit the receipts that are due."""
-        answer = await self.stub.SubmitReceipts(pb.SubmitReceiptsRequest(**self.next()))
-        assert isinstance(answer, pb.SubmitReceiptsResponse)
+        answer = await self.stub.Step(pb.StepRequest(**self.next()))
+        assert isinstance(answer, pb.StepResponse)
         return answer
 
     async def num_written(self, sequence_id: int) -> int:

@@ -106,21 +106,21 @@ class World:
     def of_session(self) -> Session:
         return self.core._sessions[self.session.session_id]
 
-    def step(self, *operations: cpb.Operation, num_receipts: int = 9) -> cpb.StepResult:
+    def step(self, *operations: cpb.Operation, num_receipts: int = 9) -> cpb.StepResponse:
         """Run a step and its plan. ``num_receipts``: submitted first."""
         self.number += 1
         given, self.receipts = self.receipts[:num_receipts], self.receipts[num_receipts:]
         request = cpb.StepRequest(
             session=self.session, number=self.number, operations=operations, receipts=given
         )
-        result = self.core.step(request, TENANT).result
+        result = self.core.step(request, TENANT)
         self.believe(operations, result)
         if result.HasField("plan"):
             self.run(result.plan)
         self.deliver()
         return result
 
-    def believe(self, operations: Sequence[cpb.Operation], result: cpb.StepResult) -> None:
+    def believe(self, operations: Sequence[cpb.Operation], result: cpb.StepResponse) -> None:
         """Note the tokens of sequences after a step."""
         for operation, done in zip(operations, result.results, strict=True):
             kind = operation.WhichOneof("operation")
@@ -185,10 +185,10 @@ class World:
         """Abort all plans without receipts; sequences keep written tokens."""
         self.number += 1
         self.receipts.clear()
-        request = cpb.AbortPlanRequest(
+        request = cpb.AbortPlansRequest(
             session=self.session, number=self.number, plan_number=min(self.of_session.plans)
         )
-        self.core.abort_plan(request, TENANT)
+        self.core.abort_plans(request, TENANT)
         self.seen["aborts"] += 1
         for state in self.states():
             del self.sequences[state.sequence_id][state.num_tokens :]

@@ -90,12 +90,14 @@ class PlanningRig:
         plan = tpb.Plan.FromString(result.plan.payload) if result.HasField("plan") else None
         return list(result.results), plan
 
-    def answer(self, *operations: cpb.Operation, session: Session | None = None) -> cpb.StepResult:
+    def answer(
+        self, *operations: cpb.Operation, session: Session | None = None
+    ) -> cpb.StepResponse:
         """Run ``step``; return the whole answer."""
         session = session or self.session
         session.numbers.use()
         number = session.numbers.last
-        result = cpb.StepResult()
+        result = cpb.StepResponse()
         session.native.begin(session.handle, number)
         step = Step(self.sharing.members[session.id], self.sharing)
         for i, operation in enumerate(read_operations(operations, 1000)):
@@ -126,7 +128,8 @@ class PlanningRig:
     def abort(self) -> None:
         """Abort all plans in flight, under the next number."""
         self.session.numbers.use()
-        run_to_end(abort_plans(self.session, next_plan=self.session.numbers.last + 1))
+        request = cpb.AbortPlansRequest(number=self.session.numbers.last)
+        run_to_end(abort_plans(self.session, request))
         self.sharing.aborted(self.sharing.members[self.session.id], queries.states(self.session))
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:

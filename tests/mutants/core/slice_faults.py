@@ -154,9 +154,10 @@ def an_answer_is_repeated_without_its_plan(patch: pytest.MonkeyPatch) -> None:
     """Who asks again for it gets no plan."""
 
     def remember(self: Numbering, content: bytes, message: Any, *error: Any) -> None:
-        if isinstance(message, bytes):
-            message = cpb.StepResponse.FromString(message)
-            message.result.ClearField("plan")
+        if isinstance(message, StepAnswer):
+            step = cpb.StepResponse.FromString(message.step)
+            step.ClearField("plan")
+            message = StepAnswer(step.SerializeToString(), 0)
         original(self, content, message, *error)
 
     original = Numbering.remember
@@ -168,10 +169,10 @@ def an_answer_begins_with_its_plan(patch: pytest.MonkeyPatch) -> None:
 
     def step_answer(*parts: Any) -> StepAnswer:
         answer = answers.step_answer(*parts)
-        rest = cpb.StepResponse.FromString(answer.encoded)
-        head = cpb.StepResponse(result=cpb.StepResult(plan=rest.result.plan)).SerializeToString()
-        rest.result.ClearField("plan")
-        return answer._replace(encoded=head + rest.SerializeToString())
+        rest = cpb.StepResponse.FromString(answer.step)
+        head = cpb.StepResponse(plan=rest.plan).SerializeToString()
+        rest.ClearField("plan")
+        return answer._replace(encoded=head + rest.SerializeToString(), step_at=0)
 
     patch.setattr(requests, "step_answer", step_answer)
 

@@ -18,7 +18,7 @@ from control_plane.registration import registration
 from control_plane.sessions.numbering import Answer, Numbering
 from control_plane.sharing.member import Member
 from control_plane.steps import requests
-from control_plane.steps.abort import abort_from
+from control_plane.steps.abort import abort_plans
 from control_plane.steps.operations import Append, Step
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.sessions import Sessions
@@ -46,15 +46,15 @@ def repeats_not_recognised(patch: pytest.MonkeyPatch) -> None:
 
 def abort_not_numbered(patch: pytest.MonkeyPatch) -> None:
     """An abort takes effect whenever it arrives."""
-    original = core.ControlPlane.abort_plan
+    original = core.ControlPlane.abort_plans
 
-    def abort_plan(self: core.ControlPlane, request: Any, tenant: str) -> Any:
+    def abort_plans_at_once(self: core.ControlPlane, request: Any, tenant: str) -> Any:
         session = self._sessions.get(request.session.session_id)
         if session is not None and request.number <= session.numbers.last:
-            run_to_end(abort_from(session, request.plan_number))
+            run_to_end(abort_plans(session, request))
         return original(self, request, tenant)
 
-    patch.setattr(core.ControlPlane, "abort_plan", abort_plan)
+    patch.setattr(core.ControlPlane, "abort_plans", abort_plans_at_once)
 
 
 def session_ids_reused(patch: pytest.MonkeyPatch) -> None:

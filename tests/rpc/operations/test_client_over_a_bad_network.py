@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ControlClient, Session, StepResult, ops
+from kvplane import AbortResult, ControlClient, Session, StepResult, ops
 from kvplane.errors import (
     InvalidRequestError,
     NeverFitsError,
@@ -143,10 +143,10 @@ async def test_a_step_and_a_unary_call_whose_answers_are_lost_run_once(
     assert not result.results[0].failures
     assert tpb.Plan.FromString(result.plan.payload).number == session.last_number == 1
     assert proxy.num_connections == 2
-    aborted = await lose_the_answer(control_server, client, proxy, session.abort_plan(1))
-    assert isinstance(aborted, list)
-    assert [state.num_scheduled_tokens for state in aborted] == [0]
-    resynced = await session.resync()
+    aborted = await lose_the_answer(control_server, client, proxy, session.abort_plans(1))
+    assert isinstance(aborted, AbortResult)
+    assert [state.num_scheduled_tokens for state in aborted.sequences] == [0]
+    resynced = await session.abort_plans(whole_tables=True)
     assert [state.sequence_id for state in resynced.sequences] == [1]
     plan = tpb.Plan.FromString(resynced.plan.payload)
     assert (plan.number, plan.resync) == (session.last_number, True) == (3, True)
@@ -224,11 +224,11 @@ async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
         await asyncio.sleep(1.2)
         assert session.ended_by is None
         with pytest.raises(SessionExpiredError, match="nothing had renewed its lease") as caught:
-            await session.step([])
+            await session.step([ops.free([])])
         assert session.ended_by is caught.value
         await server.stop()
         with pytest.raises(SessionExpiredError, match="nothing had renewed its lease"):
-            await session.resync(timeout_s=0.2)
+            await session.abort_plans(whole_tables=True, timeout_s=0.2)
     shard.hang_up()
 
 

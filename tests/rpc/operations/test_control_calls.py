@@ -164,21 +164,18 @@ async def test_requests_name_the_incarnation_and_sessions_of_others_do_not_exist
     step = pb.StepRequest(number=1, operations=[ops.admit(1, PROMPT)])
     calls: list[tuple[Any, Any]] = [
         (stub.RenewSession, pb.RenewSessionRequest()),
-        (stub.SubmitReceipts, pb.SubmitReceiptsRequest(number=1)),
-        (stub.AbortPlan, pb.AbortPlanRequest(number=1, plan_number=1)),
-        (stub.Resync, pb.ResyncRequest(number=1)),
+        (stub.AbortPlans, pb.AbortPlansRequest(number=1, plan_number=1)),
         (stub.CheckOperations, pb.CheckOperationsRequest(operations=step.operations)),
         (stub.GetBlockTable, pb.GetBlockTableRequest(sequence_id=1)),
         (stub.LookupPrefix, pb.LookupPrefixRequest(token_ids=b"abcd")),
         (stub.ExplainPrefix, pb.ExplainPrefixRequest(token_ids=b"abcd")),
         (stub.DescribeSequence, pb.DescribeSequenceRequest(sequence_id=1)),
-        (stub.RunStep, pb.RunStepRequest(step=step)),
+        (stub.Step, step),
     ]
     for method, request in calls:
-        names = request.step if method is stub.RunStep else request
-        names.session.CopyFrom(unknown)
+        request.session.CopyFrom(unknown)
         await refused(method(request), "NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
-        names.session.CopyFrom(other)
+        request.session.CopyFrom(other)
         wanted = ("ABORTED", "STALE_INCARNATION", "session.incarnation")
         await refused(method(request), *wanted)
     await refused(
@@ -221,33 +218,31 @@ async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawS
 # Numbers.
 
 
-async def test_a_call_without_a_step_is_refused(stub: Stub, session: RawSession) -> None:
-    await refused(stub.RunStep(pb.RunStepRequest()), *INVALID, "step")
+async def test_a_step_without_a_number_is_refused(stub: Stub, session: RawSession) -> None:
     step = pb.StepRequest(session=session.ref, number=0)
-    await refused(stub.RunStep(pb.RunStepRequest(step=step)), *INVALID, "number", next_number=1)
+    await refused(stub.Step(step), *INVALID, "number", next_number=1)
     await session.admit(1, PROMPT)
 
 
 async def test_a_number_is_used_once_whatever_came_of_it(stub: Stub, session: RawSession) -> None:
-    step = pb.StepRequest(session=session.ref, number=1, operations=[ops.admit(1, PROMPT)])
-    first = pb.RunStepRequest(step=step)
-    answer = await stub.RunStep(first)
-    assert await stub.RunStep(first) == answer
-    other = pb.RunStepRequest(step=step)
-    other.step.operations[0].admit.sequence_id = 2
-    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 2)
-    other.step.number = 5
-    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_OUT_OF_ORDER", "number", 2)
-    first.step.receipts.append(session.shard.receipt(answer.result.plan))
-    assert await stub.RunStep(first) == answer
+    first = pb.StepRequest(session=session.ref, number=1, operations=[ops.admit(1, PROMPT)])
+    answer = await stub.Step(first)
+    assert await stub.Step(first) == answer
+    other = pb.StepRequest.FromString(first.SerializeToString())
+    other.operations[0].admit.sequence_id = 2
+    await refused(stub.Step(other), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 2)
+    other.number = 5
+    await refused(stub.Step(other), "FAILED_PRECONDITION", "STEP_OUT_OF_ORDER", "number", 2)
+    first.receipts.append(session.shard.receipt(answer.plan))
+    assert await stub.Step(first) == answer
     assert await session.num_written(1) == 20, "a repeated request still has its receipts applied"
-    wrong = pb.AbortPlanRequest(session=session.ref, number=2, plan_number=77)
+    wrong = pb.AbortPlansRequest(session=session.ref, number=2, plan_number=77)
     for _ in range(2):
-        await refused(stub.AbortPlan(wrong), *INVALID, "plan_number", next_number=3)
-    submit = pb.SubmitReceiptsRequest(session=session.ref, number=2)
-    await refused(stub.SubmitReceipts(submit), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 3)
+        await refused(stub.AbortPlans(wrong), *INVALID, "plan_number", next_number=3)
+    submit = pb.StepRequest(session=session.ref, number=2)
+    await refused(stub.Step(submit), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 3)
     submit.number = 3
-    await stub.SubmitReceipts(submit)
+    await stub.Step(submit)
 
 
 async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
@@ -255,32 +250,32 @@ async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
 ) -> None:
     await session.admit(1, PROMPT)
     session.receipts.clear()
-    abort = pb.AbortPlanRequest(plan_number=1, **session.next())
-    answer = await stub.AbortPlan(abort)
+    abort = pb.AbortPlansRequest(plan_number=1, **session.next())
+    answer = await stub.AbortPlans(abort)
     assert columns.read(INT64, answer.sequences.num_scheduled_tokens, "scheduled").tolist() == [0]
-    assert await stub.AbortPlan(abort) == answer
+    assert await stub.AbortPlans(abort) == answer
     appended = await session.step(ops.append(1, [], 20, first_positions=0))
     assert tpb.Plan.FromString(appended.plan.payload).resync
-    assert await stub.AbortPlan(abort) == answer, "a late duplicate"
+    assert await stub.AbortPlans(abort) == answer, "a late duplicate"
     await session.submit()
     assert await session.num_written(1) == 20, "the late duplicate took effect"
-    done = pb.AbortPlanRequest(plan_number=3, **session.next())
+    done = pb.AbortPlansRequest(plan_number=3, **session.next())
     why = ("FAILED_PRECONDITION", "PLAN_RECEIPTED", "plan_number")
-    await refused(stub.AbortPlan(done), *why, next_number=done.number + 1)
+    await refused(stub.AbortPlans(done), *why, next_number=done.number + 1)
 
 
 async def test_a_resync_answers_with_whole_tables_and_the_same_when_repeated(
     stub: Stub, session: RawSession
 ) -> None:
     await session.admit(1, PROMPT)
-    request = pb.ResyncRequest(**session.next())  # it brings the receipt
-    answer = await stub.Resync(request)
+    request = pb.AbortPlansRequest(whole_tables=True, **session.next())  # it brings the receipt
+    answer = await stub.AbortPlans(request)
     plan = tpb.Plan.FromString(answer.plan.payload)
     assert plan.resync
     assert columns.read(INT32, plan.changes.num_blocks, "num_blocks").tolist() == [3]
     written = columns.read(INT64, answer.sequences.num_written_tokens, "written")
     assert written.tolist() == [20]
-    assert await stub.Resync(request) == answer
+    assert await stub.AbortPlans(request) == answer
 
 
 async def test_a_receipt_that_is_forged_is_refused_and_spoils_the_one_beside_it(
@@ -289,7 +284,7 @@ async def test_a_receipt_that_is_forged_is_refused_and_spoils_the_one_beside_it(
     good = session.shard.receipt((await session.admit(1, PROMPT)).plan)
     forged = tpb.SignedPayload(type=good.type, payload=good.payload, signature=bytes(32))
     session.receipts = [good, forged]
-    call = stub.SubmitReceipts(pb.SubmitReceiptsRequest(**session.next()))
+    call = stub.Step(pb.StepRequest(**session.next()))
     await refused(call, "DATA_LOSS", "BAD_SIGNATURE", "receipts[1].signature", 3)
     assert await session.num_written(1) == 0
     session.receipts = [good, good]

@@ -15,16 +15,16 @@ from tests.helpers.planning.operations_world import World
 from tests.rpc.operations.test_control_calls import refused
 
 LATER = b"\xc0\x3e\x07"  # field 1000, a number
-Send = Callable[[bytes], Awaitable[control_pb2.RunStepResponse]]
+Send = Callable[[bytes], Awaitable[control_pb2.StepResponse]]
 
 
 @pytest.fixture
 async def send(world: World) -> AsyncIterator[Send]:
-    """Sends the bytes of a RunStepRequest."""
+    """Sends the bytes of a StepRequest."""
     async with grpc.aio.insecure_channel(world.server.address) as channel:
         yield channel.unary_unary(
-            "/kvplane.v1.ControlPlaneService/RunStep",
-            response_deserializer=control_pb2.RunStepResponse.FromString,
+            "/kvplane.v1.ControlPlaneService/Step",
+            response_deserializer=control_pb2.StepResponse.FromString,
         )
 
 
@@ -35,10 +35,9 @@ async def session(world: World) -> RawSession:
 
 def request(
     session: RawSession, number: int, *operations: control_pb2.Operation
-) -> control_pb2.RunStepRequest:
+) -> control_pb2.StepRequest:
     ref = types_pb2.SessionRef.FromString(session.ref.SerializeToString())
-    step = control_pb2.StepRequest(session=ref, number=number, operations=operations)
-    return control_pb2.RunStepRequest(step=step)
+    return control_pb2.StepRequest(session=ref, number=number, operations=operations)
 
 
 def admit(sequence_id: int, *forks: int) -> control_pb2.Operation:
@@ -54,13 +53,13 @@ async def test_every_encoding_of_a_step_is_the_same_step(
 ) -> None:
     first = request(session, 1, admit(1, 2), admit(3))
     answer = await send(encode(first, encoding))
-    assert [done.admit.num_blocks for done in answer.result.results] == [3, 3]
+    assert [done.admit.num_blocks for done in answer.results] == [3, 3]
     for other in ENCODINGS:  # the number was used for a request of the same content
         assert await send(encode(first, other)) == answer
     assert await send(first.SerializeToString()) == answer
     freed = control_pb2.Operation(free=control_pb2.Free(sequence_ids=[1, 2, 3]))
     answer = await send(encode(request(session, 2, freed), encoding))
-    [done] = answer.result.results
+    [done] = answer.results
     assert not done.failures and len(done.free.num_released_blocks) == 3
 
 
@@ -68,22 +67,22 @@ async def test_a_field_that_the_server_does_not_know_is_refused_by_name(
     send: Send, session: RawSession
 ) -> None:
     known = request(session, 1, admit(1))
-    for path in ("", "step", "step.operations[0].admit"):
-        planted = control_pb2.RunStepRequest.FromString(known.SerializeToString())
+    for path in ("", "session", "operations[0].admit"):
+        planted = control_pb2.StepRequest.FromString(known.SerializeToString())
         at = {
             "": planted,
-            "step": planted.step,
-            "step.operations[0].admit": planted.step.operations[0].admit,
+            "session": planted.session,
+            "operations[0].admit": planted.operations[0].admit,
         }[path]
         at.MergeFromString(LATER)
         await refused(
             send(planted.SerializeToString()), "INVALID_ARGUMENT", "INVALID_REQUEST", path
         )
-    assert (await send(known.SerializeToString())).result.plan.payload, "its number was not used"
+    assert (await send(known.SerializeToString())).plan.payload, "its number was not used"
 
 
 async def test_columns_that_are_not_packed_are_bounded(send: Send, session: RawSession) -> None:
     large = request(session, 1, admit(1))
-    large.step.operations[0].admit.token_ids.extend(range(250_000))
-    field = "step.operations.admit.token_ids"
+    large.operations[0].admit.token_ids.extend(range(250_000))
+    field = "operations.admit.token_ids"
     await refused(send(encode(large, "unpacked")), "INVALID_ARGUMENT", "INVALID_REQUEST", field)

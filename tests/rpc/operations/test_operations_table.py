@@ -380,7 +380,7 @@ async def repeat(caller: Caller, operation: pb.Operation, result: StepResult) ->
     before = await caller.world.state()
     session = caller.session
     step = pb.StepRequest(session=session.ref, number=session.last_number, operations=[operation])
-    again = (await caller.world.stub.RunStep(pb.RunStepRequest(step=step))).result
+    again = await caller.world.stub.Step(step)
     assert list(again.results) == list(result.results)
     assert StepResult(again).plan == result.plan
     assert again.revision == result.revision

@@ -75,7 +75,7 @@ def test_a_status_of_a_later_release_is_no_success() -> None:
 
 
 def test_a_step_of_which_all_items_were_done_passes() -> None:
-    result = StepResult(pb.StepResult(results=[pb.OperationResult(), pb.OperationResult()]))
+    result = StepResult(pb.StepResponse(results=[pb.OperationResult(), pb.OperationResult()]))
     assert result.raise_for_status() is result
     result.results[1].failures.add(item=5, status=pb.OPERATION_STATUS_LATER)
     with pytest.raises(PoolFullError):
@@ -83,9 +83,9 @@ def test_a_step_of_which_all_items_were_done_passes() -> None:
 
 
 def test_a_step_with_nothing_to_carry_out_has_no_plan() -> None:
-    assert StepResult(pb.StepResult()).plan is None
+    assert StepResult(pb.StepResponse()).plan is None
     plan = types.SignedPayload(payload=b"plan")
-    assert StepResult(pb.StepResult(plan=plan)).plan == plan
+    assert StepResult(pb.StepResponse(plan=plan)).plan == plan
 
 
 def states() -> pb.SequenceStates:
@@ -140,7 +140,7 @@ def test_cached_blocks_are_read_from_their_columns() -> None:
 
 
 def test_news_say_what_was_granted_cut_and_asked_for() -> None:
-    result = pb.StepResult()
+    result = pb.StepResponse()
     result.news.granted.add(
         sequence_id=4,
         fork_sequence_ids=columns.pack(INT64, [5, 6]),
@@ -152,19 +152,19 @@ def test_news_say_what_was_granted_cut_and_asked_for() -> None:
     result.news.pressure.num_blocks = 12
     result.news.pressure.deadline.FromMilliseconds(1500)
     result.news.pressure.sequence_ids = columns.pack(INT64, [7])
-    assert news_of(result) == SessionNews(
+    assert news_of(result.news) == SessionNews(
         granted=(Granted(4, (5, 6), 16, 3),),
         cut={9: pb.CUT_REASON_GROWTH, 8: pb.CUT_REASON_TURN},
         num_blocks_asked=12,
         deadline_s=1.5,
         sequences_asked=(7,),
     )
-    assert news_of(pb.Notice(news=result.news)) == news_of(result) == StepResult(result).news
+    assert news_of(result.news) == StepResult(result).news
     result.news.cut_reasons = b""
     with pytest.raises(InvalidRequestError) as caught:
-        news_of(result)
+        news_of(result.news)
     assert caught.value.field == "cut_reasons"
 
 
 def test_an_answer_without_news_says_that_nothing_happened() -> None:
-    assert news_of(pb.StepResult()) == SessionNews((), {}, 0, 0.0, ())
+    assert news_of(pb.News()) == SessionNews((), {}, 0, 0.0, ())

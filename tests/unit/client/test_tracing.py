@@ -120,7 +120,7 @@ def plan_of(traceparent: str) -> tpb.Plan:
     answer = world.core.step(request, engine.tenant)
     request.traceparent = OTHER
     assert world.core.step(request, engine.tenant) == answer, "a trace is no part of the content"
-    return tpb.Plan.FromString(answer.result.plan.payload)
+    return tpb.Plan.FromString(answer.plan.payload)
 
 
 @pytest.mark.parametrize("traceparent", [ABOVE, "", "00-x", ABOVE + "-0", ABOVE.upper(), "é"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.steps.abort import abort_from
+from control_plane.steps.abort import abort_plans
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.slices import run_to_end
+from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import DEVICE
 from tests.helpers.core.core_model import World
@@ -33,15 +34,16 @@ def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:
     engine.check()
 
 
-def test_the_step_after_an_abort_says_what_all_tables_are_also_without_operations() -> None:
+def test_the_first_operation_after_an_abort_brings_a_plan_of_all_tables() -> None:
     engine = World().engine()
     engine.admit(1, range(12))
     engine.step(engine.growth(1, [12], 1))
     engine.abort(engine.number)
     engine.queue.clear()
     engine.submit()
-    assert not engine.queue, "SubmitReceipts makes no plan"
     engine.step()
+    assert not engine.queue, "a step without operations makes no plan"
+    engine.step(ops.free([]))
     assert engine.queue[0].plan.resync
     assert engine.queue[0].plan.changes.kinds == bytes([tpb.TABLE_CHANGE_KIND_KEEP])
     engine.run_all()
@@ -71,7 +73,7 @@ def test_a_freed_sequence_whose_plans_are_aborted_publishes_nothing() -> None:
     engine.step(ops.free([1]))
     engine.abort(1)
     engine.queue.clear()
-    engine.step()
+    engine.step(ops.free([]))
     engine.run_all()
     engine.settle()
     assert engine.lookup(range(17)) == 0
@@ -86,7 +88,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
     engine.step(engine.growth(1, [8], 1))
     made = engine.number
     session = world.core._sessions[engine.id]
-    for number in (0, -1, 99):
+    for number in (-1, 99):
         with pytest.raises(InvalidRequestError, match="plan_number: is not the number of a plan"):
             engine.abort(number)
     with pytest.raises(PlanReceiptedError, match="plan 1 has run"):
@@ -94,7 +96,9 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
     assert list(session.plans) == [made]
     engine.abort(made)
     assert not session.plans
-    run_to_end(abort_from(session, made))  # aborted before: nothing to do
+    run_to_end(
+        abort_plans(session, cpb.AbortPlansRequest(plan_number=made))
+    )  # aborted before: nothing to do
     engine.queue.clear()
     engine.send(engine.growth(1, [8], 1))
     engine.settle()

@@ -44,7 +44,7 @@ def test_items_of_one_operation_do_what_operations_of_one_item_do(seed: int) -> 
             engine.world.core.check_integrity()
 
 
-def only(result: cpb.StepResult) -> cpb.OperationResult:
+def only(result: cpb.StepResponse) -> cpb.OperationResult:
     (operation,) = result.results
     return operation
 

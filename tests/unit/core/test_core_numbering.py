@@ -45,7 +45,8 @@ def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:
         (4, StepConflictError),
         (6, StepOutOfOrderError),
     ):
-        request = cpb.StepRequest(session=engine.ref, number=number)
+        other = [ops.free([])]
+        request = cpb.StepRequest(session=engine.ref, number=number, operations=other)
         with pytest.raises(error) as refused:
             world.core.step(request, engine.tenant)
         assert (refused.value.field, refused.value.next_number) == ("number", 5)
@@ -62,7 +63,7 @@ def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
     numbers = world.core._sessions[engine.id].numbers
     engine.step(ops.admit(1, range(8)))
     assert numbers._latest is not None, "the service settles it once the answer is sent"
-    engine.submit()
+    engine.abort(1)
     assert numbers._latest is None
     with pytest.raises(InvalidRequestError):
         engine.abort(77)
@@ -74,9 +75,7 @@ def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
 
 REQUESTS: dict[str, Callable[[Engine], Any]] = {
     "step": lambda engine: engine.step(),
-    "submit_receipts": lambda engine: engine.submit(),
-    "abort_plan": lambda engine: engine.abort(1),
-    "resync": lambda engine: engine.resync(),
+    "abort_plans": lambda engine: engine.abort(1),
 }
 
 
@@ -88,10 +87,8 @@ def test_all_requests_share_one_numbering_and_methods_are_content(method: str) -
     REQUESTS[method](engine)
     for other in set(REQUESTS) - {method}:
         sent = engine.sent[-1].request
-        names = {"step": "Step", "abort_plan": "AbortPlan", "resync": "Resync"}
-        request = getattr(cpb, names.get(other, "SubmitReceipts") + "Request")(
-            session=sent.session, number=sent.number
-        )
+        names = {"step": cpb.StepRequest, "abort_plans": cpb.AbortPlansRequest}
+        request = names[other](session=sent.session, number=sent.number)
         with pytest.raises(StepConflictError):
             getattr(world.core, other)(request, engine.tenant)
     engine.repeat(engine.sent[-1])
@@ -183,13 +180,13 @@ def test_a_late_abort_changes_nothing() -> None:
     engine = world.engine()
     engine.admit(1, [*[1] * 8, 2, 3, 4, 5])
     engine.step(engine.growth(1, [6, 7], 2))
-    abort = cpb.AbortPlanRequest(session=engine.ref, number=4, plan_number=engine.number)
+    abort = cpb.AbortPlansRequest(session=engine.ref, number=4, plan_number=engine.number)
     engine.run_all()
     engine.step(engine.growth(1, [8, 9], 2), receipts=engine.receipts)
     assert engine.number == abort.number
     before = engine.everything()
     with pytest.raises(StepConflictError):
-        world.core.abort_plan(abort, engine.tenant)
+        world.core.abort_plans(abort, engine.tenant)
     assert engine.everything() == before
     engine.receipts.clear()
     engine.run_all()

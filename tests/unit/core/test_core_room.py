@@ -9,7 +9,7 @@ from tests.helpers.core.core_messages import DEVICE, HOST
 from tests.helpers.core.core_model import LATER, NEVER, OK, World, status_of
 
 
-def only(result: cpb.StepResult) -> cpb.OperationResult:
+def only(result: cpb.StepResponse) -> cpb.OperationResult:
     (operation,) = result.results
     return operation
 

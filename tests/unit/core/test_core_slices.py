@@ -89,11 +89,11 @@ def growth(rng: random.Random, positions: dict[int, int]) -> cpb.Operation:
 
 def written(answer: StepAnswer) -> cpb.StepResponse:
     """What was encoded, which is to the byte what a message would have written."""
-    response = cpb.StepResponse.FromString(answer.encoded)
-    assert response.SerializeToString() == answer.encoded
+    response = cpb.StepResponse.FromString(answer.step)
+    assert response.SerializeToString() == answer.step
     if answer.operations:
-        assert list(answer.results) == list(response.result.results)
-        assert answer.has_plan == response.result.HasField("plan")
+        assert list(answer.results) == list(response.results)
+        assert answer.has_plan == response.HasField("plan")
     return response
 
 
@@ -128,18 +128,20 @@ def walked(seed: int) -> tuple[list[Any], int]:
         session = world.core._sessions[engine.id]
         if rng.random() < 0.5:
             ran = [*session.plans][: rng.randint(0, 4)]
-            if isinstance(request, cpb.AbortPlanRequest):
+            if isinstance(request, cpb.AbortPlansRequest):
                 ran = [number for number in ran if number < request.plan_number]
             request.receipts.extend(receipt(session, number) for number in ran)
         done = answer(request, "tenant")
-        again = world.core.answer(request, "tenant")
+        again = (
+            world.core.step(request, "tenant")
+            if isinstance(request, cpb.StepRequest)
+            else world.core.abort_plans(request, "tenant")
+        )
         assert again == done, "the same number, the same answer"
         done = copied(done)
-        plan = done.result if isinstance(done, cpb.StepResponse) else done
-        if not isinstance(done, cpb.AbortPlanResponse):
-            if plan.HasField("plan"):
-                assert session.plans[request.number].digest == signing.digest(plan.plan.payload)
-            plan.plan.ClearField("signature")  # with the pool's random key
+        if done.HasField("plan"):
+            assert session.plans[request.number].digest == signing.digest(done.plan.payload)
+            done.plan.ClearField("signature")  # with the pool's random key
         answers.append(done)
 
     send(cpb.StepRequest(operations=[ops.admit(i, range(4 * i)) for i in range(1, 6)]))
@@ -157,9 +159,9 @@ def walked(seed: int) -> tuple[list[Any], int]:
                 operations.insert(rng.randrange(len(operations)), swap(some))
             send(cpb.StepRequest(operations=operations))
         if session.plans and rng.random() < 0.3:
-            send(cpb.AbortPlanRequest(plan_number=max(session.plans)))
+            send(cpb.AbortPlansRequest(plan_number=max(session.plans)))
         if len(session.plans) == 4 or rng.random() < 0.1:
-            send(cpb.ResyncRequest())
+            send(cpb.AbortPlansRequest(whole_tables=True))
     world.core.check_integrity()
     return answers, num_between
 
@@ -189,9 +191,9 @@ def test_others_step_between_the_slices() -> None:
     admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
     request = cpb.StepRequest(session=engine.ref, number=1, operations=admits)
     response = in_slices(world.core, between)(request, "tenant")
-    assert not any(result.failures for result in response.result.results)
+    assert not any(result.failures for result in response.results)
     assert other.number - before == 6, "after each operation"
-    request = cpb.ResyncRequest(session=engine.ref, number=2)
+    request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=2)
     in_slices(world.core, between)(request, "tenant")
     assert other.number - before == 6 + 2 + 5, "around the states, between sequences that are cut"
     other.settle()
@@ -216,8 +218,8 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
     request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
     response = in_slices(world.core, between)(request, "tenant")
     other.settle()
-    assert [status_of(result) for result in response.result.results] == [LATER, LATER]
-    assert response.result.news.granted or world.core.take_notices()
+    assert [status_of(result) for result in response.results] == [LATER, LATER]
+    assert response.news.granted or world.core.take_notices()
 
 
 @pytest.mark.usefixtures("small")
@@ -311,12 +313,12 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     def between() -> None:
         found.append(sum(num_cached(world, other, range(20 * i, 20 * i + 20)) > 0 for i in SIX))
 
-    request = cpb.SubmitReceiptsRequest(session=engine.ref, number=engine.number + 1)
+    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1)
     request.receipts.extend(engine.receipts)
     in_slices(world.core, between)(request, "tenant")
     assert found == [1, 2, 3, 4, 5], "after each sequence"
     found.clear()
-    request = cpb.ResyncRequest(session=engine.ref, number=engine.number + 2)
+    request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=engine.number + 2)
     response = in_slices(world.core, between)(request, "tenant")
     num_chunks = -(-len(response.plan.payload) // 100)
     assert len(found) == 2 + 1 + 5 + num_chunks
@@ -359,7 +361,7 @@ def test_a_session_may_end_while_its_plans_are_aborted() -> None:
     def request(engine: Engine) -> Any:
         engine.step(*(ops.admit(6 + i, range(20 * i + 200, 20 * i + 220)) for i in SIX))
         plan, number = engine.number, engine.number + 1
-        return cpb.AbortPlanRequest(session=engine.ref, number=number, plan_number=plan)
+        return cpb.AbortPlansRequest(session=engine.ref, number=number, plan_number=plan)
 
     num_slices = 1
     while ends_within(request, num_slices):
@@ -378,11 +380,11 @@ def test_a_session_may_end_while_many_blocks_are_swapped(kind: str) -> None:
         number = engine.number + 1
         if kind == "receipt":
             engine.run_all()
-            made = cpb.SubmitReceiptsRequest(session=engine.ref, number=number)
+            made = cpb.StepRequest(session=engine.ref, number=number)
             made.receipts.extend(engine.receipts)
             return made
         if kind == "abort":
-            return cpb.AbortPlanRequest(session=engine.ref, number=number, plan_number=number - 1)
+            return cpb.AbortPlansRequest(session=engine.ref, number=number, plan_number=number - 1)
         if kind == "step_after_an_abort":
             engine.abort(engine.number)
             number += 1
@@ -400,7 +402,7 @@ def test_a_session_may_end_while_its_receipts_are_taken() -> None:
     engine, other = world.engine(), world.engine()
     engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)))
     engine.step(ops.free([3]))
-    request = cpb.SubmitReceiptsRequest(session=engine.ref, number=engine.number + 1)
+    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1)
     request.receipts.extend(engine.receipts)
     left = world.core.run(request, "tenant")
     for _ in range(3):

@@ -22,7 +22,7 @@ def new_engine() -> Engine:
     return World(num_device=4 * MANY, num_host=0).engine()
 
 
-def counted_step(engine: Engine, *operations: cpb.Operation) -> tuple[cpb.StepResult, int]:
+def counted_step(engine: Engine, *operations: cpb.Operation) -> tuple[cpb.StepResponse, int]:
     """The next step, all receipts submitted before, and how many Python functions it called in the
     core, comprehensions included.
     """
@@ -38,7 +38,7 @@ def counted_step(engine: Engine, *operations: cpb.Operation) -> tuple[cpb.StepRe
     gc.disable()  # a collection calls what others have asked it to call
     sys.setprofile(count)
     try:
-        result = engine.world.core.step(request, engine.tenant).result
+        result = engine.world.core.step(request, engine.tenant)
     finally:
         sys.setprofile(None)
         gc.enable()

@@ -31,12 +31,12 @@ from tests.helpers.core.core_model import (
 )
 
 
-def only(result: cpb.StepResult) -> cpb.OperationResult:
+def only(result: cpb.StepResponse) -> cpb.OperationResult:
     (operation,) = result.results
     return operation
 
 
-def statuses(result: cpb.StepResult) -> list[int]:
+def statuses(result: cpb.StepResponse) -> list[int]:
     return [status_of(operation) for operation in result.results]
 
 

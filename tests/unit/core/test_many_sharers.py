@@ -118,11 +118,11 @@ def request_of(engine: Engine, *operations: cpb.Operation) -> cpb.StepRequest:
     )
 
 
-def answer(engine: Engine, request: cpb.StepRequest) -> cpb.StepResult:
-    return engine.world.core.step(request, engine.tenant).result
+def answer(engine: Engine, request: cpb.StepRequest) -> cpb.StepResponse:
+    return engine.world.core.step(request, engine.tenant)
 
 
-def take_plan(engine: Engine, result: cpb.StepResult) -> None:
+def take_plan(engine: Engine, result: cpb.StepResponse) -> None:
     """All must have been done. The plan counts as run."""
     assert not any(operation.failures for operation in result.results)
     if result.HasField("plan"):
@@ -131,7 +131,7 @@ def take_plan(engine: Engine, result: cpb.StepResult) -> None:
         engine.receipts.append(shard.receipt(plan, signing.digest(result.plan.payload)))
 
 
-def send(engine: Engine, *operations: cpb.Operation) -> cpb.StepResult:
+def send(engine: Engine, *operations: cpb.Operation) -> cpb.StepResponse:
     """A step, past the engine's model of what it holds."""
     result = answer(engine, request_of(engine, *operations))
     take_plan(engine, result)
@@ -207,9 +207,9 @@ def test_a_chain_of_a_thousand_forks_is_made_by_one_operation() -> None:
     parents = list(range(1, DEPTH))
     send(engine, ops.fork(parents, [i + 1 for i in parents]))
     assert engine.world.usage()["held"] == 3
-    request = cpb.ResyncRequest(session=engine.ref, number=engine.number + 1)
+    request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=engine.number + 1)
     engine.number += 1
-    whole = engine.world.core.resync(request, engine.tenant)
+    whole = engine.world.core.abort_plans(request, engine.tenant)
     (shard,) = engine.world.shards
     plan = tpb.Plan.FromString(whole.plan.payload)
     engine.receipts = [shard.receipt(plan, signing.digest(whole.plan.payload))]

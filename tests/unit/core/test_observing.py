@@ -53,7 +53,7 @@ def test_what_a_sequence_that_was_cut_reads_again_is_counted_apart() -> None:
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     pass_time(world, 40, one, other)
     assert counted(world).cut_sequences.total() == 1
-    one.step()  # hears of it
+    one.step(ops.free([]))  # hears of it
     one.run_all()
     one.settle()
     other.step()  # is granted its admission

@@ -20,12 +20,12 @@ def prompt(num_blocks: int, seed: int = 0) -> list[int]:
     return [1000 * (seed + 1) + i for i in range(num_blocks * BLOCK)]
 
 
-def only(result: cpb.StepResult) -> cpb.OperationResult:
+def only(result: cpb.StepResponse) -> cpb.OperationResult:
     (operation,) = result.results
     return operation
 
 
-def free(engine: Engine, sequence_id: int) -> cpb.StepResult:
+def free(engine: Engine, sequence_id: int) -> cpb.StepResponse:
     result = engine.send(ops.free([sequence_id]))
     engine.settle()
     return result
@@ -63,12 +63,12 @@ def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
     free(one, 1)
     assert other.world.core.take_notices()[0][0] == other.id
     result = other.step()
-    (granted,) = news_of(result).granted
+    (granted,) = news_of(result.news).granted
     assert (granted.sequence_id, granted.num_cached_tokens, granted.num_blocks) == (5, 0, 3)
-    assert result.HasField("plan"), "its table"
     assert world.pool().counters.num_granted_admissions == 1
-    appended = only(other.step(ops.append(5, [], 24, first_positions=0)))
-    assert not appended.failures
+    result = other.step(ops.append(5, [], 24, first_positions=0))
+    assert not only(result).failures
+    assert other.queue[-1].plan.changes.sequence_ids, "its table"
     world.core.check_integrity()
 
 
@@ -79,7 +79,7 @@ def test_an_abort_shows_what_was_granted_and_no_news_say_otherwise() -> None:
     (granted,) = sequence_states(other.resync().sequences)
     assert (granted.sequence_id, granted.num_tokens, granted.num_scheduled_tokens) == (5, 0, 0)
     result = other.step()
-    assert news_of(result).granted == (), "it would say that its tokens are known"
+    assert news_of(result.news).granted == (), "it would say that its tokens are known"
     assert not result.HasField("news")
     world.core.check_integrity()
 
@@ -89,8 +89,8 @@ def test_the_news_are_part_of_the_answer_and_come_again_with_it() -> None:
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     free(one, 1)
     other.step()
-    again = other.world.core.step(other.sent[-1].request, other.tenant).result
-    assert [grant.sequence_id for grant in news_of(again).granted] == [5]
+    again = other.world.core.step(other.sent[-1].request, other.tenant)
+    assert [grant.sequence_id for grant in news_of(again.news).granted] == [5]
     assert not other.step().HasField("news")
 
 
@@ -104,8 +104,8 @@ def test_nobody_passes_the_head_of_the_line() -> None:
     polled = only(third.step(ops.admit(2, prompt(1, 3)))).failures[0]
     assert (polled.shortage.reason, polled.shortage.place_in_line) == (cpb.SHORTAGE_REASON_LINE, 0)
     free(one, 1)
-    assert [grant.sequence_id for grant in news_of(other.step()).granted] == [5]
-    assert [grant.sequence_id for grant in news_of(third.step()).granted] == [1]
+    assert [grant.sequence_id for grant in news_of(other.step().news).granted] == [5]
+    assert [grant.sequence_id for grant in news_of(third.step().news).granted] == [1]
 
 
 def test_who_asks_again_keeps_the_place_and_free_withdraws() -> None:
@@ -117,7 +117,7 @@ def test_who_asks_again_keeps_the_place_and_free_withdraws() -> None:
     third.step(ops.admit(1, prompt(2, 2), wait=True))
     assert not only(other.step(ops.free([5]))).failures
     free(one, 1)
-    assert [grant.sequence_id for grant in news_of(third.step()).granted] == [1]
+    assert [grant.sequence_id for grant in news_of(third.step().news).granted] == [1]
     assert not other.step().HasField("news")
 
 
@@ -127,7 +127,7 @@ def test_forks_are_granted_with_the_sequence_and_share_its_blocks() -> None:
     refused = only(other.step(ops.admit(6, [1], wait=True)))
     assert refused.failures[0].error.reason == "SEQUENCE_EXISTS"
     free(one, 1)
-    (granted,) = news_of(other.step()).granted
+    (granted,) = news_of(other.step().news).granted
     assert list(granted.fork_sequence_ids) == [6, 7]
     assert other.table(5) == other.table(6) == other.table(7)
 
@@ -160,11 +160,11 @@ def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
         other.renew()
         assert not only(one.send(ops.append(1, [], 1, first_positions=position))).failures
     pass_time(world, 0.5)
-    news = news_of(one.step())
+    news = news_of(one.step().news)
     assert (news.num_blocks_asked, news.sequences_asked) == (8, (1,))
     assert 0.5 <= news.deadline_s <= 1.0
     pass_time(world, 1)
-    assert dict(news_of(one.step()).cut) == {1: cpb.CUT_REASON_TURN}
+    assert dict(news_of(one.step().news).cut) == {1: cpb.CUT_REASON_TURN}
 
 
 def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut() -> None:
@@ -176,9 +176,9 @@ def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut()
     pass_time(world, 10.25)
     one.renew()
     other.renew()
-    assert news_of(one.step()).sequences_asked == (1, 2)
+    assert news_of(one.step().news).sequences_asked == (1, 2)
     pass_time(world, 2)
-    news = news_of(one.step())
+    news = news_of(one.step().news)
     assert dict(news.cut) == dict.fromkeys((1, 2), cpb.CUT_REASON_IDLE)
     one.send(ops.free([2]))
     result = one.step(ops.append(1, [], 1, first_positions=56))
@@ -191,7 +191,7 @@ def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut()
     assert not only(one.step(ops.free([1]))).failures
     one.run_all()
     one.settle()
-    assert [grant.sequence_id for grant in news_of(other.step()).granted] == [5]
+    assert [grant.sequence_id for grant in news_of(other.step().news).granted] == [5]
     world.core.check_integrity()
 
 
@@ -203,11 +203,11 @@ def test_a_sequence_is_not_idle_while_a_plan_computes_it() -> None:
         pass_time(world, 12)
         one.renew()
         other.renew()
-    assert not news_of(one.step()).cut
+    assert not news_of(one.step().news).cut
     one.run_all()
     one.settle()
     pass_time(world, 5)
-    assert not news_of(one.step()).cut, "it went on with its receipt"
+    assert not news_of(one.step().news).cut, "it went on with its receipt"
 
 
 def test_a_sequence_that_was_just_given_blocks_is_not_idle() -> None:
@@ -217,14 +217,14 @@ def test_a_sequence_that_was_just_given_blocks_is_not_idle() -> None:
     assert only(one.step(ops.append(1, [], 1, first_positions=56))).failures
     third.step(ops.admit(1, [5], wait=True))
     pass_time(world, 2.5)
-    assert dict(news_of(other.step()).cut) == {1: cpb.CUT_REASON_GROWTH}
+    assert dict(news_of(other.step().news).cut) == {1: cpb.CUT_REASON_GROWTH}
     other.run_all()
     other.settle()
     pass_time(world, 9)
     assert len(one.table(1)) == 8
-    assert not news_of(one.step()).num_blocks_asked
+    assert not news_of(one.step().news).num_blocks_asked
     pass_time(world, 3)
-    assert news_of(one.step()).sequences_asked == (1,)
+    assert news_of(one.step().news).sequences_asked == (1,)
 
 
 def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
@@ -235,7 +235,7 @@ def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
     other.step(ops.admit(5, prompt(3, 2), wait=True))
     assert not only(other.send(ops.fork(1, 2))).failures
     free(one, 1)
-    assert dict(news_of(other.step()).cut) == {5: cpb.CUT_REASON_IMPOSSIBLE}
+    assert dict(news_of(other.step().news).cut) == {5: cpb.CUT_REASON_IMPOSSIBLE}
 
 
 def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> None:
@@ -249,7 +249,7 @@ def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> No
         other.renew()
     deferred = ops.deferred_tokens([1], [1], [57], [1], [9])
     one.call("step", cpb.StepRequest(deferred_tokens=deferred))
-    cut_ids = one.sent[-1].answer.result.news.cut_sequence_ids
+    cut_ids = one.sent[-1].answer.news.cut_sequence_ids
     assert columns.read(INT64, cut_ids, "ids").tolist() == [1]
     others = ops.deferred_tokens([1, 7], [1, 1], [57, 1], [1, 1], [9, 9])
     with pytest.raises(SequenceNotFoundError) as caught:
@@ -268,7 +268,7 @@ def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_know
     other.run_all()
     (plane,) = world.shards
     assert 1 in plane.tables[one.id]
-    one.step()
+    one.step(ops.free([]))
     one.run_all()
     assert not plane.tables[one.id]
 
@@ -285,5 +285,5 @@ def test_blocks_of_a_sequence_that_was_cut_wait_for_plans_in_flight() -> None:
     assert not other.step().HasField("news"), "the plan may still write the blocks"
     one.run_all()
     one.settle()
-    assert [grant.sequence_id for grant in news_of(other.step()).granted] == [5]
+    assert [grant.sequence_id for grant in news_of(other.step().news).granted] == [5]
     other.run_all()

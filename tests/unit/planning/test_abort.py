@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.steps.abort import abort_from
+from control_plane.steps.abort import abort_plans
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.slices import run_to_end
+from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
 
@@ -24,7 +25,9 @@ def rig() -> PlanningRig:
 
 def abort_from_next(rig: PlanningRig, plan_number: int) -> None:
     rig.session.numbers.use()
-    run_to_end(abort_from(rig.session, plan_number))
+    number = rig.session.numbers.last
+    request = cpb.AbortPlansRequest(number=number, plan_number=plan_number)
+    run_to_end(abort_plans(rig.session, request))
 
 
 def test_what_no_receipt_covers_is_cut_with_its_tokens_and_blocks(rig: PlanningRig) -> None:

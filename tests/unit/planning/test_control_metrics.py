@@ -34,7 +34,7 @@ def test_items_are_counted_by_operation_and_status() -> None:
         pb.OperationResult(failures=failures(never)),
         pb.OperationResult(failures=failures(failed)),
     ]
-    metrics.count_step(StepAnswer(b"", read_operations(operations, 99), results), 0.25)
+    metrics.count_step(StepAnswer(b"", 0, read_operations(operations, 99), results), 0.25)
     counted = metrics.operations.values
     assert counted == {
         ("append", "ok"): 2,

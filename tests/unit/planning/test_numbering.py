@@ -106,9 +106,10 @@ def test_content_is_the_method_and_all_but_the_receipts() -> None:
     assert content_of(step) == content_of(with_receipts)
     assert len(with_receipts.receipts) == 1, "the request itself stays whole"
     others = [
-        cpb.SubmitReceiptsRequest(session=session, number=3),
-        cpb.ResyncRequest(session=session, number=3),
+        cpb.AbortPlansRequest(session=session, number=3),
+        cpb.AbortPlansRequest(session=session, number=3, plan_number=1),
+        cpb.AbortPlansRequest(session=session, number=3, whole_tables=True),
         cpb.StepRequest(session=session, number=4),
         cpb.StepRequest(session=session, number=3, operations=[cpb.Operation()]),
     ]
-    assert len({content_of(request) for request in (step, *others)}) == 5
+    assert len({content_of(request) for request in (step, *others)}) == 6

@@ -60,21 +60,23 @@ def test_an_answer_is_encoded_as_its_message_would_be() -> None:
     rig = PlanningRig()
     result = rig.answer(ops.admit(2, range(9)), ops.free([3]))
     news = cpb.News(granted=[cpb.Grant(sequence_id=7)])
-    results = cpb.StepResult(results=result.results)
+    results = cpb.StepResponse(results=result.results)
     for payload in (b"", b"7", bytes(127), bytes(128), bytes(1 << 21)):
         plan = SignedPlan(payload, b"s" * 32) if payload else None
         for told in (None, news):
             answer = step_answer(rig.session, 12345, (), results, plan, told)
-            whole = cpb.StepResponse(number=12345)
-            whole.result.results.extend(result.results)
+            whole = cpb.StepResponse()
+            whole.results.extend(result.results)
             if plan is not None:
-                whole.result.plan.type = signing.PLAN
-                whole.result.plan.payload, whole.result.plan.signature = plan
-            whole.result.usage.CopyFrom(rig.pool.usage())
-            whole.result.revision = rig.pool.revision()
+                whole.plan.type = signing.PLAN
+                whole.plan.payload, whole.plan.signature = plan
+            whole.usage.CopyFrom(rig.pool.usage())
+            whole.revision = rig.pool.revision()
             if told is not None:
-                whole.result.news.CopyFrom(told)
-            assert answer.encoded == whole.SerializeToString()
+                whole.news.CopyFrom(told)
+            assert answer.step == whole.SerializeToString()
+            on_stream = cpb.StreamStepsResponse(number=12345, step=whole)
+            assert answer.encoded == on_stream.SerializeToString()
             assert list(answer.results) == list(result.results)
             assert answer.has_plan == bool(payload)
 

@@ -118,7 +118,7 @@ def test_a_refusal_of_a_plan_names_what_is_out_of_order() -> None:
         session.continued(pb.Plan(number=5, previous=4), b"")
     assert refused.value.field == "plan.previous"
     assert session.continued(pb.Plan(number=5, previous=4, resync=True, finished=3), b"") is None
-    with pytest.raises(PlanOutOfOrderError, match="call Resync") as refused:
+    with pytest.raises(PlanOutOfOrderError, match="call AbortPlans with whole_tables") as refused:
         session.continued(pb.Plan(number=5, previous=4, resync=True, finished=4), b"")
     assert refused.value.field == "plan.finished"
 

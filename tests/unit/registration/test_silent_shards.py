@@ -61,7 +61,7 @@ class World:
         step = pb.StepRequest(
             session=session, number=number, operations=[operation], receipts=receipts
         )
-        return self.core.step(step, TENANT).result.plan
+        return self.core.step(step, TENANT).plan
 
     def receipt(self, plan: tpb.SignedPayload, index: int) -> tpb.SignedPayload:
         read = tpb.Plan.FromString(plan.payload)
