@@ -30,7 +30,6 @@ from kvplane.errors import (
 )
 from kvplane.serving.callers.access import Caller
 from kvplane.serving.streams import stopping_error
-from kvplane.wire import protocol
 from kvplane.wire.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -154,10 +153,8 @@ class Registrar:
         return hello
 
     def _open(self, hello: pb.Hello) -> _Stream:
-        version = protocol.negotiate(hello.protocol, field="hello.protocol")
         self._require_free(hello)
         welcome = self._core.register(hello)
-        welcome.protocol_version = version
         welcome.heartbeat_interval.FromNanoseconds(int(self._heartbeat_s * 1e9))
         stream = _Stream(hello)
         self._supersede(stream)

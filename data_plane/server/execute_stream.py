@@ -153,11 +153,10 @@ class ExecuteStream:
         return _response(layer, output, receipt).SerializeToString()
 
     def _open(self, request: pb.OpenExecution) -> pb.ExecuteResponse:
-        version = protocol.negotiate(request.protocol, field="open.protocol")
         session_id = self._executor.open(request.grant, tenant=self._tenant)
         self.session_id, self._plan_number = session_id, None
         self._ran = []
-        opened = pb.ExecutionOpened(protocol_version=version, layers=self._executor.layers)
+        opened = pb.ExecutionOpened(layers=self._executor.layers)
         return pb.ExecuteResponse(opened=opened)
 
     def _start(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:

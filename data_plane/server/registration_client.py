@@ -36,7 +36,6 @@ from kvplane.errors import (
 )
 from kvplane.transport.connection import BROKEN_CALL
 from kvplane.transport.tls import TlsOptions, open_channel
-from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc
@@ -130,7 +129,6 @@ class RegistrationClient:
         try:
             await stream.send(pb.RegisterRequest(hello=_hello_of(self._executor, self._address)))
             welcome = (await stream.expect("welcome")).welcome
-            protocol.check_chosen(welcome.protocol_version)
             async with _beating(stream, welcome):
                 await self._begin(stream, welcome)
                 self._delay_s = _FIRST_DELAY_S
@@ -219,7 +217,6 @@ class RegistrationClient:
 def _hello_of(executor: Executor, address: str) -> pb.Hello:
     """Make a Hello. ``address``: where clients reach the executor."""
     return pb.Hello(
-        protocol=protocol.supported(),
         pool_id=executor.pool_id,
         shard=executor.shard.to_proto(),
         epoch=executor.epoch,

@@ -9,7 +9,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from kvplane.errors import InvalidRequestError, ProtocolMismatchError
+from kvplane.errors import InvalidRequestError
 from kvplane.wire.v1 import types_pb2 as pb
 
 OLDEST: Final = 2
@@ -52,33 +52,6 @@ FOLLOWER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 def supported() -> pb.ProtocolRange:
     """Return the versions that this release speaks."""
     return pb.ProtocolRange(oldest=OLDEST, newest=NEWEST)
-
-
-def negotiate(peer: pb.ProtocolRange, *, field: str = "protocol") -> int:
-    """Return the newest version that both speak.
-
-    Raises InvalidRequestError when ``peer`` is not a range, ProtocolMismatchError when there is no
-    such version.
-    """
-    if not 1 <= peer.oldest <= peer.newest:
-        raise InvalidRequestError("must be a range of versions from 1 on", field=field)
-    version = min(NEWEST, peer.newest)
-    if version < max(OLDEST, peer.oldest):
-        raise ProtocolMismatchError(
-            f"the peer speaks {peer.oldest} to {peer.newest}, this side {OLDEST} to {NEWEST}",
-            field=field,
-        )
-    return version
-
-
-def check_chosen(version: int) -> int:
-    """Return a server's chosen version. Raises ProtocolMismatchError if this release lacks it."""
-    if not OLDEST <= version <= NEWEST:
-        raise ProtocolMismatchError(
-            f"the server chose {version}, this side speaks {OLDEST} to {NEWEST}",
-            field="protocol_version",
-        )
-    return version
 
 
 def refuse_unknown_fields(message: Message, *, field: str) -> None:

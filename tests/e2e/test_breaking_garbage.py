@@ -22,7 +22,6 @@ from kvplane.errors import REASONS
 from kvplane.v1 import control_pb2 as contract_control
 from kvplane.v1 import data_pb2 as contract_data
 from kvplane.wire import columns
-from kvplane.wire.protocol import supported
 from kvplane.wire.v1 import control_pb2, control_pb2_grpc
 
 NUM_MESSAGES = 20  # of each kind, for each call
@@ -175,16 +174,13 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
     with grpc.insecure_channel(pair.control.address) as control:
         stub = control_pb2_grpc.ControlPlaneServiceStub(control)
         layout = llm.describe_pool().layout
-        opened = stub.OpenSession(
-            control_pb2.OpenSessionRequest(pool_id=POOL, protocol=supported(), layout=layout)
-        )
+        opened = stub.OpenSession(control_pb2.OpenSessionRequest(pool_id=POOL, layout=layout))
         step = control_pb2.StepRequest(
             session=opened.session, number=1, operations=[ops.admit(1, [0] * 20)]
         )
         admitted = stub.RunStep(control_pb2.RunStepRequest(step=step)).result
         good = {
             "session": opened.session,
-            "protocol": supported(),
             "grant": opened.grant,
             "plan": admitted.plan,
             "layer": 0,

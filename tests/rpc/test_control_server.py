@@ -26,7 +26,6 @@ from control_plane.server.service import SERVICE
 from kvplane import ops
 from kvplane.errors import InternalError, SessionNotFoundError
 from kvplane.serving import server as serving
-from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc
@@ -80,9 +79,7 @@ async def test_reflection_lists_the_services(control_server: ControlPlaneServer)
 async def test_truncated_and_garbage_requests_are_the_callers_error(
     control_server: ControlPlaneServer,
 ) -> None:
-    request = pb.OpenSessionRequest(
-        pool_id="pool", protocol=protocol.supported(), layout=LAYOUT.to_proto()
-    ).SerializeToString()
+    request = pb.OpenSessionRequest(pool_id="pool", layout=LAYOUT.to_proto()).SerializeToString()
     async with grpc.aio.insecure_channel(control_server.address) as channel:
         for name in ("OpenSession", "RunStep", "GetBlockTable", "Resync"):
             call: Any = channel.unary_unary(f"/{SERVICE}/{name}")

@@ -90,7 +90,6 @@ class DataPlane:
 
     def hello(self) -> cpb.Hello:
         return cpb.Hello(
-            protocol=protocol.supported(),
             pool_id=POOL,
             shard=self.shard,
             epoch=self.epoch,

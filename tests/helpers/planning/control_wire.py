@@ -119,7 +119,6 @@ class RawSession:
     async def open(cls, stub: Stub, shard: RawShard, **fields: Any) -> RawSession:
         request = pb.OpenSessionRequest(
             pool_id=shard.hello.pool_id,
-            protocol=protocol.supported(),
             layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
             client_name="test",
             **fields,

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from kvplane.wire import protocol, signing
+from kvplane.wire import signing
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc, types_pb2
 
@@ -79,7 +79,6 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         interval.FromNanoseconds(int(self.heartbeat_s * 1e9))
         yield pb.RegisterResponse(
             welcome=pb.Welcome(
-                protocol_version=protocol.NEWEST,
                 incarnation=self.incarnation,
                 resumed=resumed,
                 key=self.key,

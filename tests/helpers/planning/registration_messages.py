@@ -10,7 +10,7 @@ from kvplane_blocks import chained_hash, root_hash
 from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
-from kvplane.wire import columns, protocol
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -30,7 +30,6 @@ def half(index: int, num_shards: int = 2) -> tpb.Shard:
 def hello(**fields: Any) -> pb.Hello:
     """Return a Hello of a whole pool unless ``fields`` say otherwise."""
     defaults = {
-        "protocol": protocol.supported(),
         "pool_id": "pool",
         "shard": WHOLE,
         "epoch": 11,
