@@ -58,12 +58,12 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
 
 
 def _check(session: Session, receipt: tpb.Receipt, at: str) -> None:
-    if receipt.version != protocol.PAYLOAD_VERSION:
+    if receipt.version != session.payload_version:
         raise ProtocolMismatchError(
-            f"is {receipt.version}; this control plane reads {protocol.PAYLOAD_VERSION}",
+            f"is {receipt.version}, and the session's plans have {session.payload_version}",
             field=f"{at}.version",
         )
-    protocol.refuse_unknown_fields(receipt, field=f"{at}.payload")
+    protocol.refuse_unknown_fields(receipt, field=f"{at}.payload", reader="control plane")
     epochs = session.epochs
     if receipt.session.incarnation != session.ref.incarnation:
         raise StaleIncarnationError(

@@ -905,7 +905,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ..., forget_files: _Optional[_Union[ForgetFiles, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "has_file_tier")
+    __slots__ = ("pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "has_file_tier", "version", "oldest_payload_version", "newest_payload_version")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -917,6 +917,9 @@ class Hello(_message.Message):
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PAYLOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_PAYLOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     shard: _types_pb2.Shard
     epoch: int
@@ -928,7 +931,10 @@ class Hello(_message.Message):
     key_id: bytes
     groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     has_file_tier: bool
-    def __init__(self, pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., has_file_tier: bool = ...) -> None: ...
+    version: str
+    oldest_payload_version: int
+    newest_payload_version: int
+    def __init__(self, pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., has_file_tier: bool = ..., version: _Optional[str] = ..., oldest_payload_version: _Optional[int] = ..., newest_payload_version: _Optional[int] = ...) -> None: ...
 
 class GroupBlocks(_message.Message):
     __slots__ = ("num_device_blocks", "num_host_blocks")
@@ -939,16 +945,20 @@ class GroupBlocks(_message.Message):
     def __init__(self, num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("incarnation", "resumed", "key", "heartbeat_interval")
+    __slots__ = ("incarnation", "resumed", "key", "heartbeat_interval", "version", "payload_version")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     resumed: bool
     key: bytes
     heartbeat_interval: _duration_pb2.Duration
-    def __init__(self, incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    version: str
+    payload_version: int
+    def __init__(self, incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., version: _Optional[str] = ..., payload_version: _Optional[int] = ...) -> None: ...
 
 class BlockReport(_message.Message):
     __slots__ = ("blocks", "publications", "last")

@@ -15,8 +15,11 @@ from kvplane.wire.v1 import types_pb2 as pb
 OLDEST: Final = 2
 NEWEST: Final = 2
 
-# The version of plans, grants and receipts.
-PAYLOAD_VERSION: Final = 1
+# The payload versions that this release reads and writes. A version says which fields there are in
+# plans, grants, receipts and the messages of registration streams. NEWEST rises with each field. A
+# release still knows all versions of the release before it: OLDEST may rise in the next one.
+OLDEST_PAYLOAD_VERSION: Final = 1
+NEWEST_PAYLOAD_VERSION: Final = 1
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
@@ -54,18 +57,19 @@ def supported() -> pb.ProtocolRange:
     return pb.ProtocolRange(oldest=OLDEST, newest=NEWEST)
 
 
-def refuse_unknown_fields(message: Message, *, field: str) -> None:
+def refuse_unknown_fields(message: Message, *, field: str, reader: str = "side") -> None:
     """Raise InvalidRequestError when ``message``, or a message in it, has fields that this release
     does not know: they could change what the others mean. The error names the message that has one,
-    below ``field``, and its number. They are then dropped from ``message``.
+    below ``field``, its number, and the ``reader`` that must be updated, such as "data plane". They
+    are then dropped from ``message``.
     """
     encoded = message.SerializeToString()
     message.DiscardUnknownFields()
     if message.ByteSize() != len(encoded):
         at, number = _first_unknown(type(message).FromString(encoded)) or ("", 0)
         raise InvalidRequestError(
-            f"has a field that this release does not know, number {number}: update this side, or "
-            "leave it out",
+            f"has a field that this release does not know, number {number}: it was written by a "
+            f"later release: update this {reader}",
             field=f"{field}{at}",
         )
 

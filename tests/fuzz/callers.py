@@ -119,7 +119,7 @@ class Engine:
     def _receipt(self, signed: tpb.SignedPayload) -> tpb.SignedPayload:
         plan = tpb.Plan.FromString(signed.payload)
         payload = tpb.Receipt(
-            version=protocol.PAYLOAD_VERSION,
+            version=protocol.NEWEST_PAYLOAD_VERSION,
             session=plan.session,
             pool_id=plan.pool_id,
             epoch=self.epoch,
@@ -157,6 +157,9 @@ class Engine:
     def _registration(self, rng: random.Random) -> list[Message]:
         """Of a data plane of another pool: Hello, a report, a word more."""
         hello = cpb.Hello(
+            version="test",
+            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
             pool_id=f"pool {rng.randrange(4)}",
             shard=tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2),
             epoch=rng.randrange(1, 4),

@@ -32,6 +32,7 @@ from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, StepResult, sequence_states
 from kvplane.runtime.backend import PlanStarted
+from kvplane.wire import protocol
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as types
 
@@ -87,6 +88,9 @@ class Planes:
         executor = self.executor
         welcome = self.core.register(
             pb.Hello(
+                version="test",
+                oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+                newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
                 pool_id=POOL,
                 shard=executor.shard.to_proto(),
                 epoch=executor.epoch,

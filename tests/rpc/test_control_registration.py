@@ -70,6 +70,26 @@ async def test_a_data_plane_is_welcomed_reports_and_is_accepted(
     ("fields", "code", "reason", "field"),
     [
         ({"pool_id": ""}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.pool_id"),
+        ({"version": ""}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.version"),
+        ({"version": "x" * 129}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.version"),
+        (
+            {"oldest_payload_version": 0},
+            "INVALID_ARGUMENT",
+            "INVALID_REQUEST",
+            "hello.oldest_payload_version",
+        ),
+        (
+            {"oldest_payload_version": 3, "newest_payload_version": 2},
+            "INVALID_ARGUMENT",
+            "INVALID_REQUEST",
+            "hello.newest_payload_version",
+        ),
+        (
+            {"oldest_payload_version": 9, "newest_payload_version": 9},
+            "FAILED_PRECONDITION",
+            "PROTOCOL_MISMATCH",
+            "hello.newest_payload_version",
+        ),
         ({"layout": tpb.Layout()}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.layout.dtype"),
         (
             {"num_device_blocks": -(2**63)},

@@ -25,6 +25,7 @@ from control_plane.server.server import ControlPlaneServer
 from control_plane.server.service import SERVICE
 from kvplane import ops
 from kvplane.errors import InternalError, SessionNotFoundError
+from kvplane.release import release
 from kvplane.serving import server as serving
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
@@ -363,7 +364,7 @@ def test_the_program_logs_json_when_asked_to() -> None:
     )
     told = json.loads(run.stderr.splitlines()[0])
     assert (told["level"], told["logger"]) == ("info", "control_plane")
-    assert told["message"].startswith("settings bind='no-such-host.invalid:1'")
+    assert told["message"].startswith(f"settings release={release()} bind='no-such-host.invalid:1'")
     assert told["time"].endswith("Z")
 
 

@@ -22,7 +22,7 @@ from control_plane.pools.publications import publish_message
 from data_plane import Executor
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.shard import Shard
-from kvplane.wire import columns, signing
+from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -219,6 +219,9 @@ class DataProcess:
     def hello(self) -> cpb.Hello:
         executor = self.executor
         hello = cpb.Hello(
+            version="test",
+            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
             pool_id=POOL,
             shard=self.shard.to_proto(),
             epoch=executor.epoch,

@@ -88,7 +88,7 @@ class RawShard:
         """Return its receipt for ``plan``."""
         what = tpb.Plan.FromString(plan.payload)
         fields = {
-            "version": protocol.PAYLOAD_VERSION,
+            "version": protocol.NEWEST_PAYLOAD_VERSION,
             "session": what.session,
             "pool_id": what.pool_id,
             "shard_index": self.hello.shard.index,

@@ -10,7 +10,7 @@ from kvplane_blocks import chained_hash, root_hash
 from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
-from kvplane.wire import columns
+from kvplane.wire import columns, protocol
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -30,6 +30,9 @@ def half(index: int, num_shards: int = 2) -> tpb.Shard:
 def hello(**fields: Any) -> pb.Hello:
     """Return a Hello of a whole pool unless ``fields`` say otherwise."""
     defaults = {
+        "version": "test",
+        "oldest_payload_version": protocol.OLDEST_PAYLOAD_VERSION,
+        "newest_payload_version": protocol.NEWEST_PAYLOAD_VERSION,
         "pool_id": "pool",
         "shard": WHOLE,
         "epoch": 11,

@@ -27,10 +27,10 @@ def parsed(**changed: bytes) -> pb.StepRequest:
 
 def test_what_is_known_is_left_as_it_is() -> None:
     step = parsed()
-    refuse_unknown_fields(step, field="step")
+    refuse_unknown_fields(step, field="step", reader="data plane")
     assert step.operations == STEP.operations and step.traceparent == "x"
     given_with_zeros = pb.StepRequest.FromString(b"\x10\x00")  # number 0, which may be left out
-    refuse_unknown_fields(given_with_zeros, field="step")
+    refuse_unknown_fields(given_with_zeros, field="step", reader="data plane")
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def test_what_is_known_is_left_as_it_is() -> None:
     ],
 )
 def test_an_unknown_field_is_named(changed: str, field: str) -> None:
-    with pytest.raises(InvalidRequestError, match="does not know, number 1000") as refused:
-        refuse_unknown_fields(parsed(**{changed: LATER}), field="step")
+    text = r"number 1000: it was written by a later release: update this data plane"
+    with pytest.raises(InvalidRequestError, match=text) as refused:
+        refuse_unknown_fields(parsed(**{changed: LATER}), field="step", reader="data plane")
     assert refused.value.field == field
