@@ -1,7 +1,7 @@
 #!/bin/sh
 # In an image's build stage: installs the requirements into /opt/kvplane, at the locked versions.
 #     deploy/install.sh REQUIREMENT...
-# KVPLANE_TORCH and CA_BUNDLE are build arguments; .env describes them.
+# KVPLANE_TORCH, CA_BUNDLE and KVPLANE_COMMIT are build arguments; .env describes them.
 set -eu
 
 if [ -n "${CA_BUNDLE:-}" ]; then

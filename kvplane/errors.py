@@ -163,7 +163,7 @@ class LayoutMismatchError(ConflictError):
 
 
 class ProtocolMismatchError(ConflictError):
-    """No protocol version is spoken by both."""
+    """The two sides are of releases that cannot work together."""
 
 
 class StepConflictError(ConflictError):

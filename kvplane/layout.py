@@ -295,7 +295,7 @@ class Layout:
         """Parse a message. Raises InvalidRequestError, also for a fingerprint that is wrong and for
         fields that this version does not know.
         """
-        message = whole(message, message.SerializeToString(), field="layout")
+        message = whole(message, message.SerializeToString(), field="layout", reader="side")
         layout = cls(
             model_id=message.model_id,
             block_size_tokens=message.block_size_tokens,

@@ -37,7 +37,9 @@ def prompt(seed: int, num_tokens: int) -> bytes:
 def hello(num_device_blocks: int, num_host_blocks: int) -> cpb.Hello:
     """Return the Hello of the pool's one shard."""
     return cpb.Hello(
-        protocol=protocol.supported(),
+        version="test",
+        oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+        newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
         pool_id=POOL,
         shard=tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=1),
         epoch=EPOCH,
@@ -50,9 +52,7 @@ def hello(num_device_blocks: int, num_host_blocks: int) -> cpb.Hello:
 
 def open_session() -> cpb.OpenSessionRequest:
     """Return a request for a session on the pool."""
-    return cpb.OpenSessionRequest(
-        pool_id=POOL, protocol=protocol.supported(), layout=LAYOUT.to_proto()
-    )
+    return cpb.OpenSessionRequest(pool_id=POOL, layout=LAYOUT.to_proto())
 
 
 def receipt(
@@ -60,7 +60,7 @@ def receipt(
 ) -> tpb.SignedPayload:
     """Return the data plane's signed statement that the plan of step ``number`` ran."""
     payload = tpb.Receipt(
-        version=protocol.PAYLOAD_VERSION,
+        version=protocol.NEWEST_PAYLOAD_VERSION,
         session=session,
         pool_id=POOL,
         epoch=EPOCH,

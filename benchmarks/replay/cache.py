@@ -64,6 +64,9 @@ class Cache:
         config = CoreConfig(lease_s=1e9, watermark=0.0, eviction_policy=policy)
         self._core = ControlPlane(incarnation=1, config=config, clock=lambda: self._now_s)
         hello = cpb.Hello(
+            version="test",
+            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
             pool_id=_POOL,
             shard=tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=1),
             epoch=_EPOCH,
@@ -124,7 +127,7 @@ class Cache:
 
     def _receipt(self, plan: tpb.SignedPayload) -> tpb.SignedPayload:
         payload = tpb.Receipt(
-            version=protocol.PAYLOAD_VERSION,
+            version=protocol.NEWEST_PAYLOAD_VERSION,
             session=self._session,
             pool_id=_POOL,
             epoch=_EPOCH,

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
+from control_plane.pools.payload_versions import payload_version
 from control_plane.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -301,6 +302,11 @@ class PoolShards:
     def epochs(self) -> list[int]:
         """The shards' epochs, by shard index. All have registered."""
         return [self.states[i].hello.epoch for i in range(self.num_shards)]
+
+    @property
+    def payload_version(self) -> int:
+        """The newest payload version that they and this control plane know."""
+        return payload_version(state.hello for state in self.states.values())
 
     def infos(self) -> list[cpb.ShardInfo]:
         """Return each shard's description, by shard index."""

@@ -25,23 +25,27 @@ from typing import Final
 
 from control_plane.config import CoreConfig
 from control_plane.pools.layouts import served_layout
+from control_plane.pools.payload_versions import payload_version
 from control_plane.pools.pool import Pool
 from control_plane.pools.shards import PoolShards, ShardState, total_blocks
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     PoolNotFoundError,
+    ProtocolMismatchError,
     QuotaExceededError,
     StaleEpochError,
     StaleIncarnationError,
 )
 from kvplane.layout import Layout
+from kvplane.release import release
 from kvplane.shard import Shard, most_kv_heads
 from kvplane.wire import signing
 from kvplane.wire.v1 import control_pb2 as cpb
 
 MAX_POOL_ID_CHARACTERS: Final = 128
 MAX_ADDRESS_CHARACTERS: Final = 512
+MAX_VERSION_CHARACTERS: Final = 128
 MAX_BLOCKS: Final = 2**24
 MAX_SHARDS: Final = 1024
 _KEY_ID_BYTES: Final = (0, 16)
@@ -78,11 +82,16 @@ class Registration:
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
 
-        Raises InvalidRequestError, LayoutMismatchError, StaleIncarnationError (it has seen a later
-        control plane than this one), StaleEpochError (a later process holds the shard),
-        QuotaExceededError.
+        Raises InvalidRequestError, LayoutMismatchError, ProtocolMismatchError,
+        StaleIncarnationError (it has seen a later control plane than this one), StaleEpochError (a
+        later process holds the shard), QuotaExceededError.
         """
         layout = _validate(hello)
+        welcome = cpb.Welcome(
+            incarnation=self._incarnation(),
+            version=release(),
+            payload_version=payload_version([hello]),
+        )
         if hello.incarnation > self._incarnation():
             raise StaleIncarnationError(
                 f"the data plane has registered with incarnation {hello.incarnation}, this control "
@@ -103,12 +112,14 @@ class Registration:
         elif self._can_resume(pool, hello):
             self.touched.add(pool)
             pool.shards.reconnect(hello)
-            return cpb.Welcome(incarnation=self._incarnation(), resumed=True)
+            welcome.resumed = True
+            return welcome
         else:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
         pool.shards.add(hello)
-        return cpb.Welcome(incarnation=self._incarnation(), key=pool.key)
+        welcome.key = pool.key
+        return welcome
 
     def _check_total_blocks(self, hello: cpb.Hello) -> None:
         others = (
@@ -328,7 +339,8 @@ def _is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
 def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
     """Return whether the shard divides the pool otherwise, or holds other data, than those before.
 
-    Raises InvalidRequestError or LayoutMismatchError when it does, and another shard is connected.
+    Raises InvalidRequestError or LayoutMismatchError when it does, and another shard is connected;
+    then also ProtocolMismatchError, when their releases have no payload version in common.
     """
     shards = pool.shards
     others = [state for i, state in shards.states.items() if i != hello.shard.index]
@@ -347,6 +359,12 @@ def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
             f"has {layout.differences(shards.layout)}, as the pool's other shards have",
             field="hello.layout",
         )
+    try:
+        payload_version([hello, *(state.hello for state in others)])
+    except ProtocolMismatchError:
+        if is_alone:
+            return True
+        raise
     overlapping = shards.overlapping(hello.shard)
     for i in overlapping:
         if not is_alone:
@@ -377,6 +395,11 @@ def _validate(hello: cpb.Hello) -> Layout:
     _require(
         1 <= len(hello.address) <= longest, "address", f"host:port of 1 to {longest} characters"
     )
+    longest = MAX_VERSION_CHARACTERS
+    _require(1 <= len(hello.version) <= longest, "version", f"1 to {longest} characters")
+    oldest, newest = hello.oldest_payload_version, hello.newest_payload_version
+    _require(oldest >= 1, "oldest_payload_version", "at least 1")
+    _require(newest >= oldest, "newest_payload_version", f"at least {oldest}, the oldest")
     layout = served_layout(hello.layout, field="hello.layout")
     _require(1 <= shard.num_shards <= MAX_SHARDS, "shard.num_shards", f"from 1 to {MAX_SHARDS}")
     _require(0 <= shard.index < shard.num_shards, "shard.index", "from 0 to num_shards - 1")

@@ -25,12 +25,12 @@ from kvplane.errors import (
     KvplaneError,
     NotPermittedError,
     PoolNotReadyError,
+    ProtocolMismatchError,
     QuotaExceededError,
     StaleEpochError,
 )
 from kvplane.serving.callers.access import Caller
 from kvplane.serving.streams import stopping_error
-from kvplane.wire import protocol
 from kvplane.wire.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -154,16 +154,20 @@ class Registrar:
         return hello
 
     def _open(self, hello: pb.Hello) -> _Stream:
-        version = protocol.negotiate(hello.protocol, field="hello.protocol")
         self._require_free(hello)
-        welcome = self._core.register(hello)
-        welcome.protocol_version = version
+        try:
+            welcome = self._core.register(hello)
+        except ProtocolMismatchError as error:
+            # The data plane tries for ever, and its pool is not ready: operators look here too.
+            _LOGGER.warning("not registered pool=%r %s", hello.pool_id, error.message)
+            raise
         welcome.heartbeat_interval.FromNanoseconds(int(self._heartbeat_s * 1e9))
         stream = _Stream(hello)
         self._supersede(stream)
         stream.outbox.append(pb.RegisterResponse(welcome=welcome))
         self.flush()
-        _LOGGER.info("registered %s address=%s resumed=%s", stream, hello.address, welcome.resumed)
+        text = "registered %s address=%s version=%r resumed=%s"
+        _LOGGER.info(text, stream, hello.address, hello.version, welcome.resumed)
         return stream
 
     def _require_free(self, hello: pb.Hello) -> None:

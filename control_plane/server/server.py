@@ -25,8 +25,9 @@ from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
-from kvplane import __version__, tracing
+from kvplane import tracing
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
+from kvplane.release import release
 from kvplane.serving import event_loop
 from kvplane.serving.observability import logs
 from kvplane.serving.observability.logs import frames_of
@@ -108,7 +109,7 @@ class ControlPlaneServer(PlaneServer):
             asyncio.get_running_loop(),
             lambda: (core.observe_pools(), registrar.heartbeat_ages()),
         )
-        self._servicer = ControlPlaneService(core, registrar, self.metrics, __version__)
+        self._servicer = ControlPlaneService(core, registrar, self.metrics, release())
         add_service = add_ControlPlaneServiceServicer_to_server
         max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.max_operations)
         super().__init__(
@@ -120,7 +121,7 @@ class ControlPlaneServer(PlaneServer):
             max_counts=max_counts,
             also_bind=config.plane_bind,
         )
-        about = {"version": __version__, "incarnation": str(incarnation)}
+        about = {"version": release(), "incarnation": str(incarnation)}
         self._page = PageServer(core.view_pools, self._access, about)
 
     @classmethod

@@ -201,9 +201,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
-        version = protocol.negotiate(request.protocol)
         opened = self._core.open_session(request, caller().tenant)
-        opened.protocol_version = version
         _LOGGER.info(
             "session opened id=%d pool=%r client=%r",
             opened.session.session_id,

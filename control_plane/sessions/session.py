@@ -19,7 +19,6 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
 )
-from kvplane.wire import protocol
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _MAX_VOIDED: Final = 1024
@@ -60,6 +59,7 @@ class Session:
         "native",
         "numbers",
         "ordinal",
+        "payload_version",
         "plan_prefix",
         "plans",
         "pool",
@@ -90,6 +90,8 @@ class Session:
         self.root = root
         self.expires_at_s = 0.0
         self.epochs = pool.epochs  # of the shards; a session ends when one of them changes
+        # Of its grant, plans and receipts. Fields of later versions are left out.
+        self.payload_version = pool.shards.payload_version
         self.handle = pool.open(self.id, tenant, root)
         self.native = pool.native
         self.numbers = Numbering(num_answers)
@@ -99,7 +101,7 @@ class Session:
         self.done = 0  # highest plan receipted by all
         # The fields that all plans of the session begin with, encoded.
         self.plan_prefix = tpb.Plan(
-            version=protocol.PAYLOAD_VERSION, session=ref, pool_id=pool.id, shard_epochs=self.epochs
+            version=self.payload_version, session=ref, pool_id=pool.id, shard_epochs=self.epochs
         ).SerializeToString(deterministic=True)
         self._receipt_prefixes: dict[int, bytes] = {}  # by shard: what its receipts begin with
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
@@ -134,7 +136,7 @@ class Session:
         prefix = self._receipt_prefixes.get(shard_index)
         if prefix is None:
             prefix = self._receipt_prefixes[shard_index] = tpb.Receipt(
-                version=protocol.PAYLOAD_VERSION,
+                version=self.payload_version,
                 session=self.ref,
                 pool_id=self.pool.id,
                 shard_index=shard_index,

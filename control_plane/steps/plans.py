@@ -9,7 +9,7 @@ from control_plane.steps.answers import SignedPlan
 from control_plane.steps.slices import SLICE_BYTES, SLICE_ENTRIES, digest_of
 from kvplane import tracing
 from kvplane.slices import Slices
-from kvplane.wire import protocol, signing
+from kvplane.wire import signing
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
@@ -42,7 +42,7 @@ def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
     """Return the session's grant for data planes, signed with the pool's key."""
     pool = session.pool
     payload = tpb.SessionGrant(
-        version=protocol.PAYLOAD_VERSION,
+        version=session.payload_version,
         session=session.ref,
         ordinal=session.ordinal,
         pool_id=pool.id,

@@ -20,7 +20,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.slices import Slices
-from kvplane.wire import protocol, signing
+from kvplane.wire import signing
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -59,12 +59,12 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
 
 
 def _check(session: Session, receipt: tpb.Receipt, payload: bytes, at: str) -> None:
-    if receipt.version != protocol.PAYLOAD_VERSION:
+    if receipt.version != session.payload_version:
         raise ProtocolMismatchError(
-            f"is {receipt.version}; this control plane reads {protocol.PAYLOAD_VERSION}",
+            f"is {receipt.version}, and the session's plans have {session.payload_version}",
             field=f"{at}.version",
         )
-    receipt = whole(receipt, payload, field=f"{at}.payload")
+    receipt = whole(receipt, payload, field=f"{at}.payload", reader="control plane")
     epochs = session.epochs
     if receipt.session.incarnation != session.ref.incarnation:
         raise StaleIncarnationError(

@@ -142,6 +142,7 @@ class PlanRunner:
             self.reused.note(plan, transfers)
         return RunningPlan(
             number=plan.number,
+            payload_version=plan.version,
             digest=digest,
             whole=on_host,
             attention=attention,
@@ -368,7 +369,10 @@ class PlanRunner:
             self.quiesce()
             if run.is_complete and not run.failure:
                 self._written.add(run.to_write)
-                session.finish(run, self._verifier.receipt(session.ref, run.number, run.digest))
+                receipt = self._verifier.receipt(
+                    session.ref, run.number, run.digest, version=run.payload_version
+                )
+                session.finish(run, receipt)
                 self._counters.num_plans_run += 1
                 tracing.end(run.span, tokens=run.num_tokens, sequences=run.num_spans)
         if run.failure:

@@ -46,6 +46,7 @@ class RunningPlan:
     """A plan that was started here."""
 
     number: int
+    payload_version: int
     digest: bytes
     whole: tuple[AttentionBatch, ...]
     """The plan's tokens in each layer group, on the host. All have the same spans."""

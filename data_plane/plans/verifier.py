@@ -20,7 +20,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
-from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as pb
 
@@ -83,17 +83,19 @@ class Verifier:
         """Verify a plan for this pool, epoch and incarnation. Returns it and its payload's digest.
 
         Raises PoolNotReadyError before there is a key, BadSignatureError, StaleEpochError,
-        StaleIncarnationError, ProtocolMismatchError for another version, and InvalidRequestError
+        StaleIncarnationError, ProtocolMismatchError for an unknown version, and InvalidRequestError
         for a payload that does not parse, is for another pool, or has unknown fields.
         """
         return self._read(signed, signing.PLAN, pb.Plan, "plan")
 
     def receipt(
-        self, session: pb.SessionRef, plan_number: int, plan_digest: bytes
+        self, session: pb.SessionRef, plan_number: int, plan_digest: bytes, *, version: int
     ) -> pb.SignedPayload:
-        """Sign the statement that a plan has run."""
+        """Sign the statement that a plan has run. ``version``: the plan's payload version, which
+        the control plane that wrote it reads too.
+        """
         payload = pb.Receipt(
-            version=PAYLOAD_VERSION,
+            version=version,
             session=session,
             pool_id=self.pool_id,
             shard_index=self.shard_index,
@@ -131,13 +133,15 @@ class Verifier:
             raise InvalidRequestError(
                 f"must be a {want_type}, but does not parse", field=f"{field}.payload"
             ) from error
-        if message.version != PAYLOAD_VERSION:
+        oldest, newest = OLDEST_PAYLOAD_VERSION, NEWEST_PAYLOAD_VERSION
+        if not oldest <= message.version <= newest:
+            which = "this data plane" if message.version > newest else "the control plane"
             raise ProtocolMismatchError(
-                f"the payload has version {message.version}, and this data plane reads version "
-                f"{PAYLOAD_VERSION}: run both planes from the same release",
+                f"the payload has version {message.version}, and this data plane reads {oldest} to "
+                f"{newest}: update {which}",
                 field=f"{field}.version",
             )
-        message = whole(message, signed.payload, field=f"{field}.payload")
+        message = whole(message, signed.payload, field=f"{field}.payload", reader="data plane")
         if message.pool_id != self.pool_id:
             raise InvalidRequestError(
                 f"the payload is for pool {message.pool_id!r}, and this is {self.pool_id!r}",

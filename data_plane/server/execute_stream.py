@@ -17,7 +17,6 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.slices import Slices
 from kvplane.transport.local import packets
-from kvplane.wire import protocol
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import data_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -154,11 +153,10 @@ class ExecuteStream:
         return _response(layer, output, receipt).SerializeToString()
 
     def _open(self, request: pb.OpenExecution) -> pb.ExecuteResponse:
-        version = protocol.negotiate(request.protocol, field="open.protocol")
         session_id = self._executor.open(request.grant, tenant=self._tenant)
         self.session_id, self._plan_number = session_id, None
         self._ran = []
-        opened = pb.ExecutionOpened(protocol_version=version, layers=self._executor.layers)
+        opened = pb.ExecutionOpened(layers=self._executor.layers)
         return pb.ExecuteResponse(opened=opened)
 
     def _start(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:

@@ -34,10 +34,11 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
+from kvplane.release import release
 from kvplane.transport.connection import BROKEN_CALL
 from kvplane.transport.tls import TlsOptions, open_channel
-from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -130,13 +131,12 @@ class RegistrationClient:
         try:
             await stream.send(pb.RegisterRequest(hello=_hello_of(self._executor, self._address)))
             welcome = (await stream.expect("welcome")).welcome
-            protocol.check_chosen(welcome.protocol_version)
+            _check_payload_version(welcome)
             async with _beating(stream, welcome):
                 await self._begin(stream, welcome)
                 self._delay_s = _FIRST_DELAY_S
-                _LOGGER.info(
-                    "registered incarnation=%d resumed=%s", welcome.incarnation, welcome.resumed
-                )
+                text = "registered incarnation=%d version=%r resumed=%s"
+                _LOGGER.info(text, welcome.incarnation, welcome.version, welcome.resumed)
                 await self._on_change(True)
                 await self._follow(stream)
         finally:
@@ -219,7 +219,6 @@ class RegistrationClient:
 def _hello_of(executor: Executor, address: str) -> pb.Hello:
     """Make a Hello. ``address``: where clients reach the executor."""
     return pb.Hello(
-        protocol=protocol.supported(),
         pool_id=executor.pool_id,
         shard=executor.shard.to_proto(),
         epoch=executor.epoch,
@@ -230,8 +229,23 @@ def _hello_of(executor: Executor, address: str) -> pb.Hello:
         address=address,
         incarnation=executor.incarnation,
         key_id=executor.key_id,
+        version=release(),
+        oldest_payload_version=OLDEST_PAYLOAD_VERSION,
+        newest_payload_version=NEWEST_PAYLOAD_VERSION,
         has_file_tier=executor.published.is_watched,
     )
+
+
+def _check_payload_version(welcome: pb.Welcome) -> None:
+    """Raise ProtocolMismatchError unless the control plane chose a version that was offered."""
+    oldest, newest = OLDEST_PAYLOAD_VERSION, NEWEST_PAYLOAD_VERSION
+    if not oldest <= welcome.payload_version <= newest:
+        raise ProtocolMismatchError(
+            f"the control plane {welcome.version!r} chose payload version "
+            f"{welcome.payload_version}, and this data plane {release()!r} knows {oldest} to "
+            f"{newest}: update the control plane",
+            field="welcome.payload_version",
+        )
 
 
 class RegistrationStream:

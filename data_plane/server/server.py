@@ -31,7 +31,7 @@ from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.registration_client import RegistrationClient
 from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread
-from kvplane import __version__, tracing
+from kvplane import tracing
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -41,6 +41,7 @@ from kvplane.errors import (
 )
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
+from kvplane.release import release
 from kvplane.serving import event_loop
 from kvplane.serving.observability import logs
 from kvplane.serving.observability.logs import frames_of
@@ -132,7 +133,7 @@ class DataPlaneServer(PlaneServer):
         service = DataPlaneService(
             self.executor,
             self._worker,
-            version=__version__,
+            version=release(),
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
             local=self.local,

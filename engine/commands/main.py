@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Final
 
-from kvplane import __version__
+from kvplane.release import release
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
 from ..config import GenerateConfig, LayoutConfig
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] in ("-h", "--help"):
         return _help()
     if argv[0] == "--version":
-        print(f"engine {__version__}")
+        print(f"engine {release()}")
         return 0
     if argv[0] not in _COMMANDS:
         print(

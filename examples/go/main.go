@@ -16,13 +16,12 @@ import (
 func main() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	protocol := &pb.ProtocolRange{Oldest: 2, Newest: 2}
 
 	control := pb.NewControlPlaneServiceClient(dial(os.Args[1]))
 	pool, err := control.DescribePool(ctx, &pb.DescribePoolRequest{PoolId: "default"})
 	check(err)
 	opened, err := control.OpenSession(ctx, &pb.OpenSessionRequest{
-		PoolId: "default", Protocol: protocol, Layout: &pb.Layout{Fingerprint: pool.Layout.Fingerprint}})
+		PoolId: "default", Layout: &pb.Layout{Fingerprint: pool.Layout.Fingerprint}})
 	check(err)
 	admit := &pb.Operation_Admit{Admit: &pb.Admit{SequenceId: 1, TokenIds: []int32{97, 98, 99}}}
 	step := &pb.StepRequest{Session: opened.Session, Number: 1, Operations: []*pb.Operation{{Operation: admit}}}
@@ -36,7 +35,7 @@ func main() {
 		check(stream.Send(request))
 		return receive(stream)
 	}
-	open := &pb.OpenExecution{Protocol: protocol, Grant: opened.Grant}
+	open := &pb.OpenExecution{Grant: opened.Grant}
 	layers := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Open{Open: open}}).GetOpened().Layers
 	plan := &pb.ExecuteRequest_Plan{Plan: planned.Plan}
 	numTokens := ask(&pb.ExecuteRequest{Message: plan}).GetStarted().NumTokens

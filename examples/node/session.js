@@ -1,18 +1,17 @@
 import { connect, zeros } from "./kvplane.js";
 
 const [address, source] = process.argv.slice(2);
-const protocol = { oldest: 2, newest: 2 };
 
 const control = await connect("ControlPlaneService", address, source);
 const { layout } = await control.call("DescribePool", { pool_id: "default" });
-const opened = await control.call("OpenSession", { pool_id: "default", protocol, layout: { fingerprint: layout.fingerprint } });
+const opened = await control.call("OpenSession", { pool_id: "default", layout: { fingerprint: layout.fingerprint } });
 const { session, grant, shards } = opened;
 const admit = { sequence_id: 1, token_ids: [97, 98, 99] };
 const { plan } = await control.call("Step", { session, number: 1, operations: [{ admit }] });
 
 const data = await connect("DataPlaneService", shards[0].address, source);
 const execution = data.stream("Execute");
-const { layers } = (await execution.ask({ open: { protocol, grant } })).opened;
+const { layers } = (await execution.ask({ open: { grant } })).opened;
 const { num_tokens } = (await execution.ask({ plan })).started;
 const [{ num_kv_heads, head_size }] = layout.groups;
 const qkv = zeros(num_tokens, num_kv_heads, head_size);

@@ -22,6 +22,7 @@ from kvplane.cli import pools as of_pools
 from kvplane.cli import prefixes
 from kvplane.cli.values import Context, read_tokens
 from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.release import release
 from kvplane.transport.health import check
 from kvplane.transport.tls import TlsOptions
 
@@ -209,7 +210,7 @@ async def version(context: Context) -> int:
         plane = await client.describe()
     low, high = plane.protocol.oldest, plane.protocol.newest
     context.show(
-        [{"client": __version__, "control_plane": plane.version, "protocol": f"{low} to {high}"}]
+        [{"client": release(), "control_plane": plane.version, "protocol": f"{low} to {high}"}]
     )
     return 0
 

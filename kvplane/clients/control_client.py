@@ -23,7 +23,6 @@ from kvplane.layout import Layout
 from kvplane.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.protocol import check_chosen, supported
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc
 
@@ -171,11 +170,10 @@ class ControlClient:
         """Lease from a pool; tried again until the deadline while the pool is not ready.
 
         Prefixes are shared inside ``namespace`` and never across. Raises PoolNotFoundError,
-        LayoutMismatchError, ProtocolMismatchError, PoolNotReadyError, QuotaExceededError.
+        LayoutMismatchError, PoolNotReadyError, QuotaExceededError.
         """
         request = pb.OpenSessionRequest(
             pool_id=pool_id,
-            protocol=supported(),
             layout=layout.to_proto(),
             client_name=client_name,
             namespace=namespace,
@@ -183,7 +181,6 @@ class ControlClient:
         response: pb.OpenSessionResponse = await self._connection.call(
             self._stub.OpenSession, request, timeout_s
         )
-        check_chosen(response.protocol_version)
 
         async def open_again(timeout_s: float) -> Session:
             deadline = self._connection.deadline(timeout_s)

@@ -35,7 +35,6 @@ from kvplane.transport.local.layer import LocalLayer
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.stream import Stream
 from kvplane.wire.error_codec import from_wire
-from kvplane.wire.protocol import check_chosen, supported
 from kvplane.wire.v1 import data_pb2 as pb
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
@@ -311,12 +310,11 @@ class Execution:
         if self._is_open:
             return
         self.leave()
-        request = pb.OpenExecution(protocol=supported(), grant=self._grant, host_id=self._host_id)
+        request = pb.OpenExecution(grant=self._grant, host_id=self._host_id)
         self._stream.open()
         try:
             await self._stream.send(pb.ExecuteRequest(open=request))
             opened = (await self._receive("opened")).opened
-            check_chosen(opened.protocol_version)
             if opened.HasField("local"):
                 self._local = await self._join(opened.local)
         except BaseException:

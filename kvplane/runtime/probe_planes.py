@@ -13,7 +13,7 @@ from data_plane.execution.executor import Executor
 from kvplane.attention_options import AttentionOptions
 from kvplane.layout import LATENT, LayerGroup, Layout
 from kvplane.wire import columns, signing
-from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 
 BLOCK_SIZE_TOKENS: Final = 8
@@ -64,7 +64,7 @@ class _Plane:
         self._key = signing.new_key()
         self._executor.install(_SESSION.incarnation, self._key)
         grant = pb.SessionGrant(
-            version=PAYLOAD_VERSION,
+            version=NEWEST_PAYLOAD_VERSION,
             session=_SESSION,
             ordinal=1,
             pool_id=_POOL_ID,
@@ -82,7 +82,7 @@ class _Plane:
         self._number += 1
         ids, first_positions, num_tokens = zip(*spans, strict=True)
         plan = pb.Plan(
-            version=PAYLOAD_VERSION,
+            version=NEWEST_PAYLOAD_VERSION,
             session=_SESSION,
             pool_id=_POOL_ID,
             shard_epochs=[self._executor.epoch],

@@ -21,8 +21,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from kvplane import __version__
 from kvplane.errors import InvalidRequestError
+from kvplane.release import release
 
 EXIT_BAD_SETTINGS: Final = 2
 
@@ -86,9 +86,9 @@ def parse(
 
 
 def log_settings(config: Any, logger: logging.Logger) -> None:
-    """Log every setting's final value, on one line."""
+    """Log the release and every setting's final value, on one line."""
     values = (f"{f.name}={getattr(config, f.name)!r}" for f in dataclasses.fields(config))
-    logger.info("settings %s", " ".join(values))
+    logger.info("settings release=%s %s", release(), " ".join(values))
 
 
 def variable_prefix(program: str) -> str:
@@ -155,7 +155,7 @@ def _command(
 def _version_option(program: str) -> click.Option:
     def show(context: click.Context, _: click.Parameter, asked: bool) -> None:
         if asked and not context.resilient_parsing:
-            click.echo(f"{program} {__version__}")
+            click.echo(f"{program} {release()}")
             context.exit()
 
     return click.Option(

@@ -169,23 +169,20 @@ class PoolCounters(_message.Message):
     def __init__(self, num_lookup_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_publications: _Optional[int] = ..., max_held_blocks: _Optional[int] = ..., num_host_hit_tokens: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_forgotten_blocks: _Optional[int] = ..., num_cut_sequences: _Optional[int] = ..., num_granted_admissions: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("pool_id", "protocol", "layout", "client_name", "namespace")
+    __slots__ = ("pool_id", "layout", "client_name", "namespace")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
-    protocol: _types_pb2.ProtocolRange
     layout: _types_pb2.Layout
     client_name: str
     namespace: str
-    def __init__(self, pool_id: _Optional[str] = ..., protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., client_name: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
+    def __init__(self, pool_id: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., client_name: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session", "protocol_version", "time_to_live", "max_plans_in_flight", "grant", "shards", "layout", "num_device_blocks", "num_host_blocks")
+    __slots__ = ("session", "time_to_live", "max_plans_in_flight", "grant", "shards", "layout", "num_device_blocks", "num_host_blocks")
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
     MAX_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -194,7 +191,6 @@ class OpenSessionResponse(_message.Message):
     NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
-    protocol_version: int
     time_to_live: _duration_pb2.Duration
     max_plans_in_flight: int
     grant: _types_pb2.SignedPayload
@@ -202,7 +198,7 @@ class OpenSessionResponse(_message.Message):
     layout: _types_pb2.Layout
     num_device_blocks: int
     num_host_blocks: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., protocol_version: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -867,8 +863,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ..., forget_files: _Optional[_Union[ForgetFiles, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "has_file_tier")
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups", "has_file_tier", "version", "oldest_payload_version", "newest_payload_version")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -880,7 +875,9 @@ class Hello(_message.Message):
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
-    protocol: _types_pb2.ProtocolRange
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PAYLOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_PAYLOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     shard: _types_pb2.Shard
     epoch: int
@@ -892,7 +889,10 @@ class Hello(_message.Message):
     key_id: bytes
     groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     has_file_tier: bool
-    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., has_file_tier: bool = ...) -> None: ...
+    version: str
+    oldest_payload_version: int
+    newest_payload_version: int
+    def __init__(self, pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., has_file_tier: bool = ..., version: _Optional[str] = ..., oldest_payload_version: _Optional[int] = ..., newest_payload_version: _Optional[int] = ...) -> None: ...
 
 class GroupBlocks(_message.Message):
     __slots__ = ("num_device_blocks", "num_host_blocks")
@@ -903,18 +903,20 @@ class GroupBlocks(_message.Message):
     def __init__(self, num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "resumed", "key", "heartbeat_interval")
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("incarnation", "resumed", "key", "heartbeat_interval", "version", "payload_version")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
-    protocol_version: int
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     resumed: bool
     key: bytes
     heartbeat_interval: _duration_pb2.Duration
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    version: str
+    payload_version: int
+    def __init__(self, incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., version: _Optional[str] = ..., payload_version: _Optional[int] = ...) -> None: ...
 
 class BlockReport(_message.Message):
     __slots__ = ("blocks", "publications", "last")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvplane.errors import InvalidRequestError, ProtocolMismatchError
 from kvplane.wire.v1 import types_pb2 as pb
 
 OLDEST: Final = 2
 NEWEST: Final = 2
 
-# The version of plans, grants and receipts.
-PAYLOAD_VERSION: Final = 1
+# The payload versions that this release reads and writes. A version says which fields there are in
+# plans, grants, receipts and the messages of registration streams. NEWEST rises with each field. A
+# release still knows all versions of the release before it: OLDEST may rise in the next one.
+OLDEST_PAYLOAD_VERSION: Final = 1
+NEWEST_PAYLOAD_VERSION: Final = 1
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
@@ -47,30 +49,3 @@ FOLLOWER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 def supported() -> pb.ProtocolRange:
     """Return the versions that this release speaks."""
     return pb.ProtocolRange(oldest=OLDEST, newest=NEWEST)
-
-
-def negotiate(peer: pb.ProtocolRange, *, field: str = "protocol") -> int:
-    """Return the newest version that both speak.
-
-    Raises InvalidRequestError when ``peer`` is not a range, ProtocolMismatchError when there is no
-    such version.
-    """
-    if not 1 <= peer.oldest <= peer.newest:
-        raise InvalidRequestError("must be a range of versions from 1 on", field=field)
-    version = min(NEWEST, peer.newest)
-    if version < max(OLDEST, peer.oldest):
-        raise ProtocolMismatchError(
-            f"the peer speaks {peer.oldest} to {peer.newest}, this side {OLDEST} to {NEWEST}",
-            field=field,
-        )
-    return version
-
-
-def check_chosen(version: int) -> int:
-    """Return a server's chosen version. Raises ProtocolMismatchError if this release lacks it."""
-    if not OLDEST <= version <= NEWEST:
-        raise ProtocolMismatchError(
-            f"the server chose {version}, this side speaks {OLDEST} to {NEWEST}",
-            field="protocol_version",
-        )
-    return version

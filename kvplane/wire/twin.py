@@ -24,13 +24,13 @@ TWIN: Final = "kvplane.wire.v1."
 MessageT = TypeVar("MessageT", bound=Message)
 
 
-def whole(message: MessageT, data: bytes, *, field: str = "") -> MessageT:
+def whole(message: MessageT, data: bytes, *, field: str = "", reader: str = "server") -> MessageT:
     """Return everything that ``data`` says. ``message``: what ``FromString(data)`` of a type of the
     twin returned, which is returned itself unless something is missing in it.
 
     Raises InvalidRequestError when the message, or one in it, has a field that this release does
     not know: it could change what the others mean. The error names the message that has one, below
-    ``field``, and its number.
+    ``field``, its number, and the ``reader`` that must be updated, such as "data plane".
     """
     message.DiscardUnknownFields()
     if message.ByteSize() == len(data):
@@ -46,8 +46,8 @@ def whole(message: MessageT, data: bytes, *, field: str = "") -> MessageT:
         at, number = unknown
         path = f"{field}.{at}" if field and at else field or at
         raise InvalidRequestError(
-            f"has a field that this release does not know, number {number}: update this side, or "
-            "leave it out",
+            f"has a field that this release does not know, number {number}: it was written by a "
+            f"later release: update this {reader}",
             field=path,
         )
     return type(message).FromString(encoded)

@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from kvplane.errors import InvalidRequestError, KvplaneError, QuotaExceededError
-from kvplane.wire import protocol
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -40,7 +39,7 @@ def step(session: tpb.SessionRef, more: bytes) -> bytes:
 
 
 def open_with(layout: bytes) -> bytes:
-    request = pb.OpenSessionRequest(pool_id="pool", protocol=protocol.supported())
+    request = pb.OpenSessionRequest(pool_id="pool")
     return request.SerializeToString() + delimited(3, layout)
 
 
@@ -124,7 +123,6 @@ def session(channel: grpc.Channel, honest: HonestCaller) -> tpb.SessionRef:
     stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
     request = pb.OpenSessionRequest(
         pool_id="pool",
-        protocol=protocol.supported(),
         layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
     )
     return stub.OpenSession(request).session

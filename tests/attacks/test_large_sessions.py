@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from kvplane import ops
-from kvplane.wire import protocol
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -61,7 +60,6 @@ def test_a_session_of_many_forks_ends_between_others_steps(
         session = stub.OpenSession(
             pb.OpenSessionRequest(
                 pool_id="pool",
-                protocol=protocol.supported(),
                 layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
             )
         ).session

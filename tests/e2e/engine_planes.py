@@ -22,11 +22,19 @@ def free_port() -> int:
 
 
 class Process:
-    """One program at one address."""
+    """One program at one address. ``python`` runs it in ``folder``."""
 
-    def __init__(self, program: str, log: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        program: str,
+        log: Path,
+        *arguments: str,
+        python: str | Path = sys.executable,
+        folder: Path = ROOT,
+    ) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self._command = [sys.executable, "-m", program, "--bind", self.address]
+        self._folder = folder
+        self._command = [str(python), "-m", program, "--bind", self.address]
         self._command += ["--metrics-port", "-1", *arguments]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,7 +42,7 @@ class Process:
     def start(self) -> Process:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+                self._command, cwd=self._folder, stdout=log, stderr=subprocess.STDOUT
             )
         return self
 

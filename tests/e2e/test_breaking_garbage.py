@@ -174,10 +174,7 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
     with grpc.insecure_channel(pair.control.address) as control:
         stub = control_pb2_grpc.ControlPlaneServiceStub(control)
         layout = types_pb2.Layout.FromString(llm.describe_pool().layout.SerializeToString())
-        protocol = types_pb2.ProtocolRange(oldest=2, newest=2)
-        opened = stub.OpenSession(
-            control_pb2.OpenSessionRequest(pool_id=POOL, protocol=protocol, layout=layout)
-        )
+        opened = stub.OpenSession(control_pb2.OpenSessionRequest(pool_id=POOL, layout=layout))
         admit = control_pb2.Admit(sequence_id=1, token_ids=[0] * 20)
         step = control_pb2.StepRequest(
             session=opened.session, number=1, operations=[control_pb2.Operation(admit=admit)]
@@ -185,7 +182,6 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
         admitted = stub.Step(step)
         good = {
             "session": opened.session,
-            "protocol": protocol,
             "grant": opened.grant,
             "plan": admitted.plan,
             "layer": 0,

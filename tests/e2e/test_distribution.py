@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(600)
 PACKAGES = ("kvplane", "control_plane", "data_plane", "engine", "integrations")
 INSIDE_KVPLANE = ("engine/", "integrations/")
 TOPS = {"kvplane", "control_plane", "data_plane"}
+COMMIT = {"KVPLANE_COMMIT": "0123456789ab"}  # as in the build of an image
 PROJECT = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
@@ -41,7 +42,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     out = copy / "wheels"
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(out), str(copy)], check=True, timeout=400)
+    command += ["--wheel-dir", str(out), str(copy)]
+    subprocess.run(command, env=os.environ | COMMIT, check=True, timeout=400)
     (built,) = out.glob("*.whl")
     return built
 
@@ -112,6 +114,9 @@ import kvplane
 for name in kvplane.__all__:
     getattr(kvplane, name)
 assert kvplane.__file__.startswith(sys.argv[1])
+from kvplane.release import release
+
+assert release() == f"{kvplane.__version__}+g0123456789ab", release()
 """
     subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path, check=True, timeout=60
@@ -129,13 +134,16 @@ def test_a_source_distribution_holds_what_everything_is_built_from(
         shutil.copy(ROOT / name, tree)
     build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
     command = [sys.executable, "-c", build, str(tmp_path)]
-    subprocess.run(command, cwd=tree, check=True, timeout=100, capture_output=True)
+    subprocess.run(
+        command, cwd=tree, env=os.environ | COMMIT, check=True, timeout=100, capture_output=True
+    )
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as unpacked:
         names = {name.partition("/")[2] for name in unpacked.getnames()}
     for wanted in (
         "CHANGELOG.md",
         "LICENSE",
+        "kvplane/commit.txt",
         "protos/kvplane/v1/control.proto",
         "csrc/CMakeLists.txt",
         "csrc/blocks/bindings/module.cpp",

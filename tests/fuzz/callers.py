@@ -116,7 +116,6 @@ class Engine:
     def opening(self) -> cpb.OpenSessionRequest:
         return cpb.OpenSessionRequest(
             pool_id="pool",
-            protocol=protocol.supported(),
             layout=tpb.Layout(fingerprint=self.opened.layout.fingerprint),
             client_name="fuzz",
         )
@@ -130,7 +129,7 @@ class Engine:
     def _receipt(self, signed: tpb.SignedPayload) -> tpb.SignedPayload:
         plan = tpb.Plan.FromString(signed.payload)
         payload = tpb.Receipt(
-            version=protocol.PAYLOAD_VERSION,
+            version=protocol.NEWEST_PAYLOAD_VERSION,
             session=plan.session,
             pool_id=plan.pool_id,
             epoch=self.epoch,
@@ -168,7 +167,9 @@ class Engine:
     def _registration(self, rng: random.Random) -> list[Message]:
         """Of a data plane of another pool: Hello, a report, a word more."""
         hello = cpb.Hello(
-            protocol=protocol.supported(),
+            version="test",
+            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
             pool_id=f"pool {rng.randrange(4)}",
             shard=tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2),
             epoch=rng.randrange(1, 4),
@@ -266,7 +267,7 @@ class Client:
         return request
 
     def _execution(self, rng: random.Random) -> list[Message]:
-        opening = dpb.OpenExecution(protocol=protocol.supported(), grant=self.grant)
+        opening = dpb.OpenExecution(grant=self.grant)
         layers = [
             dpb.LayerInput(layer=layer, query=tensor(4), key=tensor(2), value=tensor(2))
             for layer in (0, 1)

@@ -32,7 +32,7 @@ from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, StepResult, sequence_states
 from kvplane.runtime.backend import PlanStarted
-from kvplane.wire.protocol import supported
+from kvplane.wire import protocol
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as types
 
@@ -88,7 +88,9 @@ class Planes:
         executor = self.executor
         welcome = self.core.register(
             pb.Hello(
-                protocol=supported(),
+                version="test",
+                oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+                newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
                 pool_id=POOL,
                 shard=executor.shard.to_proto(),
                 epoch=executor.epoch,
@@ -153,9 +155,7 @@ class Link:
             with suppress(SessionNotFoundError, StaleError):
                 core.close_session(self.session.ref, TENANT)
         opened = core.open_session(
-            pb.OpenSessionRequest(
-                pool_id=POOL, protocol=supported(), layout=layout.to_proto(), client_name="test"
-            ),
+            pb.OpenSessionRequest(pool_id=POOL, layout=layout.to_proto(), client_name="test"),
             TENANT,
         )
         self.number, self.receipts = 0, []

@@ -14,7 +14,6 @@ import torch
 
 from data_plane.server.server import DataPlaneServer
 from kvplane.transport.local import packets
-from kvplane.wire import protocol
 from kvplane.wire.v1 import data_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span, tokens
@@ -39,9 +38,7 @@ class LocalPeer:
     async def offered(cls, stub: Any, grant: tpb.SignedPayload) -> LocalPeer:
         """Open a stream as a caller on the same machine."""
         call = stub.Execute()
-        opening = pb.OpenExecution(
-            protocol=protocol.supported(), grant=grant, host_id=packets.host_id()
-        )
+        opening = pb.OpenExecution(grant=grant, host_id=packets.host_id())
         await call.write(pb.ExecuteRequest(open=opening))
         opened = (await call.read()).opened
         assert len(opened.local.secret) == packets.SECRET_BYTES

@@ -51,7 +51,6 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
     async def OpenSession(self, request: cpb.OpenSessionRequest, context: Any) -> Any:
         response = cpb.OpenSessionResponse(
             session=SESSION,
-            protocol_version=2,
             max_plans_in_flight=4,
             grant=payload(b"grant"),
             layout=request.layout,
@@ -163,7 +162,7 @@ def answer_execution(request: Any) -> Any:
     """Answer layers 0 to 2 of plans of two tokens; a layer's output is its query."""
     kind = request.WhichOneof("message")
     if kind == "open":
-        opened = dpb.ExecutionOpened(protocol_version=2, layers=[0, 1, 2])
+        opened = dpb.ExecutionOpened(layers=[0, 1, 2])
         return [dpb.ExecuteResponse(opened=opened)]
     if kind == "plan":
         started = dpb.PlanStarted(plan_number=1, num_tokens=2)

@@ -18,6 +18,7 @@ from data_plane.server.server import DataPlaneServer
 from examples.load import Load
 from kvplane import ControlClient, __version__, ops
 from kvplane.cli.program import run
+from kvplane.release import release
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
 
@@ -68,7 +69,7 @@ async def test_status_and_pools_say_what_the_planes_are(command: Command, planes
     done = await command("--json", "status")
     assert done.code == 0
     told = done.rows
-    assert told["version"] == __version__
+    assert told["version"] == release()
     assert told["incarnation"] == str(planes[0].core.incarnation)
     assert told["pools"][0]["ready"] is True
     assert "1 of 1" in (await command("status")).out

@@ -54,7 +54,7 @@ async def test_a_data_plane_is_welcomed_reports_and_is_accepted(
 ) -> None:
     shard = RawShard(stub)
     welcome = await shard.register()
-    assert (welcome.protocol_version, welcome.resumed) == (2, False)
+    assert not welcome.resumed
     assert welcome.incarnation == control_server.core.incarnation
     assert len(welcome.key) == 32
     assert welcome.heartbeat_interval.seconds == 5
@@ -69,14 +69,27 @@ async def test_a_data_plane_is_welcomed_reports_and_is_accepted(
 @pytest.mark.parametrize(
     ("fields", "code", "reason", "field"),
     [
-        ({"protocol": None}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.protocol"),
+        ({"pool_id": ""}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.pool_id"),
+        ({"version": ""}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.version"),
+        ({"version": "x" * 129}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.version"),
         (
-            {"protocol": tpb.ProtocolRange(oldest=1, newest=1)},
+            {"oldest_payload_version": 0},
+            "INVALID_ARGUMENT",
+            "INVALID_REQUEST",
+            "hello.oldest_payload_version",
+        ),
+        (
+            {"oldest_payload_version": 3, "newest_payload_version": 2},
+            "INVALID_ARGUMENT",
+            "INVALID_REQUEST",
+            "hello.newest_payload_version",
+        ),
+        (
+            {"oldest_payload_version": 9, "newest_payload_version": 9},
             "FAILED_PRECONDITION",
             "PROTOCOL_MISMATCH",
-            "hello.protocol",
+            "hello.newest_payload_version",
         ),
-        ({"pool_id": ""}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.pool_id"),
         ({"layout": tpb.Layout()}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.layout.dtype"),
         (
             {"num_device_blocks": -(2**63)},

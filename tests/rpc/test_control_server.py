@@ -25,8 +25,8 @@ from control_plane.server.server import ControlPlaneServer
 from control_plane.server.service import SERVICE
 from kvplane import ops
 from kvplane.errors import InternalError, SessionNotFoundError
+from kvplane.release import release
 from kvplane.serving import server as serving
-from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc
@@ -80,9 +80,7 @@ async def test_reflection_lists_the_services(control_server: ControlPlaneServer)
 async def test_truncated_and_garbage_requests_are_the_callers_error(
     control_server: ControlPlaneServer,
 ) -> None:
-    request = pb.OpenSessionRequest(
-        pool_id="pool", protocol=protocol.supported(), layout=LAYOUT.to_proto()
-    ).SerializeToString()
+    request = pb.OpenSessionRequest(pool_id="pool", layout=LAYOUT.to_proto()).SerializeToString()
     async with grpc.aio.insecure_channel(control_server.address) as channel:
         for name in ("OpenSession", "Step", "GetBlockTable", "AbortPlans"):
             call: Any = channel.unary_unary(f"/{SERVICE}/{name}")
@@ -368,7 +366,7 @@ def test_the_program_logs_json_when_asked_to() -> None:
     )
     told = json.loads(run.stderr.splitlines()[0])
     assert (told["level"], told["logger"]) == ("info", "control_plane")
-    assert told["message"].startswith("settings bind='no-such-host.invalid:1'")
+    assert told["message"].startswith(f"settings release={release()} bind='no-such-host.invalid:1'")
     assert told["time"].endswith("Z")
 
 

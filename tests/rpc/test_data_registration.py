@@ -16,8 +16,10 @@ from data_plane.server.registration_client import BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer, build_executor
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
+from kvplane.release import release
 from kvplane.transport.health import check
 from kvplane.wire import columns, signing
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.plan_author import DEVICE, blocks_of, publications, set_blocks, span, tokens
@@ -35,6 +37,31 @@ async def test_hello_says_who_and_what_registers(tmp_path: Path) -> None:
         assert hello.address == server.address
         assert (hello.incarnation, hello.key_id) == (0, b"")
         assert (hello.shard.num_shards, hello.shard.num_layers) == (1, 2)
+        assert hello.version == release()
+        assert hello.oldest_payload_version == OLDEST_PAYLOAD_VERSION
+        assert hello.newest_payload_version == NEWEST_PAYLOAD_VERSION
+
+
+async def test_a_control_plane_that_chooses_an_unknown_payload_version_is_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = RegisterSide()
+    side.payload_version = 9
+    await side.start()
+    server = await DataPlaneServer.start(config_of(tmp_path, side.address))
+    try:
+        await side.until(lambda: len(side.hellos) == 2)
+        assert side.num_reports == 0
+        assert await check(server.address) == "NOT_SERVING"
+        told = registrations_ended(caplog)[0]
+        assert "reason=PROTOCOL_MISMATCH" in told
+        assert "the control plane 'test' chose payload version 9" in told
+        assert f"this data plane {release()!r}" in told
+        side.payload_version = NEWEST_PAYLOAD_VERSION  # it was updated
+        await side.until(server.registered.is_set)
+    finally:
+        await server.stop()
+        await side.stop()
 
 
 async def test_health_is_not_serving_until_registered(tmp_path: Path) -> None:

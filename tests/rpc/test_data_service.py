@@ -19,13 +19,11 @@ from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     PlanOutOfOrderError,
-    ProtocolMismatchError,
     QuotaExceededError,
     SessionExpiredError,
     StaleEpochError,
 )
 from kvplane.tensor import Tensor
-from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error, from_wire
 from kvplane.wire.v1 import data_pb2 as pb
 from kvplane.wire.v1 import data_pb2_grpc, types_pb2
@@ -44,7 +42,6 @@ from tests.helpers.data.plan_author import (
 )
 
 CPU = torch.device("cpu")
-SPOKEN = protocol.supported()
 
 
 class Peer:
@@ -60,7 +57,7 @@ class Peer:
         """A raw execution stream that is open."""
         call = self.stub.Execute()
         grant = self.author.grant(session_id)
-        opened = await ask(call, open=pb.OpenExecution(protocol=SPOKEN, grant=grant))
+        opened = await ask(call, open=pb.OpenExecution(grant=grant))
         assert opened.opened.layers == [0, 1]
         return call
 
@@ -173,16 +170,11 @@ async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
     await refused(InvalidRequestError, "message")
     await refused(InvalidRequestError, "open", plan=peer.author.plan(1))
     await refused(InvalidRequestError, "layer", layer=layer_input(0, 1))
-    newer = types_pb2.ProtocolRange(oldest=99, newest=99)
-    opening = pb.OpenExecution(protocol=newer, grant=grant)
-    await refused(ProtocolMismatchError, "open.protocol", open=opening)
-    opening = pb.OpenExecution(grant=grant)
-    await refused(InvalidRequestError, "open.protocol", open=opening)
     forged = types_pb2.SignedPayload(type=grant.type, payload=grant.payload, signature=b"no")
-    opening = pb.OpenExecution(protocol=SPOKEN, grant=forged)
+    opening = pb.OpenExecution(grant=forged)
     await refused(BadSignatureError, "grant.signature", open=opening)
-    opening = pb.OpenExecution(protocol=SPOKEN, grant=grant)
-    assert (await ask(call, open=opening)).opened.protocol_version == protocol.NEWEST
+    opening = pb.OpenExecution(grant=grant)
+    assert (await ask(call, open=opening)).opened.layers == [0, 1]
     await refused(InvalidRequestError, "layer", layer=layer_input(0, 1))
     stale = peer.author.plan(1, shard_epochs=[4])
     await refused(StaleEpochError, "plan.shard_epochs[0]", plan=stale)
@@ -222,9 +214,7 @@ async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Peer) 
         await call.write(b"\xff\xff\xff")
         answer = pb.ExecuteResponse.FromString(await call.read())
         assert answer.error.reason == "INVALID_REQUEST"
-        request = pb.ExecuteRequest(
-            open=pb.OpenExecution(protocol=SPOKEN, grant=peer.author.grant())
-        )
+        request = pb.ExecuteRequest(open=pb.OpenExecution(grant=peer.author.grant()))
         await call.write(request.SerializeToString())
         assert pb.ExecuteResponse.FromString(await call.read()).HasField("opened")
         call.cancel()

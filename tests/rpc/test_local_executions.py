@@ -34,7 +34,6 @@ from kvplane.errors import (
 )
 from kvplane.tensor import Tensor
 from kvplane.transport.local import packets
-from kvplane.wire import protocol
 from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import data_pb2 as pb
 from kvplane.wire.v1 import data_pb2_grpc
@@ -169,9 +168,7 @@ async def test_a_peer_that_does_not_join_is_hung_up_on(
 async def test_a_caller_on_another_machine_is_offered_nothing(rig: Rig) -> None:
     for host_id in ("", "another boot"):
         call = rig.stub.Execute()
-        opening = pb.OpenExecution(
-            protocol=protocol.supported(), grant=rig.author.grant(), host_id=host_id
-        )
+        opening = pb.OpenExecution(grant=rig.author.grant(), host_id=host_id)
         await call.write(pb.ExecuteRequest(open=opening))
         assert not (await call.read()).opened.HasField("local")
         call.cancel()
@@ -296,7 +293,7 @@ async def test_the_region_ends_with_what_it_belongs_to(rig: Rig, end: str) -> No
         error = error_of(await peer.ask(layer=peer.layer(0, 2)))
         assert isinstance(error, SessionExpiredError)
     else:
-        opening = pb.OpenExecution(protocol=protocol.supported(), grant=rig.author.grant(2))
+        opening = pb.OpenExecution(grant=rig.author.grant(2))
         await peer.call.write(pb.ExecuteRequest(open=opening))
         assert (await peer.call.read()).HasField("opened")
     peer.memory = None

@@ -11,7 +11,7 @@ from data_plane import Executor
 from data_plane.kernels.backend import Kernels
 from kvplane.layout import Layout
 from kvplane.wire import columns, signing
-from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 
 POOL_ID: Final = "benchmark"
@@ -68,7 +68,7 @@ class Session:
 
     def _heading(self) -> dict[str, Any]:
         return {
-            "version": PAYLOAD_VERSION,
+            "version": NEWEST_PAYLOAD_VERSION,
             "session": SESSION,
             "pool_id": POOL_ID,
             "shard_epochs": [self.executor.epoch],

@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvplane import __version__
 from kvplane.errors import REASONS
+from kvplane.release import release
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.histogram import Histogram
 
@@ -191,7 +191,7 @@ class PlaneMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, for prometheus_client."""
         samples = Samples(self._declarations, self._constant)
-        samples.add(BUILD, 1, self._plane, __version__, platform.python_version())
+        samples.add(BUILD, 1, self._plane, release(), platform.python_version())
         samples.add_counts(RPC_HANDLED, self.rpc.handled)
         samples.add_histograms(RPC_DURATION, self.rpc.duration)
         samples.add_counts(REJECTIONS, self.rpc.rejected)

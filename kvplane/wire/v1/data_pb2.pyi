@@ -66,24 +66,20 @@ class ExecuteResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[PlanStarted, _Mapping]] = ..., output: _Optional[_Union[LayerOutput, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., joined: _Optional[_Union[ExecutionJoined, _Mapping]] = ...) -> None: ...
 
 class OpenExecution(_message.Message):
-    __slots__ = ("protocol", "grant", "host_id")
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("grant", "host_id")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
-    protocol: _types_pb2.ProtocolRange
     grant: _types_pb2.SignedPayload
     host_id: str
-    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., host_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class ExecutionOpened(_message.Message):
-    __slots__ = ("protocol_version", "layers", "local")
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("layers", "local")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
-    protocol_version: int
     layers: _containers.RepeatedScalarFieldContainer[int]
     local: LocalOffer
-    def __init__(self, protocol_version: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., local: _Optional[_Union[LocalOffer, _Mapping]] = ...) -> None: ...
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., local: _Optional[_Union[LocalOffer, _Mapping]] = ...) -> None: ...
 
 class LocalOffer(_message.Message):
     __slots__ = ("socket_path", "secret", "cuda_device_uuid")

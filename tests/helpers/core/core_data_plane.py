@@ -90,7 +90,9 @@ class DataPlane:
 
     def hello(self) -> cpb.Hello:
         return cpb.Hello(
-            protocol=protocol.supported(),
+            version="test",
+            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
             pool_id=POOL,
             shard=self.shard,
             epoch=self.epoch,
@@ -217,7 +219,7 @@ class DataPlane:
         """Return the signed statement that the plan ran."""
         return self.sign_receipt(
             tpb.Receipt(
-                version=protocol.PAYLOAD_VERSION,
+                version=protocol.NEWEST_PAYLOAD_VERSION,
                 session=plan.session,
                 pool_id=POOL,
                 shard_index=self.index,
@@ -242,7 +244,7 @@ class DataPlane:
         if signed.signature != signing.sign(self.key, signed.type, signed.payload):
             return False
         plan = tpb.Plan.FromString(signed.payload)
-        assert (signed.type, plan.version) == (signing.PLAN, protocol.PAYLOAD_VERSION)
+        assert (signed.type, plan.version) == (signing.PLAN, protocol.NEWEST_PAYLOAD_VERSION)
         session_id = plan.session.session_id
         if (
             plan.shard_epochs[self.index] != self.epoch

@@ -10,7 +10,7 @@ import torch
 
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import columns, signing
-from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 
 DEVICE, HOST = pb.TIER_DEVICE, pb.TIER_HOST
@@ -45,7 +45,7 @@ class PlanAuthor:
     def grant(self, session_id: int = 1, **fields: Any) -> pb.SignedPayload:
         """Return a session's grant; its ordinal is the session's id unless ``ordinal`` is given."""
         values: dict[str, Any] = {
-            "version": PAYLOAD_VERSION,
+            "version": NEWEST_PAYLOAD_VERSION,
             "session": self.session(session_id),
             "ordinal": session_id,
             "pool_id": POOL_ID,
@@ -70,7 +70,7 @@ class PlanAuthor:
     ) -> pb.SignedPayload:
         """Return a plan that follows plan ``number - 1`` unless ``previous`` is given."""
         values: dict[str, Any] = {
-            "version": PAYLOAD_VERSION,
+            "version": NEWEST_PAYLOAD_VERSION,
             "session": self.session(session_id),
             "pool_id": POOL_ID,
             "shard_epochs": [self.epoch],

@@ -309,7 +309,7 @@ class PlanesMachine(LateDuplicates):
         key = self.rng.choice(self.engines + self.gone).key
         engine = self.pick()
         plan = tpb.Plan(
-            version=protocol.PAYLOAD_VERSION,
+            version=protocol.NEWEST_PAYLOAD_VERSION,
             session=engine.ref,
             pool_id=POOL,
             shard_epochs=engine.epochs,

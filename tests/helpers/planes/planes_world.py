@@ -219,7 +219,9 @@ class DataProcess:
     def hello(self) -> cpb.Hello:
         executor = self.executor
         hello = cpb.Hello(
-            protocol=protocol.supported(),
+            version="test",
+            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
             pool_id=POOL,
             shard=self.shard.to_proto(),
             epoch=executor.epoch,

@@ -88,7 +88,7 @@ class RawShard:
         """Return its receipt for ``plan``."""
         what = tpb.Plan.FromString(plan.payload)
         fields = {
-            "version": protocol.PAYLOAD_VERSION,
+            "version": protocol.NEWEST_PAYLOAD_VERSION,
             "session": what.session,
             "pool_id": what.pool_id,
             "shard_index": self.hello.shard.index,
@@ -119,7 +119,6 @@ class RawSession:
     async def open(cls, stub: Stub, shard: RawShard, **fields: Any) -> RawSession:
         request = pb.OpenSessionRequest(
             pool_id=shard.hello.pool_id,
-            protocol=protocol.supported(),
             layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
             client_name="test",
             **fields,

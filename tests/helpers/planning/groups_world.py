@@ -20,7 +20,7 @@ from control_plane.sessions.session import Session
 from data_plane import Executor
 from kvplane.layout import LayerGroup
 from kvplane.results import SequenceState, sequence_states
-from kvplane.wire import columns
+from kvplane.wire import columns, protocol
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -77,6 +77,9 @@ class World:
         )
         (device, host), executor = self.blocks, self.executor
         hello = cpb.Hello(
+            version="test",
+            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
+            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
             pool_id=POOL,
             shard=executor.shard.to_proto(),
             epoch=executor.epoch,

@@ -134,7 +134,7 @@ class PlanningRig:
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:
         payload = tpb.Receipt(
-            version=protocol.PAYLOAD_VERSION,
+            version=protocol.NEWEST_PAYLOAD_VERSION,
             session=session.ref,
             pool_id=self.pool.id,
             epoch=EPOCH,

@@ -10,7 +10,8 @@ import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from kvplane.wire import protocol, signing
+from kvplane.wire import signing
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc, types_pb2
 
@@ -22,6 +23,7 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         self.incarnation = incarnation
         self.key = signing.new_key()
         self.heartbeat_s = heartbeat_s
+        self.payload_version = NEWEST_PAYLOAD_VERSION
         self.hellos: list[pb.Hello] = []
         self.reports: list[pb.BlockReport] = []
         """Parts of reports, as they came."""
@@ -79,7 +81,8 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         interval.FromNanoseconds(int(self.heartbeat_s * 1e9))
         yield pb.RegisterResponse(
             welcome=pb.Welcome(
-                protocol_version=protocol.NEWEST,
+                version="test",
+                payload_version=self.payload_version,
                 incarnation=self.incarnation,
                 resumed=resumed,
                 key=self.key,

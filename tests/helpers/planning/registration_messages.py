@@ -30,7 +30,9 @@ def half(index: int, num_shards: int = 2) -> tpb.Shard:
 def hello(**fields: Any) -> pb.Hello:
     """Return a Hello of a whole pool unless ``fields`` say otherwise."""
     defaults = {
-        "protocol": protocol.supported(),
+        "version": "test",
+        "oldest_payload_version": protocol.OLDEST_PAYLOAD_VERSION,
+        "newest_payload_version": protocol.NEWEST_PAYLOAD_VERSION,
         "pool_id": "pool",
         "shard": WHOLE,
         "epoch": 11,

@@ -73,9 +73,7 @@ async def test_it_describes_a_pool(stub: Stub, session: RawSession, shard: RawSh
 
 
 async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) -> None:
-    opening = pb.OpenSessionRequest(
-        pool_id="x", protocol=protocol.supported(), layout=LAYOUT.to_proto()
-    )
+    opening = pb.OpenSessionRequest(pool_id="x", layout=LAYOUT.to_proto())
     find = pb.FindPrefixRequest(token_ids=bytes(4), pool_ids=["pool", "x"])
     await refused(stub.DescribePool(pb.DescribePoolRequest(pool_id="x")), *NO_POOL, "pool_id")
     await refused(stub.DescribePool(pb.DescribePoolRequest()), *INVALID, "pool_id")
@@ -103,7 +101,7 @@ async def test_an_error_carries_reason_domain_and_field_in_its_details(stub: Stu
 
 async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawShard) -> None:
     opened = (await RawSession.open(stub, shard)).opened
-    assert (opened.protocol_version, opened.time_to_live.seconds) == (2, 30)
+    assert opened.time_to_live.seconds == 30
     sealed = opened.grant
     key = shard.welcome.key
     signing.verify(key, signing.GRANT, sealed.type, sealed.payload, sealed.signature, field="grant")
@@ -116,11 +114,6 @@ async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawSha
 @pytest.mark.parametrize(
     ("changes", "code", "reason", "field"),
     [
-        ({"protocol": None}, *INVALID, "protocol"),
-        (
-            {"protocol": tpb.ProtocolRange(oldest=1, newest=1)},
-            *("FAILED_PRECONDITION", "PROTOCOL_MISMATCH", "protocol"),
-        ),
         ({"layout": None}, *INVALID, "layout.fingerprint"),
         (
             {"layout": tpb.Layout(fingerprint=bytes(32))},
@@ -139,7 +132,7 @@ async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawSha
 async def test_a_session_is_not_opened_when(
     stub: Stub, shard: RawShard, changes: dict[str, Any], code: str, reason: str, field: str
 ) -> None:
-    fields = {"pool_id": "pool", "protocol": protocol.supported(), "layout": LAYOUT.to_proto()}
+    fields = {"pool_id": "pool", "layout": LAYOUT.to_proto()}
     request = pb.OpenSessionRequest(**{**fields, **changes})
     await refused(stub.OpenSession(request), code, reason, field)
 

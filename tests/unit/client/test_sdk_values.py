@@ -23,12 +23,11 @@ from kvplane.errors import (
     PlaneUnavailableError,
     PoolFullError,
     PoolNotReadyError,
-    ProtocolMismatchError,
 )
 from kvplane.tensor import Tensor
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire import columns, protocol
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import data_pb2 as data_pb
 from kvplane.wire.v1 import types_pb2 as pb
@@ -251,20 +250,6 @@ def test_operations_carry_their_arguments() -> None:
     assert (int64(deferred.sequence_ids), int64(deferred.admitted_by)) == ([3], [1])
     assert (int64(deferred.first_positions), int32(deferred.num_tokens)) == ([9], [2])
     assert int32(deferred.token_ids) == [7, 8]
-
-
-def test_the_newest_version_that_both_speak_is_chosen() -> None:
-    assert protocol.negotiate(pb.ProtocolRange(oldest=1, newest=7)) == protocol.NEWEST
-    with pytest.raises(ProtocolMismatchError):
-        protocol.negotiate(pb.ProtocolRange(oldest=protocol.NEWEST + 1, newest=9))
-    with pytest.raises(ProtocolMismatchError):
-        protocol.check_chosen(protocol.NEWEST + 1)
-
-
-@pytest.mark.parametrize(("oldest", "newest"), [(0, 0), (0, 1), (2, 1), (-1, 1)])
-def test_a_range_that_is_none_is_refused(oldest: int, newest: int) -> None:
-    with pytest.raises(InvalidRequestError):
-        protocol.negotiate(pb.ProtocolRange(oldest=oldest, newest=newest))
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])

@@ -14,6 +14,7 @@ import pytest
 
 from control_plane.server.config import PROGRAM, ControlPlaneConfig
 from kvplane.errors import InvalidRequestError
+from kvplane.release import release
 from kvplane.serving.settings import log_settings, parse, setting
 
 
@@ -177,4 +178,5 @@ def test_the_control_plane_refuses_settings_that_do_not_go_together(
 def test_the_settings_are_logged_as_they_came_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log_settings(Config(num_plans=3), logging.getLogger("some"))
-    assert "lease_s=30.0 num_plans=3 is_quiet=False folder=None level='info'" in caplog.text
+    values = "lease_s=30.0 num_plans=3 is_quiet=False folder=None level='info'"
+    assert f"release={release()} {values}" in caplog.text

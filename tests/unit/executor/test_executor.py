@@ -17,7 +17,7 @@ from kvplane.errors import (
 from kvplane.shard import Shard
 from kvplane.slices import run_to_end
 from kvplane.wire import signing
-from kvplane.wire.protocol import PAYLOAD_VERSION
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
@@ -96,7 +96,7 @@ def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
     rig.layer(1, 3)
     receipt = rig.author.read_receipt(rig.executor.receipt(1))
     assert receipt.plan_digest == signing.digest(plan.payload)
-    assert (receipt.version, receipt.session) == (PAYLOAD_VERSION, rig.author.session(1))
+    assert (receipt.version, receipt.session) == (NEWEST_PAYLOAD_VERSION, rig.author.session(1))
     assert (receipt.epoch, receipt.plan_number) == (rig.executor.epoch, 1)
 
 

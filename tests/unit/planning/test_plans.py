@@ -40,7 +40,7 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
     )
     plan = tpb.Plan.FromString(signed.payload)
     assert (plan.version, plan.session, plan.pool_id) == (
-        protocol.PAYLOAD_VERSION,
+        protocol.NEWEST_PAYLOAD_VERSION,
         rig.session.ref,
         "pool",
     )

@@ -41,6 +41,7 @@ def run_of(number: int, num_spans: int = 1) -> RunningPlan:
     transfers = Transfers.read({}, pb.Transfers())
     return RunningPlan(
         number=number,
+        payload_version=1,
         digest=b"%d" % number,
         attention=(batch,),
         whole=(batch,),

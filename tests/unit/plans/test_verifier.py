@@ -18,7 +18,6 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
-from kvplane.wire.protocol import PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import POOL_ID, PlanAuthor
 
@@ -65,6 +64,15 @@ def test_a_payload_for_others_is_refused_by_its_field(reason: str) -> None:
         with pytest.raises(error) as refused:
             read(signed)
         assert refused.value.field == f"{name}.{field}"
+
+
+@pytest.mark.parametrize(
+    ("version", "behind"), [(9, "update this data plane"), (0, "update the control plane")]
+)
+def test_an_unknown_payload_version_says_which_side_to_update(version: int, behind: str) -> None:
+    verifier, author = pair()
+    with pytest.raises(ProtocolMismatchError, match=behind):
+        verifier.plan(author.plan(1, version=version, **EPOCHS))
 
 
 def test_bytes_that_were_changed_or_signed_for_another_use_are_refused() -> None:
@@ -118,9 +126,9 @@ def test_a_replaced_control_plane_is_refused_and_its_key_not_taken() -> None:
 
 def test_a_receipt_is_signed_by_this_process_for_its_plan() -> None:
     verifier, author = pair()
-    receipt = author.read_receipt(verifier.receipt(author.session(7), 4, b"digest"))
+    receipt = author.read_receipt(verifier.receipt(author.session(7), 4, b"digest", version=3))
     assert receipt == pb.Receipt(
-        version=PAYLOAD_VERSION,
+        version=3,
         session=author.session(7),
         pool_id=POOL_ID,
         shard_index=1,

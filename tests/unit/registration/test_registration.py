@@ -12,7 +12,8 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.wire import columns, signing
+from kvplane.release import release
+from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -33,7 +34,9 @@ def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:
 def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
     world = World()
     plane = Plane(world)
-    assert plane.register() == pb.Welcome(incarnation=INCARNATION, key=bytes([7]) * 32)
+    known = {"version": release(), "payload_version": protocol.NEWEST_PAYLOAD_VERSION}
+    welcome = pb.Welcome(incarnation=INCARNATION, key=bytes([7]) * 32, **known)
+    assert plane.register() == welcome
     assert not world.pool.ready
     plane.report(report({0: 3}, last=False))
     assert not world.pool.ready
@@ -42,7 +45,7 @@ def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
     assert generations(world.pool)[:3] == [3, 5, 0]
     plane.leave()
     assert not world.pool.ready
-    assert plane.register() == pb.Welcome(incarnation=INCARNATION, resumed=True)
+    assert plane.register() == pb.Welcome(incarnation=INCARNATION, resumed=True, **known)
     assert world.pool.ready
 
 

@@ -66,7 +66,7 @@ class World:
     def receipt(self, plan: tpb.SignedPayload, index: int) -> tpb.SignedPayload:
         read = tpb.Plan.FromString(plan.payload)
         payload = tpb.Receipt(
-            version=protocol.PAYLOAD_VERSION,
+            version=protocol.NEWEST_PAYLOAD_VERSION,
             session=read.session,
             pool_id="pool",
             shard_index=index,

@@ -1,0 +1,194 @@
+"""The release before this one works beside it in each of its three places: control plane, data
+plane and engine.
+
+The other release is the last tag ``wire-*``; KVPLANE_SKEW_BASE names another commit. It is
+installed, from its own sources, into a virtual environment that finds all else in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engine_planes import ROOT, Process
+from transformers import AutoTokenizer
+
+from kvplane.release import release
+
+# The native parts may have to be compiled, which takes minutes.
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+MODEL = ROOT / "models" / "recall"
+TAGS = "wire-*"
+# What the second prompt shares with the first is found cached.
+PROMPTS = ["kqz:mfa; wbt:rce; jun:pol; kqz:", "kqz:mfa; wbt:rce; jun:pol; wbt:"]
+NATIVE_PARTS = {"csrc/blocks": ["csrc/blocks"], "csrc": ["csrc", ":!csrc/blocks"]}
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release, installed: how its programs are run, and what they say that they are."""
+
+    python: Path
+    folder: Path
+    engine: str
+    version: str
+
+    def run(self, *arguments: str) -> str:
+        """Return what a program prints. Fails unless it ends well."""
+        done = subprocess.run(
+            [str(self.python), "-m", *arguments],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{self.version} {arguments}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def serve(self, program: str, log: Path, *arguments: str) -> Process:
+        return Process(program, log, *arguments, python=self.python, folder=self.folder)
+
+
+HERE = Release(Path(sys.executable), ROOT, "engine", release())
+
+
+def git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"git {arguments}: {done.stderr}"
+    return done.stdout.strip()
+
+
+def base_commit() -> str:
+    """The commit to build. Fails where no release is tagged and none is named."""
+    named = os.environ.get("KVPLANE_SKEW_BASE")
+    if not named:
+        tags = git("tag", "--list", TAGS, "--merged", "HEAD", "--sort=-creatordate").split()
+        assert tags, f"no commit is tagged {TAGS}: name one in KVPLANE_SKEW_BASE"
+        named = tags[0]
+    return git("rev-parse", "--verify", f"{named}^{{commit}}")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """The other release, built. Native parts that do not differ are those of this environment."""
+    commit = base_commit()
+    folder = tmp_path_factory.mktemp("base")
+    tree, environment = folder / "tree", folder / "venv"
+    tree.mkdir()
+    archive = folder / "tree.tar"
+    git("archive", "--output", str(archive), commit)
+    subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True)
+    venv.create(environment)
+    python = environment / "bin" / "python"
+    [packages] = (environment / "lib").glob("python*/site-packages")
+    # A .pth in an added folder is not read, so this checkout is not found through it.
+    (here,) = (Path(path) for path in sys.path if (Path(path) / "grpc").is_dir())
+    (packages / "rest.pth").write_text(f"{here}\n")
+    parts = [part for part, paths in NATIVE_PARTS.items() if git("diff", commit, "--", *paths)]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"),
+            *("--no-deps", "--no-build-isolation", "--ignore-installed"),
+            *(f"./{part}" for part in [*parts, "."]),
+        ],
+        cwd=tree,
+        env=os.environ
+        | {"KVPLANE_COMMIT": commit[:12]}
+        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        check=True,
+    )
+    program = "import kvplane.release as r; print(r.__file__, r.release())"
+    command = [str(python), "-c", program]
+    said = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+    file, version = said.split()
+    assert file.startswith(str(packages)) and version.endswith(f"+g{commit[:12]}"), said
+    return Release(python, folder, "kvplane.engine", version)
+
+
+def answers(control: Release, data: Release, engine: Release, folder: Path) -> list[str]:
+    """Run these releases together: two prompts are continued, then the index is read. Returns what
+    the engine printed.
+    """
+    folder.mkdir(exist_ok=True)
+    logs = {name: folder / f"{name}.log" for name in ("control", "data")}
+    control_plane = control.serve("control_plane", logs["control"])
+    data_plane = data.serve(
+        *("data_plane", logs["data"], "--control-plane", control_plane.address),
+        *("--model", str(MODEL), "--num-device-blocks", "64", "--num-host-blocks", "8"),
+    )
+    at = ("--control-plane", control_plane.address)
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS) + "\n")
+    try:
+        control_plane.start()
+        data_plane.start()
+        wait_ready(engine, at, logs)
+        [told] = json.loads(engine.run("kvplane", "--json", *at, "version"))
+        assert told["client"] == engine.version
+        assert told["control_plane"] == control.version
+        assert f"settings release={data.version} " in logs["data"].read_text()
+        printed = engine.run(
+            *(engine.engine, "generate", *at, "--model", str(MODEL), "--max-tokens", "12"),
+            *("--prompts-file", str(prompts), "--n", "2", "--temperature", "0"),
+        )
+        tokens = AutoTokenizer.from_pretrained(MODEL)(PROMPTS[0])["input_ids"]
+        ids = ",".join(map(str, tokens))
+        [found] = json.loads(engine.run("kvplane", "--json", *at, "lookup", ids))
+        assert found["device_tokens"] >= 16, found
+    finally:
+        data_plane.stop()
+        control_plane.stop()
+    return printed.splitlines()
+
+
+def wait_ready(engine: Release, at: tuple[str, str], logs: dict[str, Path]) -> None:
+    """Wait until the pool can be used."""
+    deadline_s = time.monotonic() + 120
+    while True:
+        done = subprocess.run(
+            [str(engine.python), "-m", "kvplane", *at, "--timeout-s", "2", "status"],
+            cwd=engine.folder,
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode == 0 and b"yes" in done.stdout:
+            return
+        told = {name: log.read_text()[-2000:] for name, log in logs.items()}
+        assert time.monotonic() < deadline_s, told
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What this release prints by itself."""
+    return answers(HERE, HERE, HERE, tmp_path_factory.mktemp("here"))
+
+
+@pytest.mark.parametrize(
+    "of_base",
+    [
+        {"control"},
+        {"data"},
+        {"engine"},
+        {"control", "data"},
+        {"control", "engine"},
+        {"data", "engine"},
+    ],
+    ids="-".join,
+)
+def test_the_release_before_works_as(
+    of_base: set[str], base: Release, expected: list[str], tmp_path: Path
+) -> None:
+    control, data, engine = (
+        base if place in of_base else HERE for place in ("control", "data", "engine")
+    )
+    assert answers(control, data, engine, tmp_path) == expected

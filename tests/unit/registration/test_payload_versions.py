@@ -1,0 +1,173 @@
+"""Planes of different releases use a payload version that all of them know, or do not register."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from control_plane.pools import payload_versions
+from control_plane.pools.payload_versions import payload_version
+from control_plane.sessions.session import Session
+from control_plane.steps.receipts import take_receipts
+from data_plane.plans.verifier import Verifier
+from kvplane import ops
+from kvplane.errors import InvalidRequestError, ProtocolMismatchError
+from kvplane.slices import run_to_end
+from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.planning import planning_rig
+from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
+from tests.helpers.planning.registration_messages import half, hello
+from tests.helpers.planning.registration_world import Plane, World
+
+LATER_FIELD = b"\x70\x01"  # field 14 of a plan, a number
+
+
+def release(monkeypatch: pytest.MonkeyPatch, oldest: int, newest: int) -> None:
+    """Make the control plane one of another release, which knows these payload versions."""
+    monkeypatch.setattr(payload_versions, "OLDEST_PAYLOAD_VERSION", oldest)
+    monkeypatch.setattr(payload_versions, "NEWEST_PAYLOAD_VERSION", newest)
+    monkeypatch.setattr(payload_versions, "release", lambda: "0.7.0+gc0")
+
+
+def of(oldest: int, newest: int, version: str = "0.6.0+gda") -> dict[str, Any]:
+    """Fields of a data plane's Hello."""
+    return {
+        "version": version,
+        "oldest_payload_version": oldest,
+        "newest_payload_version": newest,
+    }
+
+
+@pytest.mark.parametrize(
+    ("control", "planes", "used"),
+    [
+        ((1, 1), [(1, 1)], 1),
+        ((1, 2), [(1, 1)], 1),  # the control plane was updated first
+        ((1, 1), [(1, 2)], 1),  # the data plane was
+        ((2, 3), [(2, 3), (1, 2)], 2),  # one shard of two was
+        ((2, 3), [(3, 4), (2, 3)], 3),
+    ],
+)
+def test_the_newest_version_that_all_know_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+    control: tuple[int, int],
+    planes: list[tuple[int, int]],
+    used: int,
+) -> None:
+    release(monkeypatch, *control)
+    assert payload_version(hello(**of(*plane)) for plane in planes) == used
+
+
+@pytest.mark.parametrize(
+    ("control", "plane", "text"),
+    [
+        (
+            (2, 3),
+            (1, 1),
+            "the data plane '0.6.0+gda' knows payload versions up to 1, and the control plane "
+            "'0.7.0+gc0' from 2 on: update the data plane '0.6.0+gda'",
+        ),
+        (
+            (1, 1),
+            (2, 3),
+            "the control plane '0.7.0+gc0' knows payload versions up to 1, and the data plane "
+            "'0.6.0+gda' from 2 on: update the control plane '0.7.0+gc0'",
+        ),
+    ],
+)
+def test_releases_too_far_apart_do_not_register_and_both_are_named(
+    monkeypatch: pytest.MonkeyPatch, control: tuple[int, int], plane: tuple[int, int], text: str
+) -> None:
+    release(monkeypatch, *control)
+    world = World()
+    with pytest.raises(ProtocolMismatchError) as refused:
+        Plane(world, **of(*plane)).register()
+    assert refused.value.message == text
+    assert not world.pools, "nothing is ready, and nothing is kept"
+
+
+def test_shards_too_far_apart_are_not_of_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    release(monkeypatch, 1, 3)
+    world = World()
+    old = Plane(world, shard=half(0), **of(1, 1, "old"))
+    new = Plane(world, shard=half(1), **of(2, 3, "new"))
+    old.join()
+    with pytest.raises(ProtocolMismatchError, match="update the data plane 'old'"):
+        new.register()
+    old.leave()
+    new.join()
+    assert world.pool.shards.payload_version == 3
+    assert not world.pool.ready, "the other half is missing"
+
+
+class LaterSession(Session):
+    """A session of a control plane whose release adds a field to plans, with version 2."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.payload_version >= 2:
+            self.plan_prefix += LATER_FIELD
+
+
+class CarelessSession(Session):
+    """As LaterSession, but it writes the field to every data plane."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.plan_prefix += LATER_FIELD
+
+
+def plan_for(
+    monkeypatch: pytest.MonkeyPatch, session_class: type[Session], newest: int
+) -> tuple[PlanningRig, tpb.SignedPayload]:
+    """Return a plan of a later control plane, for a data plane that knows versions up to this."""
+    release(monkeypatch, 1, 2)
+    rig = PlanningRig()
+    monkeypatch.setattr(planning_rig, "Session", session_class)
+    rig.pool.shards.states[0].hello.MergeFrom(hello(**of(1, newest)))
+    return rig, rig.answer(ops.admit(1, range(9)), session=rig.open(2)).plan
+
+
+def reader(rig: PlanningRig) -> Verifier:
+    """A data plane of this release."""
+    verifier = Verifier("pool", 0, 1, epoch=EPOCH)
+    verifier.install(1, rig.pool.key)
+    return verifier
+
+
+def test_a_later_field_is_left_out_for_a_data_plane_that_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, signed = plan_for(monkeypatch, LaterSession, newest=1)
+    verifier = reader(rig)
+    plan, digest = verifier.plan(signed)
+    assert plan.version == 1
+    receipt = verifier.receipt(plan.session, plan.number, digest, version=plan.version)
+    session = rig.sessions[2]
+    run_to_end(take_receipts(session, [receipt]))
+    assert session.done == plan.number
+    _, later = plan_for(monkeypatch, LaterSession, newest=2)
+    assert LATER_FIELD in later.payload
+    assert tpb.Plan.FromString(later.payload).version == 2
+
+
+def test_a_later_field_that_is_written_all_the_same_is_refused_by_the_side_to_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, signed = plan_for(monkeypatch, CarelessSession, newest=1)
+    with pytest.raises(InvalidRequestError, match=r"number 14: .* update this data plane"):
+        reader(rig).plan(signed)
+
+
+def test_a_receipt_has_the_version_of_the_plans_of_its_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, signed = plan_for(monkeypatch, LaterSession, newest=1)
+    verifier = reader(rig)
+    plan, digest = verifier.plan(signed)
+    for version in (0, 2):
+        receipt = verifier.receipt(plan.session, plan.number, digest, version=version)
+        with pytest.raises(ProtocolMismatchError) as refused:
+            run_to_end(take_receipts(rig.sessions[2], [receipt]))
+        assert refused.value.field == "receipts[0].version"
