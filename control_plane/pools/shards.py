@@ -106,10 +106,10 @@ class ShardState:
         if not self.complete:
             self.ask_again(self._reports)
 
-    def info(self) -> cpb.ShardInfo:
+    def info(self) -> tpb.ShardInfo:
         """Return its description for clients."""
         hello = self.hello
-        return cpb.ShardInfo(
+        return tpb.ShardInfo(
             shard=hello.shard,
             epoch=hello.epoch,
             address=hello.address,
@@ -308,7 +308,7 @@ class PoolShards:
         """The newest payload version that they and this control plane know."""
         return payload_version(state.hello for state in self.states.values())
 
-    def infos(self) -> list[cpb.ShardInfo]:
+    def infos(self) -> list[tpb.ShardInfo]:
         """Return each shard's description, by shard index."""
         return [self.states[i].info() for i in sorted(self.states)]
 

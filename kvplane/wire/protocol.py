@@ -1,13 +1,8 @@
-"""The protocol versions spoken, and the channel settings that both ends share."""
+"""The payload versions, and the channel settings that both ends share."""
 
 from __future__ import annotations
 
 from typing import Final
-
-from kvplane.wire.v1 import types_pb2 as pb
-
-OLDEST: Final = 2
-NEWEST: Final = 2
 
 # The payload versions that this release reads and writes. A version says which fields there are in
 # plans, grants, receipts and the messages of registration streams. NEWEST rises with each field. A
@@ -44,8 +39,3 @@ FOLLOWER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.http2.ping_timeout_ms", 2_000),  # gRPC ignores keepalive's, and takes a minute
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
-
-
-def supported() -> pb.ProtocolRange:
-    """Return the versions that this release speaks."""
-    return pb.ProtocolRange(oldest=OLDEST, newest=NEWEST)

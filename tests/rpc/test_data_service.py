@@ -23,6 +23,7 @@ from kvplane.errors import (
     SessionExpiredError,
     StaleEpochError,
 )
+from kvplane.release import release
 from kvplane.tensor import Tensor
 from kvplane.wire.error_codec import from_rpc_error, from_wire
 from kvplane.wire.v1 import data_pb2 as pb
@@ -102,13 +103,13 @@ def layer_input(layer: int, num_tokens: int, **parts: torch.Tensor) -> pb.LayerI
     return pb.LayerInput(layer=layer, **messages)
 
 
-async def test_describe_says_what_runs_here(peer: Peer) -> None:
-    described = await peer.client.describe()
-    executor = peer.server.executor
-    assert (described.epoch, described.incarnation) == (executor.epoch, 1)
-    assert (described.num_device_blocks, described.num_host_blocks) == (8, 4)
-    assert described.layout.fingerprint == executor.layout.fingerprint
-    assert described.device == "cpu"
+async def test_its_server_info_says_what_runs_here(peer: Peer) -> None:
+    info, executor = await peer.client.get_server_info(), peer.server.executor
+    assert (info.version, info.incarnation, info.device) == (release(), 1, "cpu")
+    assert info.pool_id == executor.pool_id
+    assert info.shard.shard == executor.shard.to_proto()
+    assert (info.shard.epoch, info.shard.address) == (executor.epoch, peer.server.address)
+    assert (info.shard.connected, info.shard.has_file_tier) == (True, False)
 
 
 async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(
@@ -361,7 +362,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(peer:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await peer.stub.ReshapeAndCache(request)
     assert type(from_rpc_error(caught.value)) is QuotaExceededError
-    assert (await peer.client.describe()).epoch == peer.server.executor.epoch
+    assert (await peer.client.get_server_info()).shard.epoch == peer.server.executor.epoch
 
 
 async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:

@@ -82,14 +82,6 @@ class Callers(_message.Message):
     roles: bytes
     def __init__(self, roles: _Optional[bytes] = ...) -> None: ...
 
-class ProtocolRange(_message.Message):
-    __slots__ = ("oldest", "newest")
-    OLDEST_FIELD_NUMBER: _ClassVar[int]
-    NEWEST_FIELD_NUMBER: _ClassVar[int]
-    oldest: int
-    newest: int
-    def __init__(self, oldest: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
-
 class LayerGroup(_message.Message):
     __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales", "cache_kind", "value_head_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +137,20 @@ class Shard(_message.Message):
     num_kv_heads: int
     copy: int
     def __init__(self, index: _Optional[int] = ..., num_shards: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., copy: _Optional[int] = ...) -> None: ...
+
+class ShardInfo(_message.Message):
+    __slots__ = ("shard", "epoch", "address", "connected", "has_file_tier")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
+    shard: Shard
+    epoch: int
+    address: str
+    connected: bool
+    has_file_tier: bool
+    def __init__(self, shard: _Optional[_Union[Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ..., has_file_tier: bool = ...) -> None: ...
 
 class BlockRef(_message.Message):
     __slots__ = ("tier", "index", "generation")
