@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-skew test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -32,6 +32,9 @@ test: setup  ## Run the push tier of the tests
 
 test-nightly: setup  ## Run the nightly tier: the long tests that make test leaves out
 	@$(PYTEST) -m nightly $(PYTEST_ARGS)
+
+test-skew: setup  ## Run the last release as each plane and as the engine, beside this tree
+	@$(BIN)/python -m pytest -n 0 -v tests/e2e/test_skew.py $(PYTEST_ARGS)
 
 # Ray listens on all interfaces, so it gets a network of its own.
 FLEET := PYTHONPATH=build/ray integrations/ray/in_namespace.sh $(BIN)/python

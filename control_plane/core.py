@@ -127,7 +127,7 @@ class ControlPlane:
     # Sessions
 
     def open_session(self, request: cpb.OpenSessionRequest, tenant: str) -> cpb.OpenSessionResponse:
-        """Open a session. The caller negotiates the protocol and fills in its version.
+        """Open a session.
 
         Raises PoolNotFoundError, PoolNotReadyError, LayoutMismatchError, QuotaExceededError,
         InvalidRequestError.
