@@ -33,7 +33,8 @@ from control_plane.sessions.session import END_CAUSES, EndedSessions, Session, r
 from control_plane.sessions.silent_shards import lost_sessions
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.answers import StepAnswer
-from control_plane.steps.operations import Step, read_operations
+from control_plane.steps.failures import add_error
+from control_plane.steps.operations import Step, check_no_plan, read_operations
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.requests import Request, Requests
 from control_plane.views import view
@@ -49,6 +50,7 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
     StaleIncarnationError,
+    TooManyPlansInFlightError,
 )
 from kvplane.slices import Slices, run_to_end
 from kvplane.wire import signing
@@ -261,9 +263,10 @@ class ControlPlane:
     def check_operations(
         self, request: cpb.CheckOperationsRequest, tenant: str
     ) -> Slices[cpb.CheckOperationsResponse]:
-        """Answer each item as if it were the only one of a step made now. Between the slices any
-        call may come but a request of this session that runs in slices. Raises as ``step``, and at
-        any slice why the session is not open.
+        """Answer each item as if it were the only one of a step made now; an operation whose step
+        would raise TooManyPlansInFlightError fails by that. Between the slices any call may come
+        but a request of this session that runs in slices. Raises InvalidRequestError as ``step``,
+        and at any slice why the session is not open.
         """
         response = cpb.CheckOperationsResponse()
         session = self._session(request.session, tenant)
@@ -277,6 +280,12 @@ class ControlPlane:
             step = Step(member, sharing, check_as=number)
             for i in range(begin, min(begin + _CHECKED_AT_A_TIME, len(operations))):
                 result = response.results.add()
+                if len(session.plans) >= self._config.max_plans_in_flight:
+                    try:
+                        check_no_plan(member, [operations[i]])
+                    except TooManyPlansInFlightError as error:
+                        add_error(result, "", error)
+                        continue
                 yield from step.run(i, operations[i], result)
                 if not operations[i][0].is_checked_with_answer and result.WhichOneof("done"):
                     result.ClearField("done")

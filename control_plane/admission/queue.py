@@ -109,22 +109,31 @@ class AdmissionQueue:
         ``wait`` it takes the session's place in the queue, if that is free. Asking again keeps the
         place and updates the number.
         """
-        assert num_needed <= self._pool.num_blocks, "never fits"
-        entry, turns = self._entries.get(session), self._turns
-        if entry is not None and entry.sequence != sequence:
-            return MustWait(Reason.QUEUE, self._position(entry), entry.sequence)
-        if entry is not None:
+        must_wait = self.check_admission(session, sequence, num_needed, now_s, wait=wait)
+        entry = self._entries.get(session)
+        if entry is not None and entry.sequence == sequence:
             entry.num_needed = num_needed
-        blocked, is_first = turns.num_blocked > 0, self._is_first(session, now_s)
+        elif must_wait is not None and must_wait.sequence == sequence:
+            owner = self._turns.sessions[session]
+            self._to_the_back(QueueEntry(owner, sequence, num_needed, now_s, 0))
+        return must_wait
+
+    def check_admission(
+        self, session: int, sequence: int, num_needed: int, now_s: float, *, wait: bool
+    ) -> MustWait | None:
+        """Return what ``admit`` would, and change nothing."""
+        assert num_needed <= self._pool.num_blocks, "never fits"
+        entry, blocked = self._entries.get(session), self._turns.num_blocked > 0
+        if entry is not None and entry.sequence != sequence:
+            return MustWait(Reason.QUEUE, self._position(entry.ticket), entry.sequence)
+        is_first = self._is_first(session, now_s)
         if not blocked and is_first and self._has_room(session, num_needed):
             return None
-        if entry is None and wait:
-            entry = QueueEntry(turns.sessions[session], sequence, num_needed, now_s, 0)
-            self._to_the_back(entry)
         reason = Reason.GROWTH if blocked else Reason.BLOCKS if is_first else Reason.QUEUE
-        if entry is None:
+        if entry is None and not wait:
             return MustWait(reason)
-        return MustWait(reason, self._position(entry), sequence)
+        ticket = self._next_ticket if entry is None else entry.ticket
+        return MustWait(reason, self._position(ticket), sequence)
 
     def withdraw(self, session: int, sequence: int) -> None:
         """Give up the place of a sequence that need not be admitted any more."""
@@ -155,16 +164,19 @@ class AdmissionQueue:
         """
         turns, pool = self._turns, self._pool
         growing = turns.sessions[session].sequences[sequence]
-        oldest = turns.oldest_blocked()
-        is_oldest = oldest is None or growing.rank <= oldest.rank
-        if is_oldest and num_needed <= pool.num_obtainable(session):
-            turns.unblock(growing, now_s)
-            return True
-        if pool.num_held(session, sequence) + num_needed > pool.num_blocks:
+        may_grow = self.check_growth(session, sequence, num_needed)
+        if may_grow or pool.num_held(session, sequence) + num_needed > pool.num_blocks:
             turns.unblock(growing, now_s)
         else:
             turns.block(growing, num_needed, now_s)
-        return False
+        return may_grow
+
+    def check_growth(self, session: int, sequence: int, num_needed: int) -> bool:
+        """Return what ``may_grow`` would, and change nothing."""
+        rank = self._turns.sessions[session].sequences[sequence].rank
+        oldest = self._turns.oldest_blocked()
+        is_oldest = oldest is None or rank <= oldest.rank
+        return is_oldest and num_needed <= self._pool.num_obtainable(session)
 
     # Grants when blocks come back, and decisions when they do not
 
@@ -181,7 +193,7 @@ class AdmissionQueue:
                 return None
             self._turns.unblock(oldest, now_s)
             return Growth(session, oldest.id, num_blocks)
-        head = self._head(now_s)
+        head = self._take_head(now_s)
         if head is None or head.session.is_busy:
             return None
         if not self._has_room(head.session.id, head.num_needed):
@@ -196,7 +208,7 @@ class AdmissionQueue:
         decisions = decide(
             self._turns,
             self._entries,
-            self._head(now_s),
+            self._take_head(now_s),
             self._pool,
             self._config,
             self.num_headroom(),
@@ -216,21 +228,24 @@ class AdmissionQueue:
             entry.is_chosen = False
             self._to_the_back(entry)
 
-    def _head(self, now_s: float) -> QueueEntry | None:
+    def _find_head(self, now_s: float) -> QueueEntry | None:
         """Return the first entry that need not let others pass; the first if all have to."""
-        for _ in range(len(self._entries)):
-            head = next(iter(self._entries.values()))
-            if head.is_chosen or not head.session.is_passed_over(now_s):
-                return head
-            self._to_the_back(head)
-        if not self._entries:
+        entries = self._entries.values()
+        ready = (e for e in entries if e.is_chosen or not e.session.is_passed_over(now_s))
+        return next(ready, next(iter(entries), None))
+
+    def _take_head(self, now_s: float) -> QueueEntry | None:
+        """Return the head, which stays so, with those that let it pass at the back."""
+        head = self._find_head(now_s)
+        if head is None:
             return None
-        head = next(iter(self._entries.values()))
-        head.is_chosen = True
+        while (first := next(iter(self._entries.values()))) is not head:
+            self._to_the_back(first)
+        head.is_chosen = head.is_chosen or head.session.is_passed_over(now_s)
         return head
 
     def _is_first(self, session: int, now_s: float) -> bool:
-        head = self._head(now_s)
+        head = self._find_head(now_s)
         return head is None or head.session.id == session
 
     def _has_room(self, session: int, num_needed: int) -> bool:
@@ -242,11 +257,11 @@ class AdmissionQueue:
         """
         return int(self._config.headroom * self._pool.num_blocks) if self._turns.num_live else 0
 
-    def _position(self, entry: QueueEntry) -> int:
-        return entry.ticket - next(iter(self._entries.values())).ticket + 1
+    def _position(self, ticket: int) -> int:
+        return ticket - next(iter(self._entries.values())).ticket + 1 if self._entries else 1
 
     def _to_the_back(self, entry: QueueEntry) -> None:
-        self._next_ticket += 1
         entry.ticket = self._next_ticket
+        self._next_ticket += 1
         self._entries[entry.session.id] = entry
         self._entries.move_to_end(entry.session.id)

@@ -271,13 +271,6 @@ class Pool:
 
     # Room
 
-    def num_watermark_blocks(self) -> int:
-        """Return how many device blocks admissions leave free while any block is held."""
-        if not self._config.watermark:
-            return 0
-        num_blocks, _, _, num_held, _ = self.native.usage(_DEVICE)
-        return int(self._config.watermark * num_blocks) if num_held else 0
-
     def num_retainable_blocks(self) -> int:
         """Return how many device blocks a tenant may retain."""
         return int(self._config.max_retained_share * self.num_blocks(_DEVICE))

@@ -72,6 +72,11 @@ class Member:
         self.is_drafted = False
         self.revoked: OrderedDict[int, None] = OrderedDict()
 
+    def may_forget(self, sequence_id: int) -> bool:
+        """Return whether an admission that waits has the id, or a sequence that was cut."""
+        waits = self.queued is not None and self.queued.names(sequence_id)
+        return waits or sequence_id in self.revoked
+
     def take_news(self) -> cpb.News | None:
         """Return the news for the next answer, and clear them."""
         news, self.news = self.news, None

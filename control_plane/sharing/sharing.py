@@ -50,6 +50,8 @@ _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # A headroom larger than any pool: the core refuses, and says how many blocks are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
+# No admission has this key: for checks of new ones.
+_NO_KEY: Final = 0
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
     Reason.TURN: cpb.CUT_REASON_TURN,
@@ -101,10 +103,18 @@ class Sharing:
         self.with_news.clear()
         return [(i, news) for i, news in notices if news is not None]
 
-    # Operations of a step
+    def num_headroom(self) -> int:
+        """Return how many device blocks admissions leave free."""
+        return self._queue.num_headroom()
+
+    # Operations of a step. ``check_as``: as for ``Step``, so unless it is 0 they change nothing
 
     def admit(
-        self, member: Member, message: cpb.Admit, admit: Callable[[int], Done | Failure]
+        self,
+        member: Member,
+        message: cpb.Admit,
+        admit: Callable[[int], Done | Failure],
+        check_as: int,
     ) -> tuple[Done | Failure, MustWait | None]:
         """Return the result of the core's ``admit(headroom)``, and why the admission has to wait.
 
@@ -114,13 +124,18 @@ class Sharing:
         is_again = waiting is not None and waiting.is_of(message.sequence_id)
         if waiting is not None and not is_again:
             _require_other_ids(waiting, message)
-        done = admit(self._headroom() if queue.is_idle else _PROBE)
-        key = waiting.key if waiting is not None and is_again else member.families.new_key()
+        done = admit(self.num_headroom() if queue.is_idle else _PROBE)
+        if waiting is not None and is_again:
+            key = waiting.key
+        else:
+            key = _NO_KEY if check_as else member.families.new_key()
         must_wait: MustWait | None = None
         if len(done) == 5 and done[1] in _LATER:
-            must_wait = self._ask(member, key, done[2], wait=message.wait)
+            must_wait = self._ask(member, key, done[2], wait=message.wait, check_as=check_as)
             if must_wait is None:
-                done = admit(self._headroom())
+                done = admit(self.num_headroom())
+        if check_as:
+            return done, must_wait
         if len(done) == 3:
             self._started(member, key, message, done[0])
         elif must_wait is not None and must_wait.sequence == key:
@@ -128,7 +143,9 @@ class Sharing:
             member.queued = QueuedAdmission(key, message, member.session.numbers.last, since_s)
         return done, must_wait
 
-    def append(self, member: Member, message: cpb.Append) -> tuple[bytes, list[Failure] | None]:
+    def append(
+        self, member: Member, message: cpb.Append, check_as: int
+    ) -> tuple[bytes, list[Failure] | None]:
         """Extend sequences; no growth passes an older one that waits for blocks."""
         native, handle = member.session.native, member.session.handle
         ids, firsts, slots = message.sequence_ids, message.first_positions, message.num_slots
@@ -136,16 +153,19 @@ class Sharing:
         ahead = message.num_lookahead_slots
         num_obtainable = 0
         if not self._queue.is_growth_blocked:
-            done = native.append_if_sure(handle, ids, firsts, slots, *given, ahead)
-            if done is not None:
-                return done
+            if not check_as:
+                done = native.append_if_sure(handle, ids, firsts, slots, *given, ahead)
+                if done is not None:
+                    return done
             num_obtainable = native.num_obtainable(handle, _DEVICE)
-        growth = native.growth(handle, ids, firsts, slots, ahead)
+        growth = native.growth(handle, ids, firsts, slots, ahead, check_as)
         if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
-            return self._append_in_turn(member, message)
-        return native.append(handle, ids, firsts, slots, *given, ahead)
+            return self._append_in_turn(member, message, check_as)
+        return native.append(handle, ids, firsts, slots, *given, ahead, check_as)
 
-    def fork(self, member: Member, message: cpb.Fork) -> tuple[bytes, list[Failure] | None]:
+    def fork(
+        self, member: Member, message: cpb.Fork, check_as: int
+    ) -> tuple[bytes, list[Failure] | None]:
         """Fork sequences. The ids of an admission that waits are not available."""
         native, handle, waiting = member.session.native, member.session.handle, member.queued
         ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
@@ -154,18 +174,23 @@ class Sharing:
         )
         items = [i for i, id_ in enumerate(ids) if waiting is None or not waiting.names(id_)]
         if len(items) == len(ids):
-            done, failures = native.fork(handle, message.parent_sequence_ids, message.sequence_ids)
+            done, failures = native.fork(
+                handle, message.parent_sequence_ids, message.sequence_ids, check_as
+            )
         else:
             column, refused = native.fork(
                 handle,
                 columns.pack(INT64, [parents[i] for i in items]),
                 columns.pack(INT64, [ids[i] for i in items]),
+                check_as,
             )
             num_blocks = dict(zip(items, columns.read(INT32, column, "num_blocks"), strict=True))
             done = columns.pack(INT32, [num_blocks.get(i, 0) for i in range(len(ids))])
             failures = [(items[item], code, a, b, c) for item, code, a, b, c in refused or ()]
             taken = set(range(len(ids))).difference(items)
             failures = sorted([*failures, *((i, _native.EXISTS, ids[i], 0, 0) for i in taken)])
+        if check_as:
+            return done, failures
         not_done = {failure[0] for failure in failures or ()}
         for item, sequence_id in enumerate(ids):
             if item not in not_done:
@@ -174,7 +199,11 @@ class Sharing:
         return done, failures
 
     def freed(
-        self, member: Member, sequence_ids: bytes, failures: list[Failure] | None
+        self,
+        member: Member,
+        sequence_ids: bytes,
+        failures: list[Failure] | None,
+        check_as: int,
     ) -> list[Failure] | None:
         """Remove sequences that the core freed, all but those in ``failures``; return the failures
         that remain. Freeing an admission that waits withdraws it; freeing a cut sequence succeeds.
@@ -183,8 +212,11 @@ class Sharing:
         refused = {failure[0]: failure for failure in failures or ()}
         for item, sequence_id in enumerate(ids):
             if item not in refused:
-                self._gone(member, member.families.remove(sequence_id))
-            elif refused[item][1] == _native.NOT_FOUND and self._forgotten(member, sequence_id):
+                if not check_as:
+                    self._gone(member, member.families.remove(sequence_id))
+            elif refused[item][1] == _native.NOT_FOUND and member.may_forget(sequence_id):
+                if not check_as:
+                    self._forget(member, sequence_id)
                 del refused[item]
         return list(refused.values()) or None
 
@@ -196,23 +228,26 @@ class Sharing:
             self._settle(member, family)
 
     def swap_in(
-        self, member: Member, sequence_ids: bytes, swap: Callable[[int], int | Failure]
+        self,
+        member: Member,
+        sequence_ids: bytes,
+        swap: Callable[[int], int | Failure],
+        check_as: int,
     ) -> tuple[int | Failure, MustWait | None]:
         """Let ``swap(headroom)`` bring sequences in, which the queue treats as an admission."""
-        queue, headroom = self._queue, self._headroom()
+        queue, headroom = self._queue, self.num_headroom()
         done = swap(headroom if queue.is_idle else _PROBE)
         must_wait: MustWait | None = None
         ids = columns.read(INT64, sequence_ids, "sequence_ids")
         if not isinstance(done, int) and done[1] in _LATER:
             family = member.families.of(ids[0])
-            must_wait = (
-                None if family.is_live else self._ask(member, family.key, done[2], wait=True)
-            )
+            if not family.is_live:
+                must_wait = self._ask(member, family.key, done[2], wait=True, check_as=check_as)
             if must_wait is None:
                 done = swap(headroom)
-            elif must_wait.sequence == family.key and member.queued is None:
+            elif must_wait.sequence == family.key and not (member.queued or check_as):
                 member.queued = QueuedAdmission(family.key, None, 0, self._pool.now_s)
-        if isinstance(done, int):
+        if isinstance(done, int) and not check_as:
             for sequence_id in ids:
                 family = member.families.of(sequence_id)
                 family.swapped.discard(sequence_id)
@@ -271,14 +306,12 @@ class Sharing:
 
     # Helpers
 
-    def _headroom(self) -> int:
-        return self._queue.num_headroom()
-
-    def _ask(self, member: Member, key: int, num_needed: int, *, wait: bool) -> MustWait | None:
+    def _ask(
+        self, member: Member, key: int, num_needed: int, *, wait: bool, check_as: int = 0
+    ) -> MustWait | None:
         num_needed = min(num_needed, self._pool.num_blocks(_DEVICE))
-        must_wait = self._queue.admit(
-            member.session.id, key, num_needed, self._pool.now_s, wait=wait
-        )
+        ask = self._queue.check_admission if check_as else self._queue.admit
+        must_wait = ask(member.session.id, key, num_needed, self._pool.now_s, wait=wait)
         if must_wait is not None and must_wait.sequence != key:
             return MustWait(must_wait.reason)  # the session's place is for another sequence
         return must_wait
@@ -306,45 +339,47 @@ class Sharing:
         self._queue.started(member.session.id, key, self._pool.now_s)
 
     def _append_in_turn(
-        self, member: Member, message: cpb.Append
+        self, member: Member, message: cpb.Append, check_as: int
     ) -> tuple[bytes, list[Failure] | None]:
         """Extend sequences item by item: no growth passes an older one that is blocked."""
         native, handle = member.session.native, member.session.handle
         num = columns.count(INT64, message.sequence_ids)
         given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
-        checks.token_columns(given, message.token_ids)
+        # Each access to a message's bytes copies all of them.
+        columns_of_8 = message.sequence_ids, message.first_positions
+        all_tokens = message.token_ids
+        columns_of_4 = message.num_slots, message.num_tokens, message.num_lookahead_slots
+        checks.token_columns(given, all_tokens)
         failures: list[Failure] = []
         done = bytearray()
         begin = 0
         for item in range(num):
             end = begin + 4 * given[item]
-            ids, firsts = (
-                column[8 * item : 8 * item + 8]
-                for column in (message.sequence_ids, message.first_positions)
-            )
-            slots, tokens, ahead = (
-                column[4 * item : 4 * item + 4]
-                for column in (message.num_slots, message.num_tokens, message.num_lookahead_slots)
-            )
-            growth = native.growth(handle, ids, firsts, slots, ahead)
+            ids, firsts = (column[8 * item : 8 * item + 8] for column in columns_of_8)
+            slots, tokens, ahead = (column[4 * item : 4 * item + 4] for column in columns_of_4)
+            growth = native.growth(handle, ids, firsts, slots, ahead, check_as)
             (num_needed,) = columns.read(INT32, growth, "growth")
             (sequence_id,) = columns.read(INT64, ids, "sequence_ids")
-            if num_needed and not self._may_grow(member, sequence_id, num_needed):
+            if num_needed and not self._may_grow(member, sequence_id, num_needed, check_as):
                 num_obtainable = native.num_obtainable(handle, _DEVICE)
                 failures.append((item, _native.LATER, num_needed, num_obtainable, _DEVICE))
                 done += bytes(4)
             else:
-                token_ids = message.token_ids[begin:end]
-                one, refused = native.append(handle, ids, firsts, slots, tokens, token_ids, ahead)
+                token_ids = all_tokens[begin:end]
+                one, refused = native.append(
+                    handle, ids, firsts, slots, tokens, token_ids, ahead, check_as
+                )
                 failures += [(item, *failure[1:]) for failure in refused or ()]
                 done += one
             begin = end
         return bytes(done), failures or None
 
-    def _may_grow(self, member: Member, sequence_id: int, num_needed: int) -> bool:
-        """Return whether the queue lets a sequence grow now; otherwise it waits."""
-        key = member.families.of(sequence_id).key
-        if self._queue.may_grow(member.session.id, key, num_needed, self._pool.now_s):
+    def _may_grow(self, member: Member, sequence_id: int, num_needed: int, check_as: int) -> bool:
+        """Return whether the queue lets a sequence grow now. If not it waits, unless checked."""
+        session_id, key = member.session.id, member.families.of(sequence_id).key
+        if check_as:
+            return self._queue.check_growth(session_id, key, num_needed)
+        if self._queue.may_grow(session_id, key, num_needed, self._pool.now_s):
             member.wanted.pop(key, None)
             return True
         member.wanted[key] = sequence_id
@@ -376,7 +411,7 @@ class Sharing:
             message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL,
             message.max_total_tokens,
             message.skip_prefix_lookup,
-            self._headroom(),
+            self.num_headroom(),
         )
         if len(done) == 3:
             self._started(member, waiting.key, message, done[0])
@@ -433,16 +468,14 @@ class Sharing:
             member.queued = None
         self._queue.started(session_id, family.key, self._pool.now_s)
 
-    def _forgotten(self, member: Member, sequence_id: int) -> bool:
-        """Withdraw the admission that waits for the id, or forget that its sequence was cut.
-        Returns whether it was either.
-        """
+    def _forget(self, member: Member, sequence_id: int) -> None:
+        """Withdraw the admission that waits for the id, or forget that its sequence was cut."""
         waiting = member.queued
-        if waiting is not None and waiting.message is not None and waiting.names(sequence_id):
+        if waiting is not None and waiting.names(sequence_id):
             self._queue.withdraw(member.session.id, waiting.key)
             member.queued = None
-            return True
-        return member.revoked.pop(sequence_id, 0) is None
+        else:
+            del member.revoked[sequence_id]
 
 
 def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:

@@ -83,9 +83,14 @@ def shortage_status(failure: Failure) -> cpb.OperationStatus | None:
 
 
 def shortage_of(
-    session: Session, failure: Failure, must_wait: MustWait | None = None
+    session: Session,
+    failure: Failure,
+    must_wait: MustWait | None = None,
+    num_headroom: int = 0,
 ) -> cpb.Shortage:
-    """Describe the lack of room. ``must_wait``: why the queue has the operation wait, if so."""
+    """Describe the lack of room. ``must_wait``: why the queue has the operation wait, if so.
+    ``num_headroom``: blocks that it then has to leave free.
+    """
     _, code, num_needed, num_available, tier = failure
     shortage = cpb.Shortage(
         tier=cast(tpb.Tier, tier),
@@ -100,7 +105,6 @@ def shortage_of(
     if must_wait is not None:
         # The core was asked with more headroom than there is, to learn what is needed.
         num_obtainable = session.native.num_obtainable(session.handle, tier)
-        num_headroom = session.pool.num_watermark_blocks()
         shortage.num_blocks_available = max(0, num_obtainable - num_headroom)
         shortage.place_in_line = must_wait.position
         if must_wait.position:  # asking again does not help

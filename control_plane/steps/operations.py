@@ -108,7 +108,8 @@ class Step:
         """
         if must_wait is None:
             return [failure]
-        shortage = shortage_of(self.member.session, failure, must_wait)
+        num_headroom = self.sharing.num_headroom()
+        shortage = shortage_of(self.member.session, failure, must_wait, num_headroom)
         result.failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
         return None
 
@@ -157,11 +158,7 @@ class Admit(OneSlice):
                 step.check_as,
             )
 
-        must_wait: MustWait | None = None
-        if step.check_as:
-            done = admit(step.pool.num_watermark_blocks())
-        else:
-            done, must_wait = step.sharing.admit(step.member, message, admit)
+        done, must_wait = step.sharing.admit(step.member, message, admit, step.check_as)
         if len(done) == 3:
             admitted = result.admit
             admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
@@ -179,22 +176,12 @@ class Append(Operation):
         return bool(message.num_slots.strip(b"\0") or message.num_lookahead_slots.strip(b"\0"))
 
     def run(self, step: Step, message: cpb.Append, result: cpb.OperationResult) -> Slices[Failures]:
-        if step.check_as:
-            result.append.num_blocks, refused = step.native.append(
-                step.handle,
-                message.sequence_ids,
-                message.first_positions,
-                message.num_slots,
-                message.num_tokens,
-                message.token_ids,
-                message.num_lookahead_slots,
-                step.check_as,
-            )
-            return refused
         num_tokens = len(message.token_ids) // _TOKEN_BYTES
-        if step.num_taken_tokens + num_tokens <= SLICE_TOKENS:  # saves 2 of a decode step's 24 µs
+        if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
             step.num_taken_tokens += num_tokens
-            result.append.num_blocks, refused = step.sharing.append(step.member, message)
+            result.append.num_blocks, refused = step.sharing.append(
+                step.member, message, step.check_as
+            )
             return refused
         num_blocks, failures = bytearray(), list[Failure]()
         for first, part in parts_of(message):
@@ -202,7 +189,7 @@ class Append(Operation):
             if first or step.num_taken_tokens + num_tokens > 2 * SLICE_TOKENS:
                 step.num_taken_tokens = 0
                 yield
-            done, refused = step.sharing.append(step.member, part)
+            done, refused = step.sharing.append(step.member, part, 0)
             step.num_taken_tokens += num_tokens
             num_blocks += done
             failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
@@ -217,12 +204,7 @@ class Fork(OneSlice):
     parent_field = "parent_sequence_ids"
 
     def do(self, step: Step, message: cpb.Fork, result: cpb.OperationResult) -> Failures:
-        if step.check_as:
-            num_blocks, failures = step.native.fork(
-                step.handle, message.parent_sequence_ids, message.sequence_ids, step.check_as
-            )
-        else:
-            num_blocks, failures = step.sharing.fork(step.member, message)
+        num_blocks, failures = step.sharing.fork(step.member, message, step.check_as)
         result.fork.num_blocks = num_blocks
         return failures
 
@@ -235,9 +217,7 @@ class Free(OneSlice):
     def do(self, step: Step, message: cpb.Free, result: cpb.OperationResult) -> Failures:
         released, failures = step.native.free(step.handle, message.sequence_ids, step.check_as)
         result.free.num_released_blocks = released
-        if step.check_as:
-            return failures
-        return step.sharing.freed(step.member, message.sequence_ids, failures)
+        return step.sharing.freed(step.member, message.sequence_ids, failures, step.check_as)
 
 
 class Truncate(OneSlice):
@@ -301,11 +281,9 @@ class SwapIn(_Swap):
         def swap(headroom: int) -> int | Failure:
             return self.begin(step, message, tpb.TIER_DEVICE, headroom)
 
-        must_wait: MustWait | None = None
-        if step.check_as:
-            done = swap(step.pool.num_watermark_blocks())
-        else:
-            done, must_wait = step.sharing.swap_in(step.member, message.sequence_ids, swap)
+        done, must_wait = step.sharing.swap_in(
+            step.member, message.sequence_ids, swap, step.check_as
+        )
         if not isinstance(done, int):
             return step.refuse(result, done, must_wait)
         result.swap_in.num_blocks = done

@@ -305,8 +305,8 @@ class Session:
     async def check(
         self, operations: Iterable[pb.Operation], *, timeout_s: float | None = None
     ) -> list[pb.OperationResult]:
-        """Return what a step of these operations would answer now for each item. Nothing is
-        reserved: another session may come first.
+        """Return what a step of each operation alone would answer now, with one item of it at a
+        time. Nothing is reserved: another session may come first.
         """
         request = pb.CheckOperationsRequest(session=self.ref, operations=operations)
         response: pb.CheckOperationsResponse = await self._connection.call(

@@ -149,14 +149,16 @@ void bind_steps_of(py::class_<P>& pool) {
       py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
   pool.def(
       "growth",
-      [](const P& self, SessionHandle handle, const py::bytes& sequence_ids,
+      [](P& self, SessionHandle handle, const py::bytes& sequence_ids,
          const py::bytes& first_positions, const py::bytes& num_slots,
-         const py::bytes& num_lookahead) {
-        return pack(self.growth(checked(self, handle), read_growth(sequence_ids, first_positions,
-                                                                   num_slots, num_lookahead)));
+         const py::bytes& num_lookahead, int64_t check_as) {
+        const AppendColumns columns =
+            read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
+        return in_step(self, handle, check_as,
+                       [&](Groups, bool) { return pack(self.growth(handle, columns)); });
       },
       py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
-      py::arg("num_lookahead"));
+      py::arg("num_lookahead"), py::arg("check_as") = 0);
   pool.def(
       "truncate",
       [](P& self, SessionHandle handle, const py::bytes& sequence_ids, const py::bytes& num_tokens,

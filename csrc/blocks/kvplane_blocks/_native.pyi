@@ -123,6 +123,7 @@ class _Sessions:
         first_positions: bytes,
         num_slots: bytes,
         num_lookahead: bytes,
+        check_as: int = 0,
     ) -> bytes: ...
     def truncate(
         self, handle: int, sequence_ids: bytes, num_tokens: bytes, check_as: int = 0

@@ -222,8 +222,11 @@ class ControlPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckOperations(self, request, context):
-        """Answers each item of these operations as if it were the only one of a step made now: what the other items would allocate or change is
-        not counted. Nothing is allocated or changed, and no position in the queue is taken. Takes no number.
+        """Answers each operation as if it alone were sent now, as a step without receipts and deferred tokens, with one item of it at a time. What
+        several operations or items take together is not added up. An item that would be refused has the status, reason and field that the step
+        would answer; the admission queue counts as for a step. Nothing is allocated or changed, and no position in the queue is taken. Takes
+        no number. A step that follows may answer otherwise if it brings receipts or deferred tokens, if time has passed, or if requests of
+        this or other sessions came between.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -421,12 +421,8 @@ async def test_a_refusal_is_foreseen_by_a_check_and_changes_nothing(start_world,
     check = await checked(caller, refusal.operation)
     (failure,) = await caller.refuse(refusal.operation)
     assert_said(failure, refusal)
-    if refusal.waits:
-        failure.shortage.ClearField("place_in_line")
-        failure.shortage.retry_delay.CopyFrom(check.failures[0].shortage.retry_delay)
     for each in (*check.failures, failure):
         each.error.ClearField("request_id")  # each is of its own call
-        each.error.ClearField("message")  # of columns it depends on which code reads them first
     assert list(check.failures) == [failure]
     world.server.core.check_integrity()
 
