@@ -151,10 +151,9 @@ def explained_blocks(message: pb.ExplainPrefixResponse) -> list[ExplainedBlock]:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """An admission that waited in the queue and was granted; the message Grant."""
+    """An admission that waited in the queue and was granted, with the forks that it asked for."""
 
     sequence_id: int
-    fork_sequence_ids: tuple[int, ...]
     num_cached_tokens: int
     num_blocks: int
 
@@ -188,23 +187,19 @@ class SessionNews:
 
 def news_of(news: pb.News) -> SessionNews:
     """Parse news. Raises InvalidRequestError for malformed columns."""
-    granted = (
-        Granted(
-            grant.sequence_id,
-            tuple(columns.read(INT64, grant.fork_sequence_ids, "granted.fork_sequence_ids")),
-            grant.num_cached_tokens,
-            grant.num_blocks,
-        )
-        for grant in news.granted
+    ids = columns.read(INT64, news.granted_sequence_ids, "granted_sequence_ids")
+    num_cached, num_blocks = (
+        columns.read(INT32, getattr(news, field), field, length=len(ids))
+        for field in ("granted_num_cached_tokens", "granted_num_blocks")
     )
     cut = columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids")
     reasons = columns.read(UINT8, news.cut_reasons, "cut_reasons", length=len(cut))
     return SessionNews(
-        granted=tuple(granted),
+        granted=tuple(map(Granted, ids, num_cached, num_blocks)),
         cut=dict(zip(cut, reasons, strict=True)),
-        num_blocks_asked=news.pressure.num_blocks,
-        deadline_s=seconds_of(news.pressure.deadline),
-        sequences_asked=tuple(columns.read(INT64, news.pressure.sequence_ids, "sequence_ids")),
+        num_blocks_asked=news.num_blocks_asked,
+        deadline_s=seconds_of(news.asked_within),
+        sequences_asked=tuple(columns.read(INT64, news.asked_sequence_ids, "asked_sequence_ids")),
     )
 
 

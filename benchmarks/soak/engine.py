@@ -12,6 +12,7 @@ import grpc.aio
 
 from benchmarks.control_plane import messages
 from kvplane import ops
+from kvplane.results import news_of
 from kvplane.wire import columns
 from kvplane.wire.v1 import control_pb2 as cpb
 
@@ -108,7 +109,7 @@ class Engine:
     async def _granted(self, news: cpb.News) -> int | None:
         """Wait in the queue; return the tokens found cached, or None if it was given up."""
         while not self.stopping:
-            for grant in news.granted:
+            for grant in news_of(news).granted:
                 if grant.sequence_id == self._sequence_id:
                     return grant.num_cached_tokens
             if self._must_yield(news):
@@ -128,7 +129,7 @@ class Engine:
         yields them.
         """
         cut = columns.read(columns.INT64, news.cut_sequence_ids, "cut_sequence_ids")
-        asked = columns.read(columns.INT64, news.pressure.sequence_ids, "pressure.sequence_ids")
+        asked = columns.read(columns.INT64, news.asked_sequence_ids, "asked_sequence_ids")
         yields = self._sequence_id in cut or self._sequence_id in asked
         self._counts.num_yielded += yields and self._counts.is_counting
         return yields

@@ -9,11 +9,12 @@ from typing import Final
 from control_plane.sessions.session import Session
 from control_plane.sharing.families import Families, Family
 from kvplane.wire import columns
-from kvplane.wire.columns import INT64, UINT8
+from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.v1 import control_pb2 as cpb
 
 # Sequences that were cut and are remembered to be so.
 _MAX_REVOKED: Final = 4096
+_GRANTS: Final = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_num_blocks")
 
 
 @dataclass(slots=True)
@@ -85,17 +86,16 @@ class Member:
 
     def notify_granted(self, message: cpb.Admit, num_cached: int, num_blocks: int) -> None:
         """Add to the news that the admission that waited was granted."""
-        self._news().granted.add(
-            sequence_id=message.sequence_id,
-            fork_sequence_ids=message.fork_sequence_ids,
-            num_cached_tokens=num_cached,
-            num_blocks=num_blocks,
-        )
+        news = self._news()
+        news.granted_sequence_ids += columns.pack(INT64, [message.sequence_id])
+        news.granted_num_cached_tokens += columns.pack(INT32, [num_cached])
+        news.granted_num_blocks += columns.pack(INT32, [num_blocks])
 
     def drop_grants(self) -> None:
         """Drop the news of grants, which say what sequences were before an abort."""
         if self.news is not None:
-            self.news.ClearField("granted")
+            for field in _GRANTS:
+                self.news.ClearField(field)
             if not self.news.ListFields():
                 self.take_news()
 
@@ -111,11 +111,11 @@ class Member:
 
     def notify_pressure(self, family: Family, num_blocks: int, time_left_s: float) -> None:
         """Add to the news that the session is asked to release what a family holds."""
-        pressure = self._news().pressure
-        pressure.num_blocks += num_blocks
-        pressure.sequence_ids += columns.pack(INT64, sorted(family.members - family.swapped))
-        if not pressure.HasField("deadline"):
-            pressure.deadline.FromNanoseconds(int(time_left_s * 1e9))
+        news = self._news()
+        news.num_blocks_asked += num_blocks
+        news.asked_sequence_ids += columns.pack(INT64, sorted(family.members - family.swapped))
+        if not news.HasField("asked_within"):
+            news.asked_within.FromNanoseconds(int(time_left_s * 1e9))
 
     def _news(self) -> cpb.News:
         if self.news is None:

@@ -348,7 +348,9 @@ async def test_news_that_come_with_receipts_are_in_the_next_steps_answer(plane, 
         cut = columns.pack(columns.INT64, [request.number])
         response.step.news.cut_sequence_ids = cut
         response.step.news.cut_reasons = bytes([pb.CUT_REASON_IDLE])
-        response.step.news.granted.add(sequence_id=10 + request.number)
+        response.step.news.granted_sequence_ids = columns.pack(columns.INT64, [10 + request.number])
+        response.step.news.granted_num_cached_tokens = bytes(4)
+        response.step.news.granted_num_blocks = bytes(4)
         return response
 
     plane.script = answer

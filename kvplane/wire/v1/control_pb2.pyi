@@ -211,38 +211,24 @@ class StepRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ("pressure", "granted", "cut_sequence_ids", "cut_reasons")
-    PRESSURE_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_num_blocks", "cut_sequence_ids", "cut_reasons", "num_blocks_asked", "asked_within", "asked_sequence_ids")
+    GRANTED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CUT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     CUT_REASONS_FIELD_NUMBER: _ClassVar[int]
-    pressure: Pressure
-    granted: _containers.RepeatedCompositeFieldContainer[Grant]
+    NUM_BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_WITHIN_FIELD_NUMBER: _ClassVar[int]
+    ASKED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    granted_sequence_ids: bytes
+    granted_num_cached_tokens: bytes
+    granted_num_blocks: bytes
     cut_sequence_ids: bytes
     cut_reasons: bytes
-    def __init__(self, pressure: _Optional[_Union[Pressure, _Mapping]] = ..., granted: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., cut_sequence_ids: _Optional[bytes] = ..., cut_reasons: _Optional[bytes] = ...) -> None: ...
-
-class Grant(_message.Message):
-    __slots__ = ("sequence_id", "fork_sequence_ids", "num_cached_tokens", "num_blocks")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    FORK_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
-    fork_sequence_ids: bytes
-    num_cached_tokens: int
-    num_blocks: int
-    def __init__(self, sequence_id: _Optional[int] = ..., fork_sequence_ids: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
-
-class Pressure(_message.Message):
-    __slots__ = ("num_blocks", "deadline", "sequence_ids")
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    deadline: _duration_pb2.Duration
-    sequence_ids: bytes
-    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
+    num_blocks_asked: int
+    asked_within: _duration_pb2.Duration
+    asked_sequence_ids: bytes
+    def __init__(self, granted_sequence_ids: _Optional[bytes] = ..., granted_num_cached_tokens: _Optional[bytes] = ..., granted_num_blocks: _Optional[bytes] = ..., cut_sequence_ids: _Optional[bytes] = ..., cut_reasons: _Optional[bytes] = ..., num_blocks_asked: _Optional[int] = ..., asked_within: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., asked_sequence_ids: _Optional[bytes] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("results", "plan", "usage", "revision", "news")

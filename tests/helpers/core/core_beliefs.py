@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvplane.results import Granted
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as cpb
@@ -73,13 +74,13 @@ def _admitted(sequences: Sequences, number: int, admit: cpb.Admit, done: cpb.Adm
 
 
 def believe_grants(
-    sequences: Sequences, waiting: dict[int, tuple[int, cpb.Admit]], granted: Iterable[cpb.Grant]
+    sequences: Sequences, waiting: dict[int, tuple[int, cpb.Admit]], granted: Iterable[Granted]
 ) -> None:
     """Apply grants of admissions. ``waiting``: the step that asked for each waiting admission."""
     for grant in granted:
         asked_by, admit = waiting.pop(grant.sequence_id)
         tokens = unpack(admit.token_ids)
-        forks = columns.read(INT64, grant.fork_sequence_ids, "fork_sequence_ids")
+        forks = columns.read(INT64, admit.fork_sequence_ids, "fork_sequence_ids")
         for i in (grant.sequence_id, *forks):
             sequences[i] = ModelSequence(
                 asked_by, list(tokens), len(tokens), grant.num_cached_tokens

@@ -15,7 +15,7 @@ from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
-from kvplane.results import SequenceState, error_of, sequence_states
+from kvplane.results import SequenceState, error_of, news_of, sequence_states
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as cpb
@@ -425,11 +425,12 @@ class Engine:
     def _believe_news(self, news: cpb.News) -> None:
         num_granted, num_cut = self.num_learned
         cut = columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids")
-        believe_grants(self.sequences, self.waiting, news.granted[num_granted:])
+        granted = news_of(news).granted
+        believe_grants(self.sequences, self.waiting, granted[num_granted:])
         for i in cut[num_cut:]:
             self.sequences.pop(i, None)
             self.waiting.pop(i, None)
-        self.num_learned = (len(news.granted), len(cut))
+        self.num_learned = (len(granted), len(cut))
 
     def is_current(self, plane: DataPlane) -> bool:
         """Return whether the data plane has run the latest plan, and so knows of every abort."""

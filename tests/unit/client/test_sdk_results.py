@@ -141,19 +141,16 @@ def test_cached_blocks_are_read_from_their_columns() -> None:
 
 def test_news_say_what_was_granted_cut_and_asked_for() -> None:
     result = pb.StepResponse()
-    result.news.granted.add(
-        sequence_id=4,
-        fork_sequence_ids=columns.pack(INT64, [5, 6]),
-        num_cached_tokens=16,
-        num_blocks=3,
-    )
+    result.news.granted_sequence_ids = columns.pack(INT64, [4])
+    result.news.granted_num_cached_tokens = columns.pack(INT32, [16])
+    result.news.granted_num_blocks = columns.pack(INT32, [3])
     result.news.cut_sequence_ids = columns.pack(INT64, [9, 8])
     result.news.cut_reasons = columns.pack(UINT8, [pb.CUT_REASON_GROWTH, pb.CUT_REASON_TURN])
-    result.news.pressure.num_blocks = 12
-    result.news.pressure.deadline.FromMilliseconds(1500)
-    result.news.pressure.sequence_ids = columns.pack(INT64, [7])
+    result.news.num_blocks_asked = 12
+    result.news.asked_within.FromMilliseconds(1500)
+    result.news.asked_sequence_ids = columns.pack(INT64, [7])
     assert news_of(result.news) == SessionNews(
-        granted=(Granted(4, (5, 6), 16, 3),),
+        granted=(Granted(4, 16, 3),),
         cut={9: pb.CUT_REASON_GROWTH, 8: pb.CUT_REASON_TURN},
         num_blocks_asked=12,
         deadline_s=1.5,

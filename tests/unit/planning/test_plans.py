@@ -59,7 +59,7 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
 def test_an_answer_is_encoded_as_its_message_would_be() -> None:
     rig = PlanningRig()
     result = rig.answer(ops.admit(2, range(9)), ops.free([3]))
-    news = cpb.News(granted=[cpb.Grant(sequence_id=7)])
+    news = cpb.News(num_blocks_asked=7)
     results = cpb.StepResponse(results=result.results)
     for payload in (b"", b"7", bytes(127), bytes(128), bytes(1 << 21)):
         plan = SignedPlan(payload, b"s" * 32) if payload else None
