@@ -104,8 +104,10 @@ class _Call:
                         response = await response
                     try:
                         requests.hold_answer(_num_bytes(response))
-                    except KvplaneError:
+                    except KvplaneError as error:
                         response = None  # the error keeps this frame until it is collected
+                        # The request has run: if it had a number, that is used up.
+                        error.next_number = getattr(request, "number", -1) + 1
                         raise
                     return response
             except BaseException as error:

@@ -15,7 +15,9 @@ from grpc_status import rpc_status
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
+from kvplane.errors import QuotaExceededError
 from kvplane.release import release
+from kvplane.serving.requests import Requests
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import from_rpc_error
@@ -237,6 +239,23 @@ async def test_a_number_is_used_once_whatever_came_of_it(stub: Stub, session: Ra
     await refused(stub.Step(submit), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 3)
     submit.number = 3
     await stub.Step(submit)
+
+
+async def test_an_answer_that_is_not_sent_has_used_its_number(
+    stub: Stub, session: RawSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(requests: Requests, num_bytes: int) -> None:
+        raise QuotaExceededError("too many answers wait to be read")
+
+    step = pb.StepRequest(session=session.ref, number=1, operations=[ops.admit(1, PROMPT)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Requests, "hold_answer", full)
+        await refused(stub.Step(step), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", next_number=2)
+    assert (await stub.Step(step)).HasField("plan"), "its answer is given again"
+    renew = pb.RenewSessionRequest(session=session.ref)
+    with monkeypatch.context() as patch:
+        patch.setattr(Requests, "hold_answer", full)
+        await refused(stub.RenewSession(renew), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
 
 
 async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
