@@ -153,10 +153,9 @@ class Sharing:
         ahead = message.num_lookahead_slots
         num_obtainable = 0
         if not self._queue.is_growth_blocked:
-            if not check_as:
-                done = native.append_if_sure(handle, ids, firsts, slots, *given, ahead)
-                if done is not None:
-                    return done
+            done = native.append_if_sure(handle, ids, firsts, slots, *given, ahead, check_as)
+            if done is not None:
+                return done
             num_obtainable = native.num_obtainable(handle, _DEVICE)
         growth = native.growth(handle, ids, firsts, slots, ahead, check_as)
         if sum(columns.read(INT32, growth, "growth")) > num_obtainable:

@@ -136,17 +136,19 @@ void bind_steps_of(py::class_<P>& pool) {
       "append_if_sure",
       [](P& self, SessionHandle handle, const py::bytes& sequence_ids,
          const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
-         const py::bytes& token_ids, const py::bytes& num_lookahead) -> py::object {
+         const py::bytes& token_ids, const py::bytes& num_lookahead,
+         int64_t check_as) -> py::object {
         const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
                                                   num_tokens, token_ids, num_lookahead);
         const int64_t most = most_growth(columns, first_of(self).index().block_size());
         if (most > self.num_obtainable(checked(self, handle), kDevice)) return py::none();
-        return in_groups(self, [&](Groups groups) -> py::object {
-          return as_tuple(Pool::append(groups, handle, columns));
+        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) -> py::object {
+          return as_tuple(Pool::append(groups, handle, columns, only_check));
         });
       },
       py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
-      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
+      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"),
+      py::arg("check_as") = 0);
   pool.def(
       "growth",
       [](P& self, SessionHandle handle, const py::bytes& sequence_ids,

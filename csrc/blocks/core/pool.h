@@ -78,7 +78,7 @@ class Pool final : private Listener {
   static std::variant<Admitted, Failure> grant(Groups groups, SessionHandle handle,
                                                int64_t admitted_by, const Admission& admission);
   static ItemResults append(Groups groups, SessionHandle handle, const AppendColumns& columns,
-                            bool only_check = false);
+                            bool only_check);
   static ItemResults truncate(Groups groups, SessionHandle handle, Span<int64_t> ids,
                               Span<int64_t> num_tokens, bool only_check);
   static ItemResults fork(Groups groups, SessionHandle handle, Span<int64_t> parents,

@@ -124,6 +124,8 @@ void Pool::publish(Session& session, uint32_t index) {
     enter(session, sequence, index, entered_[k]);
   }
   publish_fresh();
+  // The last entry has no block if that was published with other tokens, which a fork was given.
+  index_.prune(sequence.chain);
 }
 
 // Makes sure that the chain is the entry of the last published block: if that was removed,

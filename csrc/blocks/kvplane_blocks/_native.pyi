@@ -114,6 +114,7 @@ class _Sessions:
         num_tokens: bytes,
         token_ids: bytes,
         num_lookahead: bytes,
+        check_as: int = 0,
     ) -> tuple[bytes, list[_Failure] | None] | None:
         """``append``; or None, with nothing changed, if there might not be room for all of it."""
     def growth(

@@ -31,6 +31,25 @@ def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> Non
     world.core.check_integrity()
 
 
+def test_a_fork_that_is_given_other_tokens_for_shared_slots_leaves_no_entry_behind() -> None:
+    """One of both is wrong, and nobody knows which: only the first is published."""
+    world = World()
+    engine = world.engine()
+    engine.admit(1, range(10))
+    engine.step(engine.growth(1, num_slots=6))
+    engine.step(ops.fork(1, 2))
+    engine.run_all()
+    one = ops.deferred_tokens([1], [1], [10], [6], pack([50] * 6))
+    engine.submit(engine.receipts, deferred=one)
+    native = world.core._pools[POOL].groups[0]
+    *_, num_entries = native.memory()
+    other = ops.deferred_tokens([2], [engine.state(2).admitted_by], [10], [6], pack([60] * 6))
+    engine.submit(deferred=other)
+    assert native.memory()[-1] == num_entries
+    assert engine.lookup([*range(8), 8, 9, *[50] * 6, 1]) == 16
+    assert engine.lookup([*range(8), 8, 9, *[60] * 6, 1]) == 8
+
+
 def test_slots_reserved_without_tokens_are_published_when_the_tokens_come() -> None:
     world = World()
     engine = world.engine()

@@ -1,0 +1,365 @@
+"""A random walk of two cores that get the same requests, of which one is checked before each step.
+
+What the check says must be what the step that follows answers. The other core is never asked, and
+must answer every request alike, to the byte: a check that changed anything shows sooner or later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+from random import Random
+from typing import Any
+
+from control_plane import queries
+from control_plane.config import CoreConfig
+from control_plane.core import ControlPlane
+from control_plane.sessions.session import Session
+from control_plane.steps.operations import OPERATIONS
+from kvplane import ops
+from kvplane.errors import KvplaneError
+from kvplane.layout import LayerGroup
+from kvplane.results import sequence_states
+from kvplane.slices import run_to_end
+from kvplane.wire import columns, protocol, signing
+from kvplane.wire.columns import INT64
+from kvplane.wire.error_messages import to_wire
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.core.random_operations import Known, operation_of, tokens_written
+from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello
+
+POOL, EPOCH = "pool", 11
+PAIRS_OF_A_WORLD = 250
+_OWNERS = (("ann", ""), ("ann", ""), ("ann", "adapter"), ("bob", ""))
+_TWO_GROUPS = replace(
+    LAYOUT,
+    groups=(
+        LayerGroup("full", (0, 2), 2, 8),
+        LayerGroup("window", (1, 3), 2, 8, sliding_window_tokens=20),
+    ),
+)
+# What fills a pool: an operation of each row as often as of another would leave it empty.
+_BUSY = ("admit", "admit", "admit", "append", "append", "swap_out", "fork")
+# The clock stands still but for these, so that turns end, and sequences have to yield.
+_PAUSES_S = (0.01, 0.3, 1.1, 6.0, 12.0)
+
+
+class Clock:
+    """Seconds, which pass only when the walk adds them."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Caller:
+    """A client: its session in both cores, and the last number that it used."""
+
+    ref: tpb.SessionRef
+    tenant: str
+    number: int = 0
+
+
+class CheckedWalk:
+    """Both cores with one pool each, and their callers."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = rng = Random(seed)
+        self.seen: Counter[str] = Counter()
+        self.clock = Clock()
+        num_blocks, num_host = rng.randint(6, 16), rng.choice((0, 3, 8))
+        self.config = CoreConfig(
+            lease_s=120.0,
+            max_plans_in_flight=rng.choice((1, 2, 3, 3)),
+            watermark=rng.choice((0.0, 0.1, 0.2)),
+            max_operations=8,
+            max_sequences=rng.choice((4, 65_536)),
+            max_table_entries=rng.choice((20, 4_194_304)),
+            max_tenant_blocks=rng.choice((0, 0, num_blocks // 2)),
+            max_retained_share=rng.choice((0.25, 0.1)),
+            eviction_policy=rng.choice(("lru", "reuse-rate")),
+        )
+        self.layout = rng.choice((LAYOUT, LAYOUT, _TWO_GROUPS))
+        sizes = [(num_blocks, num_host)]
+        if self.layout is _TWO_GROUPS:
+            sizes.append((max(4, num_blocks - 3), num_host // 2))
+        self.most_tokens = num_blocks * LAYOUT.block_size_tokens
+        self.checked, self.plain = (self._core(sizes) for _ in range(2))
+        self.callers = [self._open(owner) for owner in _OWNERS[: rng.randint(2, 4)]]
+
+    def _core(self, sizes: list[tuple[int, int]]) -> ControlPlane:
+        ids = count(1)
+        core = ControlPlane(
+            incarnation=1,
+            config=self.config,
+            clock=self.clock,
+            new_key=lambda: bytes(32),
+            new_session_id=lambda: next(ids),
+        )
+        groups = [cpb.GroupBlocks(num_device_blocks=d, num_host_blocks=h) for d, h in sizes]
+        num_layers = sum(len(group.layers) for group in self.layout.groups)
+        core.register(
+            hello(
+                epoch=EPOCH,
+                shard=tpb.Shard(num_shards=1, num_layers=num_layers, num_kv_heads=2),
+                layout=self.layout.to_proto(),
+                num_device_blocks=sizes[0][0],
+                num_host_blocks=sizes[0][1],
+                groups=groups if len(sizes) > 1 else (),
+            )
+        )
+        core.report(POOL, 0, EPOCH, cpb.BlockReport(last=True))
+        while core.work():
+            pass
+        return core
+
+    # Requests, which both cores answer alike
+
+    def walk(self, num_pairs: int) -> None:
+        """Send steps of one operation after their checks, with other events between them."""
+        num_done = 0
+        try:
+            while num_done < num_pairs:
+                if self.rng.random() < 0.5:
+                    self.event()
+                else:
+                    self.pair(num_done)
+                    num_done += 1
+            for core in (self.checked, self.plain):
+                core.check_integrity()
+        except Exception as error:
+            error.add_note(f"seed {self.seed}, after {num_done} pairs: CheckedWalk({self.seed})")
+            raise
+
+    def pair(self, num_done: int) -> None:
+        """Check an operation, then send it as a step."""
+        caller = self.rng.choice(self.callers)
+        operation = self.operation(caller, list(OPERATIONS)[num_done % len(OPERATIONS)])
+        other = self.operation(caller, self.rng.choice(list(OPERATIONS)))
+        self.check(caller, other)  # one that no step follows
+        foreseen = self.check(caller, operation)
+        answered = self.call(caller, "step", cpb.StepRequest(operations=[operation]))
+        if isinstance(answered, KvplaneError):
+            failures, admitted = failures_of(answered), cpb.AdmitResult()
+        else:
+            (result,) = answered.results
+            failures, admitted = list(result.failures), result.admit
+        assert foreseen == (failures, admitted), (operation, foreseen, failures)
+        self.note(operation, failures)
+
+    def check(
+        self, caller: Caller, operation: cpb.Operation
+    ) -> tuple[list[cpb.ItemFailure], cpb.AdmitResult]:
+        """Return what a check of the first core says; it changes nothing."""
+        request = cpb.CheckOperationsRequest(session=caller.ref, operations=[operation])
+        before = everything(self.checked)
+        try:
+            (result,) = run_to_end(self.checked.check_operations(request, caller.tenant)).results
+        except KvplaneError as error:
+            result = cpb.OperationResult(failures=failures_of(error))
+        assert everything(self.checked) == before, f"a check changed something: {operation}"
+        return list(result.failures), result.admit
+
+    def note(self, operation: cpb.Operation, failures: list[cpb.ItemFailure]) -> None:
+        """Count what kind of answer an operation got."""
+        name = operation.WhichOneof("operation")
+        for failure in failures:
+            if failure.HasField("shortage"):
+                reason = cpb.ShortageReason.Name(failure.shortage.reason)
+                status = cpb.OperationStatus.Name(failure.status)
+                self.seen[f"{name}: {status.split('_')[-1]} {reason.split('_')[-1]}"] += 1
+            else:
+                self.seen[f"{name}: {failure.error.reason}"] += 1
+        if not failures:
+            self.seen[f"{name}: OK"] += 1
+
+    def call(self, caller: Caller, method: str, request: Any) -> Any:
+        """Return the answer or the error of a numbered request."""
+        caller.number += 1
+        request.session.CopyFrom(caller.ref)
+        request.number = caller.number
+        return self.both(method, request, caller.tenant)
+
+    def both(self, method: str, *args: Any) -> Any:
+        """Return the answer or the error of both cores."""
+        outcomes: list[Any] = []
+        for core in (self.checked, self.plain):
+            try:
+                outcomes.append(getattr(core, method)(*args))
+            except KvplaneError as error:
+                outcomes.append(error)
+        one, other = outcomes
+        if isinstance(one, KvplaneError):
+            assert repr(one) == repr(other), "the checks before changed something"
+        else:
+            assert one == other, "the checks before changed something"
+        return one
+
+    # What happens between
+
+    def event(self) -> None:
+        """Change the state otherwise than by a pair."""
+        caller = self.rng.choice(self.callers)
+        dice = self.rng.random()
+        if dice < 0.45:
+            self.submit(caller)
+        elif dice < 0.8:
+            self.submit(caller)
+            names = self.rng.choices(_BUSY, k=self.rng.randint(1, 3))
+            operations = [self.operation(caller, name) for name in names]
+            self.call(caller, "step", cpb.StepRequest(operations=operations))
+        elif dice < 0.93:
+            self.pass_time()
+        elif dice < 0.96:
+            self.call(caller, "abort_plans", cpb.AbortPlansRequest(whole_tables=True))
+        elif dice < 0.98:
+            if plans := list(self.session(caller).plans):
+                request = cpb.AbortPlansRequest(plan_number=self.rng.choice(plans))
+                self.call(caller, "abort_plans", request)
+        elif len(self.callers) > 2:
+            self.both("close_session", caller.ref, caller.tenant)
+            self.replace([caller])
+        self.deliver()
+
+    def submit(self, caller: Caller) -> None:
+        """Submit the receipts of some plans, all of them most of the time, and some tokens."""
+        session = self.session(caller)
+        plans = list(session.plans)
+        if self.rng.random() < 0.2:
+            plans = plans[: self.rng.randint(0, len(plans))]
+        request = cpb.StepRequest(receipts=[receipt(session, n) for n in plans])
+        if self.rng.random() < 0.5:
+            request.deferred_tokens.CopyFrom(self.deferred_tokens(session))
+        self.call(caller, "step", request)
+
+    def deferred_tokens(self, session: Session) -> cpb.DeferredTokens:
+        """Return tokens of positions that were scheduled without them."""
+        of = [
+            state
+            for state in sequence_states(queries.states(session))
+            if state.num_tokens < state.num_scheduled_tokens
+        ]
+        tokens = [tokens_written(state) for state in of]
+        return ops.deferred_tokens(
+            [state.sequence_id for state in of],
+            [state.admitted_by for state in of],
+            [state.num_tokens for state in of],
+            [len(each) for each in tokens],
+            [token for each in tokens for token in each],
+        )
+
+    def pass_time(self) -> None:
+        """Let leases be renewed and time pass; sequences may be cut and sessions ended."""
+        for caller in self.callers:
+            self.both("renew_session", caller.ref, caller.tenant)
+        self.clock.now_s += self.rng.choice(_PAUSES_S)
+        self.both("tick")
+        open_ids = self.checked._sessions.keys()
+        self.replace([c for c in self.callers if c.ref.session_id not in open_ids])
+
+    def replace(self, gone: Iterable[Caller]) -> None:
+        """Open other sessions for those that have ended."""
+        for caller in gone:
+            self.callers.remove(caller)
+            self.callers.append(self._open(self.rng.choice(_OWNERS)))
+
+    def deliver(self) -> None:
+        """Take the messages for the data plane, which fences at once, and do work that is left."""
+        for core in (self.checked, self.plain):
+            for message in all_outgoing(core, POOL, 0):
+                if message.HasField("fence"):
+                    done = cpb.FenceDone(session=message.fence.session)
+                    core.fence_done(POOL, 0, EPOCH, done)
+            while core.work():
+                pass
+
+    def _open(self, owner: tuple[str, str]) -> Caller:
+        tenant, namespace = owner
+        request = cpb.OpenSessionRequest(
+            pool_id=POOL, layout=self.layout.to_proto(), namespace=namespace
+        )
+        return Caller(self.both("open_session", request, tenant).session, tenant)
+
+    # What operations are made of
+
+    def session(self, caller: Caller) -> Session:
+        return self.checked._sessions[caller.ref.session_id]
+
+    def operation(self, caller: Caller, name: str) -> cpb.Operation:
+        """Return a random operation of one item, of a row of ``OPERATIONS``."""
+        member = self.checked._sharing[POOL].members[caller.ref.session_id]
+        waiting: list[int] = []
+        if member.queued is not None and member.queued.message is not None:
+            message = member.queued.message
+            waiting = [message.sequence_id, *columns.read(INT64, message.fork_sequence_ids, "")]
+        known = Known(
+            live={s.sequence_id: s for s in sequence_states(queries.states(member.session))},
+            waiting=waiting,
+            cut=list(member.revoked),
+            most_tokens=self.most_tokens,
+        )
+        return operation_of(name, self.rng, known)
+
+
+def failures_of(error: KvplaneError) -> list[cpb.ItemFailure]:
+    """Return the error of a whole request as that of its only item."""
+    wire = to_wire(error)
+    wire.ClearField("next_number")  # a check has no number
+    return [cpb.ItemFailure(status=cpb.OPERATION_STATUS_FAILED, error=wire)]
+
+
+def receipt(session: Session, number: int) -> tpb.SignedPayload:
+    """Return the receipt of a plan in flight."""
+    payload = tpb.Receipt(
+        version=protocol.NEWEST_PAYLOAD_VERSION,
+        session=session.ref,
+        pool_id=POOL,
+        epoch=EPOCH,
+        plan_number=number,
+        plan_digest=session.plans[number].digest,
+    ).SerializeToString()
+    signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
+    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+
+
+def everything(core: ControlPlane) -> tuple[Any, ...]:
+    """Return what the core knows of blocks, cached prompts, sequences, the queue, members."""
+    pool, sharing = core._pools[POOL], core._sharing[POOL]
+    turns, entries = sharing._queue._turns, sharing._queue._entries
+    sessions = []
+    for member in sharing.members.values():
+        session, families = member.session, member.families
+        described = queries.states(session)
+        tables = [
+            group.table(session.handle, i)
+            for i in columns.read(INT64, described.sequence_ids, "")
+            for group in pool.groups
+        ]
+        cached = [
+            group.explain(session.root, ops.pack_tokens([token] * 48))
+            for token in (0, 1)
+            for group in pool.groups
+        ]
+        claims = turns.sessions[session.id]
+        sessions.append(
+            (
+                described.SerializeToString(),
+                (tables, cached),
+                session.native.resync_due(session.handle),
+                (session.last_plan, list(session.plans), session.numbers.last),
+                (member.queued, dict(member.wanted), list(member.revoked), str(member.news)),
+                (member.is_drafted, families._last_key),
+                [(f.key, set(f.members), set(f.swapped), f.is_live) for f in families.all()],
+                (claims.seniority, claims.num_doublings, claims.penalty_until_s),
+                [(c.id, c.rank, c.ends_s, c.num_blocked) for c in claims.sequences.values()],
+            )
+        )
+    line = [(e.session.id, e.sequence, e.num_needed, e.ticket) for e in entries.values()]
+    return (core.describe_pool(POOL).SerializeToString(), line, sessions)
