@@ -20,8 +20,9 @@ func main() {
 	defer cancel()
 	protocol := &pb.ProtocolRange{Oldest: 2, Newest: 2}
 
-	control := pb.NewControlPlaneServiceClient(dial(os.Args[1]))
-	pool, err := control.DescribePool(ctx, &pb.DescribePoolRequest{PoolId: "default"})
+	plane := dial(os.Args[1])
+	control := pb.NewControlPlaneServiceClient(plane)
+	pool, err := pb.NewPoolServiceClient(plane).GetPool(ctx, &pb.GetPoolRequest{PoolId: "default"})
 	check(err)
 	opened, err := control.OpenSession(ctx, &pb.OpenSessionRequest{
 		PoolId: "default", Protocol: protocol, Layout: &pb.Layout{Fingerprint: pool.Layout.Fingerprint}})

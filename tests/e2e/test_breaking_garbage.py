@@ -158,7 +158,7 @@ def llm(model: Path, pair: Pair) -> Iterator[LLM]:
 
 
 def usage_is_sound(llm: LLM) -> None:
-    for tier in llm.describe_pool().usage.tiers:
+    for tier in llm.get_pool().usage:
         parts = (
             tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
             tier.num_retired_blocks,
@@ -174,7 +174,7 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
     address = pair.control.address if is_control else pair.data.address
     with grpc.insecure_channel(pair.control.address) as control:
         stub = control_pb2_grpc.ControlPlaneServiceStub(control)
-        layout = llm.describe_pool().layout
+        layout = llm.get_pool().layout
         opened = stub.OpenSession(
             control_pb2.OpenSessionRequest(pool_id=POOL, protocol=supported(), layout=layout)
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
 ABOUT = pool_pb2.GetServerInfoRequest()
 SERVICE = "kvplane.v1.ControlPlaneService"
-SERVICES = {"kvplane.v1.ServerService", SERVICE}
+SERVICES = {"kvplane.v1.ServerService", "kvplane.v1.PoolService", SERVICE}
 
 
 async def scrape(server: ControlPlaneServer) -> dict[str, float]:
@@ -227,6 +228,15 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     assert told[f'{handled}"OK",method="/{SERVICE}/RunStep"}}'] == 4
     assert told[f'{handled}"DATA_LOSS",method="/{SERVICE}/SubmitReceipts"}}'] == 1
     assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/RunStep"}}'] == 4
+    # The same numbers by a call: those of the pool, without times.
+    pool = re.compile(r'\{pool="pool"\}|pool="pool",|,pool="pool"')
+    counters = {
+        pool.sub("", name.removeprefix("kvplane_")): value
+        for name, value in told.items()
+        if pool.search(name) and "_seconds" not in name
+    }
+    answer = await stub.GetPoolCounters(pool_pb2.GetPoolCountersRequest(pool_id="pool"))
+    assert dict(answer.counters) == counters
 
 
 async def test_the_containers_probe_asks_for_health_without_an_interpreter(

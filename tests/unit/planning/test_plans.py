@@ -70,7 +70,7 @@ def test_an_answer_is_encoded_as_its_message_would_be() -> None:
             if plan is not None:
                 whole.result.plan.type = signing.PLAN
                 whole.result.plan.payload, whole.result.plan.signature = plan
-            whole.result.usage.CopyFrom(rig.pool.usage())
+            whole.result.usage.extend(rig.pool.usage())
             whole.result.revision = rig.pool.revision()
             if told is not None:
                 whole.result.news.CopyFrom(told)
