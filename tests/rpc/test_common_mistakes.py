@@ -171,7 +171,7 @@ MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], 
     ),
     control_client_for_a_data_plane: (
         ProtocolMismatchError,
-        "ControlPlaneService is served by the control plane, and this is a data plane: are the "
+        "PoolService is served by the control plane, and this is a data plane: are the "
         "planes' addresses swapped?",
     ),
     data_client_for_a_control_plane: (
