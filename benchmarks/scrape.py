@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 
 from benchmarks.common.cpu import cpu_name
 from benchmarks.control_plane.in_process import InProcess
-from benchmarks.control_plane.messages import Decoding, prompt
+from benchmarks.control_plane.messages import POOL, Decoding, prompt
 from control_plane.server.metrics import ControlPlaneMetrics
 from kvplane import ops
 
@@ -40,11 +40,11 @@ async def measure(num_blocks: int) -> tuple[float, float, float, int]:
         decoding = Decoding(engine.new_ids(NUM_DECODING))
         await engine.step(*decoding.admits())
         metrics = ControlPlaneMetrics(1)
-        metrics.read_pools(lambda: (pool.core.observe_pools(), {}))
+        metrics.read_pools(lambda: ([pool.core.observe_pool(POOL)], {}))
         step_s, read_s, scrape_s = [], [], []
         for _ in range(NUM_REPEATS):
             step_s.append(await engine.step(decoding.append()))
-            read_s.append(timed(pool.core.observe_pools))
+            read_s.append(timed(lambda: pool.core.observe_pool(POOL)))
             scrape_s.append(timed(lambda: generate_latest(metrics.registry)))
         text = generate_latest(metrics.registry)
         medians = (statistics.median(seconds) for seconds in (step_s, read_s, scrape_s))

@@ -76,7 +76,7 @@ class _Core:
 
     def num_held(self) -> dict[int, int]:
         """Return the device blocks that sequences hold, by layer group."""
-        tiers = self._core.describe_pool(messages.POOL).usage.tiers
+        tiers = self._core.get_pool(messages.POOL).usage
         return {usage.group: usage.num_held_blocks for usage in tiers if usage.num_held_blocks}
 
 

@@ -11,7 +11,8 @@ after every call and every slice, also after one that raises.
     requests       step, abort_plans: in the order of their numbers, each
                    applying its receipts first; run in slices, for either of them
     queries        check_operations, block_table, find_prefix, lookup_prefix, explain_prefix,
-                   describe_*, observe_pools, check_integrity
+                   describe_sequence, pool_ids, list_pools, get_pool, list_sessions,
+                   observe_pool, check_integrity
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from kvplane.slices import Slices, run_to_end
 from kvplane.wire import signing
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -162,6 +164,8 @@ class ControlPlane:
             pool,
             ordinal=pool.shards.next_ordinal(),
             tenant=tenant,
+            client_name=request.client_name,
+            namespace=request.namespace,
             root=root,
             num_answers=self._config.max_plans_in_flight + 1,
         )
@@ -328,14 +332,21 @@ class ControlPlane:
         """Follow a pool's prefix index until ``unfollow``; see ``Followers.add``."""
         return self._followers.add(self._pool(request.pool_id), request, tenant, wake)
 
-    def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
+    def pool_ids(self) -> list[str]:
+        """Ids of the pools that have registered, ascending."""
+        return sorted(self._pools)
+
+    def list_pools(self, request: ppb.ListPoolsRequest) -> ppb.ListPoolsResponse:
+        """List the pools that have registered."""
+        return queries.list_pools(self.pool_ids(), request)
+
+    def get_pool(self, pool_id: str) -> ppb.GetPoolResponse:
         """Describe a pool, ready or not. Raises PoolNotFoundError."""
-        pool = self._pool(pool_id)
-        return pool.info(sum(pool.native.num_sequences(s.handle) for s in self._sessions_of(pool)))
+        return self._pool(pool_id).info()
 
     def list_sessions(
-        self, request: cpb.ListSessionsRequest, tenant: str
-    ) -> cpb.ListSessionsResponse:
+        self, request: ppb.ListSessionsRequest, tenant: str
+    ) -> ppb.ListSessionsResponse:
         """List the tenant's open sessions. Raises PoolNotFoundError."""
         pool = self._pool(request.pool_id)
         return queries.list_sessions(self._sessions_of(pool, tenant), request, self._clock())
@@ -344,15 +355,11 @@ class ControlPlane:
         """Return the pools as the page shows them to this tenant."""
         return [view(p, self._sessions_of(p, tenant)) for p in self._pools.values()]
 
-    def observe_pools(self) -> list[PoolObservation]:
-        """Return a snapshot of each pool, for metrics."""
-        pools, now_s = self._pools.values(), self._clock()
-        members = {p.id: self._sharing_of(p).members.values() for p in pools}
-        return [observe(p, self._sessions_of(p), members[p.id], now_s) for p in pools]
-
-    def list_pools(self) -> list[str]:
-        """Ids of the pools that have registered, in order."""
-        return sorted(self._pools)
+    def observe_pool(self, pool_id: str) -> PoolObservation:
+        """Return a snapshot of a pool, for metrics. Raises PoolNotFoundError."""
+        pool = self._pool(pool_id)
+        members = self._sharing_of(pool).members.values()
+        return observe(pool, self._sessions_of(pool), members, self._clock())
 
     def check_integrity(self) -> None:
         """Raise AssertionError naming the first broken invariant, if there is one."""

@@ -7,24 +7,27 @@ from dataclasses import dataclass
 
 from control_plane.pools.pool import Pool
 from control_plane.pools.reports import TIERS
-from control_plane.pools.statistics import BlockTimes, PoolStatistics
+from control_plane.pools.statistics import BlockTimes, PoolCounters, PoolStatistics
 from control_plane.sessions.session import Session
 from control_plane.sessions.silent_shards import num_missing_receipts
 from control_plane.sharing.member import Member
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
-    """A pool at one moment. ``num_sequences``: live ones, by tier. ``num_waiting``: admissions and
-    swap-ins in the queue. ``num_missing_receipts``: plans that another shard has receipted and this
-    one has not, by shard index. ``oldest_plan_s``: the age of the plan that waits longest for a
-    receipt, 0 for none. ``oldest_release_s``: for how long the longest retired blocks have been so.
+    """A pool at one moment. ``num_sessions``: open ones. ``num_sequences``: live ones, by tier.
+    ``num_waiting``: admissions and swap-ins in the queue. ``num_missing_receipts``: plans that
+    another shard has receipted and this one has not, by shard index. ``oldest_plan_s``: the age of
+    the plan that waits longest for a receipt, 0 for none. ``oldest_release_s``: for how long the
+    longest retired blocks have been so.
     """
 
     pool_id: str
-    description: cpb.DescribePoolResponse
+    description: ppb.GetPoolResponse
+    counters: PoolCounters
+    num_sessions: int
     num_shards: int
     revision: int
     num_sequences: dict[tpb.Tier, int]
@@ -43,14 +46,15 @@ def observe(
 ) -> PoolObservation:
     """Observe a pool with its open sessions. ``now_s``: monotonic seconds."""
     pool.set_time(now_s)
-    sequences = {tier: pool.primary.num_sequences_in(tier) for tier in TIERS}
     made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]
     return PoolObservation(
         pool_id=pool.id,
-        description=pool.info(sum(sequences.values())),
+        description=pool.info(),
+        counters=pool.counters(),
+        num_sessions=len(sessions),
         num_shards=pool.shards.num_shards,
         revision=pool.revision(),
-        num_sequences=sequences,
+        num_sequences={tier: pool.primary.num_sequences_in(tier) for tier in TIERS},
         num_waiting=sum(member.queued is not None for member in members),
         num_missing_receipts=num_missing_receipts(pool.shards.num_shards, [*sessions]),
         num_plans_in_flight=sum(len(session.plans) for session in sessions),

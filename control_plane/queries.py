@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from control_plane import checks
+from control_plane.pages import page_of
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import (
     HASH_BYTES,
@@ -18,6 +19,7 @@ from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
@@ -68,18 +70,28 @@ def describe_sequence(
     return cpb.DescribeSequenceResponse(sequences=states(session, ids))
 
 
+def list_pools(pool_ids: Sequence[str], request: ppb.ListPoolsRequest) -> ppb.ListPoolsResponse:
+    """Return the page of ``pool_ids``, which ascend. Raises InvalidRequestError."""
+    shown, next_page_token = page_of(pool_ids, request, of="pools", parse=str)
+    return ppb.ListPoolsResponse(pool_ids=shown, next_page_token=next_page_token)
+
+
 def list_sessions(
-    sessions: Iterable[Session], request: cpb.ListSessionsRequest, now_s: float
-) -> cpb.ListSessionsResponse:
-    """List sessions, and the sequences of the one that the request names. ``now_s``: monotonic
-    seconds.
+    sessions: Iterable[Session], request: ppb.ListSessionsRequest, now_s: float
+) -> ppb.ListSessionsResponse:
+    """List a page of sessions, or the one that the request names with its sequences. ``now_s``:
+    monotonic seconds. Raises InvalidRequestError.
     """
-    response = cpb.ListSessionsResponse()
-    for session in sorted(sessions, key=lambda each: each.id):
-        if request.session_id not in (0, session.id):
-            continue
+    wanted = {each.id: each for each in sessions if request.session_id in (0, each.id)}
+    shown, next_page_token = page_of(
+        sorted(wanted), request, of=f"sessions of {request.pool_id}", parse=int
+    )
+    response = ppb.ListSessionsResponse(next_page_token=next_page_token)
+    for session in map(wanted.__getitem__, shown):
         response.sessions.add(
-            session_id=session.id,
+            session=session.ref,
+            client_name=session.client_name,
+            namespace=session.namespace,
             num_sequences=session.native.num_sequences(session.handle),
             num_held_blocks=session.num_held(),
             num_plans_in_flight=len(session.plans),
@@ -188,7 +200,7 @@ def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:
     assert len(handles) == len(sessions), "two sessions have one handle"
     for session in sessions:
         _check_session(pool, session)
-    for usage in pool.usage().tiers:
+    for usage in pool.usage():
         parts = (
             usage.num_free_blocks,
             usage.num_cached_blocks,

@@ -27,17 +27,17 @@ _MAX_SEQUENCES: Final = 100
 
 def view(pool: Pool, sessions: Iterable[Session]) -> dict[str, Any]:
     """Return the pool with a tenant's ``sessions``."""
-    info = pool.info(sum(pool.primary.num_sequences_in(tier) for tier in TIERS))
+    counters = pool.counters()
     return {
         "id": pool.id,
-        "ready": info.ready,
+        "ready": pool.ready,
         "model": pool.layout.model_id,
         "block_size_tokens": pool.block_size,
-        "num_sessions": info.num_sessions,
-        "num_sequences": info.num_sequences,
-        "num_lookup_tokens": info.counters.num_lookup_tokens,
-        "num_hit_tokens": info.counters.num_hit_tokens,
-        "num_evictions": info.counters.num_evictions,
+        "num_sessions": len(pool.session_ids),
+        "num_sequences": sum(pool.primary.num_sequences_in(tier) for tier in TIERS),
+        "num_lookup_tokens": counters.num_lookup_tokens,
+        "num_hit_tokens": counters.num_hit_tokens,
+        "num_evictions": counters.num_evictions,
         "maps": [_map(pool, group, tier) for group in range(len(pool.groups)) for tier in TIERS],
         "sessions": _sessions(sorted(sessions, key=lambda session: session.id)),
     }

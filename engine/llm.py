@@ -19,7 +19,7 @@ from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2
 
 from .config import EngineConfig
 from .models import loader
@@ -157,9 +157,13 @@ class LLM:
         """Totals so far."""
         return self._core.stats
 
-    def describe_pool(self) -> pb.DescribePoolResponse:
-        """Return the control plane's description of the pool: usage and counters."""
-        return self._link.describe_pool()
+    def get_pool(self) -> pool_pb2.GetPoolResponse:
+        """Ask the control plane for the pool's layout, shards and usage."""
+        return self._link.get_pool()
+
+    def get_counters(self) -> dict[str, int]:
+        """Ask the control plane for the pool's counters; see ``ControlClient.get_counters``."""
+        return self._link.get_counters()
 
     def close(self) -> None:
         """Release all blocks and close the session. Harmless when called again."""

@@ -29,8 +29,8 @@ from engine.llm import LLM
 from engine.request import RequestOutput, SamplingParams
 from engine.stats import EngineStats
 from examples.planes import DATA_PLANE, ROOT, Planes
+from kvplane.results import total_of
 from kvplane.serving.observability import logs
-from kvplane.wire.v1 import control_pb2 as pb
 from models.recall_task import VALUE_LETTERS, Facts
 
 MODEL: Final = ROOT / "models" / "recall"
@@ -146,21 +146,21 @@ def compare_steps(
 def report_work(
     stats: EngineStats,
     elapsed_s: float,
-    pool: pb.DescribePoolResponse,
+    num_blocks: int,
+    counters: Mapping[str, int],
     metrics: Mapping[str, float],
     num_answered: int,
 ) -> list[str]:
     """Print the counts, which are the control plane's except in the engine's own rows. Return the
-    kinds of work that the control plane counted none of.
+    kinds of work that the control plane counted none of. ``num_blocks``: of the device tier.
     """
     num_swap_outs, num_readmissions = count_preemptions(metrics, num_answered)
-    counters = pool.counters
     work = {
-        "prefix hit tokens": counters.num_hit_tokens,
-        "copies on write": counters.num_copies_on_write,
-        "blocks swapped out": counters.num_swapped_out_blocks,
-        "blocks swapped in": counters.num_swapped_in_blocks,
-        "evictions": counters.num_evictions,
+        "prefix hit tokens": total_of(counters, "hit_tokens_total"),
+        "copies on write": counters["copies_on_write_total"],
+        "blocks swapped out": counters['swapped_blocks_total{direction="out"}'],
+        "blocks swapped in": counters['swapped_blocks_total{direction="in"}'],
+        "evictions": total_of(counters, "evictions_total"),
         "preemptions": num_swap_outs + num_readmissions,
     }
     by_engine = {
@@ -175,7 +175,7 @@ def report_work(
     by_control_plane["preemptions"] += (
         f" ({num_swap_outs} by swap, {num_readmissions} by recompute)"
     )
-    by_control_plane["peak blocks"] = f"{counters.max_held_blocks}/{pool.usage.tiers[0].num_blocks}"
+    by_control_plane["peak blocks"] = f"{counters['max_held_blocks']}/{num_blocks}"
     step_s, num_steps = (metrics[f"kvplane_step_duration_seconds_{of}"] for of in ("sum", "count"))
     by_control_plane["step in the control plane"] = f"{step_s / num_steps * 1e6:,.0f} us on average"
 
@@ -259,10 +259,10 @@ def main(argv: Sequence[str], data_plane: Sequence[str] = DATA_PLANE) -> int:
             started_s = time.monotonic()
             outputs = llm.generate([q.prompt for q in asked], [q.params for q in asked])
             elapsed_s = time.monotonic() - started_s
-            pool, metrics = llm.describe_pool(), planes.control.metrics()
+            counters, metrics = llm.get_counters(), planes.control.metrics()
     print_some(asked, outputs)
     num_answered = sum(output.error is None for output in outputs)
-    missing = report_work(llm.stats, elapsed_s, pool, metrics, num_answered)
+    missing = report_work(llm.stats, elapsed_s, num_device_blocks, counters, metrics, num_answered)
     failures = report_answers(asked, outputs)
     failures += [f"the planes counted no {what}" for what in missing]
     for failure in failures:

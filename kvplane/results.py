@@ -37,8 +37,8 @@ class StepResult:
         return self._message.plan if self._message.HasField("plan") else None
 
     @property
-    def usage(self) -> pb.PoolUsage:
-        """Usage of the pool's blocks after the step."""
+    def usage(self) -> MutableSequence[types_pb2.TierUsage]:
+        """Usage of the pool's blocks after the step, for each tier of each layer group."""
         return self._message.usage
 
     @property
@@ -67,6 +67,13 @@ class StepResult:
             for failure in outcome.failures:
                 raise error_of(failure)
         return self
+
+
+def total_of(counters: Mapping[str, int], name: str) -> int:
+    """Sum a counter of ``ControlClient.get_counters`` over its labels, such as
+    "evictions_total".
+    """
+    return sum(value for sample, value in counters.items() if sample.partition("{")[0] == name)
 
 
 _TIERS: Final = {types_pb2.TIER_DEVICE: "device", types_pb2.TIER_HOST: "host"}

@@ -33,7 +33,8 @@ UNITS = ("_tokens", "_bytes", "_blocks", "_s", "_ms")
 UNITLESS = {
     "head_size",
     "value_head_size",
-}  # elements of a vector: the field's name everywhere else
+    "page_size",
+}  # elements of a vector, or of a list: the field's name everywhere else
 
 
 def compile_protos(*args: str, folder: Path = ROOT / "protos") -> None:
@@ -78,7 +79,8 @@ def uncommented(file: FileDescriptorProto) -> list[tuple[int, ...]]:
         yield path
         yield from ((*path, 2, i) for i in range(len(message.field)))
         for i, nested in enumerate(message.nested_type):
-            yield from walk(nested, (*path, 3, i))
+            if not nested.options.map_entry:  # the comment of a map is that of its field
+                yield from walk(nested, (*path, 3, i))
 
     wanted: list[tuple[int, ...]] = []
     of_methods = {
@@ -176,7 +178,7 @@ def test_every_rpc_has_a_request_and_a_response_of_its_own(
 def test_services_are_named_as_services(files: dict[str, FileDescriptorProto]) -> None:
     assert {name: [s.name for s in files[name].service] for name in PROTOS} == {
         "types": [],
-        "pool": ["ServerService"],
+        "pool": ["ServerService", "PoolService"],
         "control": ["ControlPlaneService"],
         "data": ["DataPlaneService"],
         "push": ["PushService", "BlockPushService"],

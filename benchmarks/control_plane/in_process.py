@@ -19,6 +19,7 @@ from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from kvplane.slices import run_to_end
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import pool_pb2
 
 TENANT: Final = "tenant"
 
@@ -94,9 +95,9 @@ class CorePool:
         """Return how often a block of the pool or an entry of its index was looked at so far."""
         return sum(group.num_touched for group in self.core._pools[POOL].groups)
 
-    def description(self) -> cpb.DescribePoolResponse:
+    def description(self) -> pool_pb2.GetPoolResponse:
         """Return the pool's present description."""
-        return self.core.describe_pool(POOL)
+        return self.core.get_pool(POOL)
 
 
 class InProcess:

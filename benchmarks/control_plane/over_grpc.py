@@ -25,7 +25,7 @@ from benchmarks.control_plane import gc_pauses, messages
 from benchmarks.control_plane.engine import Engine
 from kvplane.transport.tls import open_channel
 from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 30.0
@@ -72,21 +72,23 @@ class Connection:
         self.key = key
         self.stub: Any = None
         self.server: Any = None
+        self.pools: Any = None
         self._next_engine = first_engine
 
     async def __aenter__(self) -> Connection:
         self._channel = open_channel(self.address, None)
         self.stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
+        self.pools = pool_pb2_grpc.PoolServiceStub(self._channel)
         self.server = pool_pb2_grpc.ServerServiceStub(self._channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    async def wait_ready(self) -> cpb.DescribePoolResponse:
+    async def wait_ready(self) -> pool_pb2.GetPoolResponse:
         """Return the pool's description as soon as it can be used."""
-        request = cpb.DescribePoolRequest(pool_id=messages.POOL)
-        while not (description := await self.stub.DescribePool(request)).ready:
+        request = pool_pb2.GetPoolRequest(pool_id=messages.POOL)
+        while not (description := await self.pools.GetPool(request)).ready:
             await asyncio.sleep(0.002)
         return description
 

@@ -16,6 +16,7 @@ from benchmarks.control_plane.report import MICROSECONDS, Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 
 _NAME = "rebuild_1M_blocks"
@@ -46,7 +47,7 @@ async def _in_process(
     engine = await pool.engine()
     forget_s = await engine.step(ops.forget(_FIRST_BLOCK))
     slices_s = list(iter(pool.work, None))
-    if num_left := pool.description().usage.tiers[0].num_cached_blocks:
+    if num_left := pool.description().usage[0].num_cached_blocks:
         raise RuntimeError(f"{num_left} blocks were not forgotten")
     return [
         Row.of_one(_NAME, MICROSECONDS, 1e6 * sum(seconds)),
@@ -83,8 +84,8 @@ async def _over_grpc(
     ]
 
 
-def _check(description: cpb.DescribePoolResponse, num_entries: int) -> None:
-    num_cached = description.usage.tiers[0].num_cached_blocks
+def _check(description: pool_pb2.GetPoolResponse, num_entries: int) -> None:
+    num_cached = description.usage[0].num_cached_blocks
     if num_cached != num_entries or not description.ready:
         raise RuntimeError(f"{num_cached} blocks were restored instead of {num_entries}")
 

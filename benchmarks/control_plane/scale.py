@@ -153,7 +153,7 @@ async def _fill_and_measure(sizes: Sizes) -> tuple[float, float]:
             await engine.step(ops.free([sequence_id]))
         await engine.settle()
         full = _resident_bytes()
-        num_cached = pool.description().usage.tiers[0].num_cached_blocks
+        num_cached = pool.description().usage[0].num_cached_blocks
     if num_cached != num_entries:
         raise RuntimeError(f"{num_cached} blocks are cached instead of {num_entries}")
     return (empty - before) / num_blocks, (full - empty) / num_entries

@@ -26,10 +26,16 @@ from control_plane.pools.publications import (
 )
 from control_plane.pools.reports import TIERS
 from control_plane.pools.shards import PoolShards
-from control_plane.pools.statistics import BlockTimes, PoolStatistics, read_block_times
+from control_plane.pools.statistics import (
+    BlockTimes,
+    PoolCounters,
+    PoolStatistics,
+    read_block_times,
+)
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _DEVICE: Final = tpb.TIER_DEVICE
@@ -39,22 +45,9 @@ _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
 _SLICE_ENTRIES: Final = 10_000  # freed at once: a few milliseconds
 _SLICE_BLOCKS: Final = 65_536  # of an ended session, released at once: a few milliseconds
-# PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
-_COUNTERS: Final = (
-    "num_lookup_tokens",
-    "num_hit_tokens",
-    "num_copies_on_write",
-    "num_swapped_out_blocks",
-    "num_swapped_in_blocks",
-    "num_evictions",
-    "num_publications",
-    "max_held_blocks",
-    "num_host_hit_tokens",
-    "num_demoted_blocks",
-    "num_forgotten_blocks",
-)
+_COUNTERS: Final = PoolCounters._fields
 _FORGOTTEN: Final = _COUNTERS.index("num_forgotten_blocks")
-_MAXIMUM: Final = _COUNTERS.index("max_held_blocks")
+_MAXIMUM: Final = _COUNTERS.index("max_held_blocks")  # does not add up
 _OF_TOKENS: Final = [i for i, name in enumerate(_COUNTERS) if name.endswith("_tokens")]
 
 
@@ -90,7 +83,6 @@ class Pool:
         self.abandoned_s: float | None = None  # since when
         self.now_s = 0.0
         self.statistics = PoolStatistics()
-        self.num_granted_admissions = 0
         self._config = config
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
@@ -106,7 +98,7 @@ class Pool:
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_times: list[float] = []
         self._earlier_revision = 0
-        self._usage = cpb.PoolUsage()
+        self._usage: list[tpb.TierUsage] = []
         self._counted: dict[int, tuple[int, ...]] = {}
         self.groups = []
         self._use(self._made([dict.fromkeys(TIERS, 0)] * len(shards.layout.groups)))
@@ -241,10 +233,9 @@ class Pool:
         windows = [group.sliding_window_tokens for group in self.layout.groups]
         self.primary = groups[windows.index(0) if 0 in windows else 0]
         self._counted.clear()
-        del self._usage.tiers[:]
-        self._usage.tiers.extend(
-            cpb.TierUsage(tier=tier, group=group) for group in range(len(groups)) for tier in TIERS
-        )
+        self._usage = [
+            tpb.TierUsage(tier=tier, group=group) for group in range(len(groups)) for tier in TIERS
+        ]
 
     def _count(self) -> list[int]:
         """Sum the counters of all cores so far. Tokens are counted in the first group alone."""
@@ -418,11 +409,11 @@ class Pool:
             for follower in self.followers:
                 follower.wake()
 
-    def usage(self) -> cpb.PoolUsage:
+    def usage(self) -> list[tpb.TierUsage]:
         """Return how the blocks of each tier and layer group are used. The next call changes the
-        message.
+        messages.
         """
-        for i, message in enumerate(self._usage.tiers):
+        for i, message in enumerate(self._usage):
             counted = self.groups[message.group].usage(message.tier)
             if self._counted.get(i) != counted:
                 self._counted[i] = counted
@@ -435,15 +426,9 @@ class Pool:
                 ) = counted
         return self._usage
 
-    def counters(self) -> cpb.PoolCounters:
+    def counters(self) -> PoolCounters:
         """Return what the pool has done since it registered."""
-        counters = cpb.PoolCounters(
-            num_cut_sequences=self.statistics.cut_sequences.total(),
-            num_granted_admissions=self.num_granted_admissions,
-        )
-        for name, value in zip(_COUNTERS, self._count(), strict=True):
-            setattr(counters, name, value)
-        return counters
+        return PoolCounters(*self._count())
 
     def block_times(self) -> dict[tpb.Tier, BlockTimes]:
         """Return how long blocks lived and waited, since the pool registered."""
@@ -455,14 +440,11 @@ class Pool:
             times.append(self._earlier_times)
         return [sum(values) for values in zip(*times, strict=True)]
 
-    def info(self, num_sequences: int) -> cpb.DescribePoolResponse:
-        """Describe the pool; the caller counts its live sequences."""
-        return cpb.DescribePoolResponse(
+    def info(self) -> ppb.GetPoolResponse:
+        """Describe the pool."""
+        return ppb.GetPoolResponse(
             layout=self.layout.to_proto(),
             shards=self.shards.infos(),
             ready=self.ready,
             usage=self.usage(),
-            num_sessions=len(self.session_ids),
-            num_sequences=num_sequences,
-            counters=self.counters(),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvplane_blocks import duration_bounds_s
 
@@ -26,6 +26,24 @@ EVICTION_REASONS: Final = ("policy", "retained", "own")
 _TIMES: Final = ("lifetime", "idle", "reuse_gap")
 
 
+class PoolCounters(NamedTuple):
+    """Counts of a pool's native cores since the pool registered, in their order. The fields are
+    explained where they are declared as metrics (``control_plane/server/metrics.py``).
+    """
+
+    num_lookup_tokens: int
+    num_hit_tokens: int
+    num_copies_on_write: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_evictions: int
+    num_publications: int
+    max_held_blocks: int
+    num_host_hit_tokens: int
+    num_demoted_blocks: int
+    num_forgotten_blocks: int
+
+
 @dataclass(slots=True)
 class PoolStatistics:
     """Counts since the pool registered first. ``reclaimed_blocks``: of ended sessions, by why they
@@ -38,6 +56,7 @@ class PoolStatistics:
     num_aborts: int = 0
     num_resyncs: int = 0
     num_epoch_changes: int = 0
+    num_granted_admissions: int = 0
     reread_lookup_tokens: int = 0
     reread_hit_tokens: int = 0
     cut_sequences: Counter[str] = field(default_factory=Counter)

@@ -14,7 +14,6 @@ from control_plane.observing import PoolObservation
 from control_plane.pools.statistics import (
     ALLOCATION_BOUNDS_S,
     DURATION_BOUNDS_S,
-    EVICTION_REASONS,
     WAIT_BOUNDS_S,
 )
 from control_plane.sessions.session import END_CAUSES
@@ -194,9 +193,9 @@ _COUNTERS: Final = (
     (_PUBLICATIONS, "num_publications"),
     (_FORGOTTEN, "num_forgotten_blocks"),
     (_COPIES, "num_copies_on_write"),
-    (_GRANTED, "num_granted_admissions"),
 )
 _STATISTICS: Final = (
+    (_GRANTED, "num_granted_admissions"),
     (_REREAD_LOOKUP, "reread_lookup_tokens"),
     (_REREAD_HIT, "reread_hit_tokens"),
     (_EXPIRED, "num_expired_sessions"),
@@ -268,6 +267,22 @@ class ControlPlaneMetrics(PlaneMetrics):
             _add_times(samples, pool)
 
 
+def counters_of(pool: PoolObservation) -> dict[str, int]:
+    """Return the pool's gauges and counters of whole numbers, by their samples at /metrics: without
+    "kvplane_" and the label of the pool.
+    """
+    samples = Samples(DECLARATIONS, {})
+    _add_gauges(samples, pool)
+    _add_counters(samples, pool)
+    counters = {}
+    for metric in samples.metrics():
+        for sample in metric.samples:
+            labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k != "pool")
+            name = sample.name.removeprefix("kvplane_") + (f"{{{labels}}}" if labels else "")
+            counters[name] = int(sample.value)
+    return counters
+
+
 def _reason_of(failure: pb.ItemFailure) -> str:
     if failure.status == pb.OPERATION_STATUS_FAILED:
         return failure.error.reason
@@ -278,7 +293,7 @@ def _reason_of(failure: pb.ItemFailure) -> str:
 def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
     pool_id, description = pool.pool_id, pool.description
     blocks = Counter[tuple[str, str]]()  # of all layer groups
-    for tier in description.usage.tiers:
+    for tier in description.usage:
         name = _TIER_NAMES[tier.tier]
         blocks[name, "free"] += tier.num_free_blocks
         blocks[name, "cached"] += tier.num_cached_blocks
@@ -287,14 +302,12 @@ def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
     for (name, state), num_blocks in blocks.items():
         samples.add(_BLOCKS, num_blocks, pool_id, name, state)
     for declaration, value in (
-        (_PEAK_HELD, description.counters.max_held_blocks),
-        (_SESSIONS, description.num_sessions),
+        (_PEAK_HELD, pool.counters.max_held_blocks),
+        (_SESSIONS, pool.num_sessions),
         (_POOL_READY, description.ready),
         (_SHARDS, pool.num_shards),
         (_REGISTERED, sum(shard.connected for shard in description.shards)),
         (_PLANS_IN_FLIGHT, pool.num_plans_in_flight),
-        (_OLDEST_PLAN, pool.oldest_plan_s),
-        (_OLDEST_RETIRED, pool.oldest_release_s),
         (_FOLLOWERS, pool.num_followers),
     ):
         samples.add(declaration, value, pool_id)
@@ -306,7 +319,7 @@ def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
 
 
 def _add_counters(samples: Samples, pool: PoolObservation) -> None:
-    pool_id, counters, statistics = pool.pool_id, pool.description.counters, pool.statistics
+    pool_id, counters, statistics = pool.pool_id, pool.counters, pool.statistics
     for declaration, name in _COUNTERS:
         samples.add(declaration, getattr(counters, name), pool_id)
     for declaration, name in _STATISTICS:
@@ -321,18 +334,21 @@ def _add_counters(samples: Samples, pool: PoolObservation) -> None:
         samples.add(_CUT, statistics.cut_sequences[reason], pool_id, reason)
     for cause in END_CAUSES.values():
         samples.add(_RECLAIMED, statistics.reclaimed_blocks[cause], pool_id, cause)
+    for tier, times in pool.block_times.items():
+        for reason, num_evictions in times.num_evictions.items():
+            samples.add(_EVICTIONS, num_evictions, pool_id, _TIER_NAMES[tier], reason)
 
 
 def _add_times(samples: Samples, pool: PoolObservation) -> None:
     pool_id, statistics = pool.pool_id, pool.statistics
+    samples.add(_OLDEST_PLAN, pool.oldest_plan_s, pool_id)
+    samples.add(_OLDEST_RETIRED, pool.oldest_release_s, pool_id)
     for operation, histogram in statistics.allocation_s.items():
         samples.add_histogram(_ALLOCATION_DURATION, histogram, pool_id, operation or "none")
     samples.add_histogram(_ADMISSION_WAIT, statistics.wait_s, pool_id)
     samples.add_histogram(_FENCE_DURATION, statistics.fence_s, pool_id)
     for tier, times in pool.block_times.items():
         name = _TIER_NAMES[tier]
-        for reason in EVICTION_REASONS:
-            samples.add(_EVICTIONS, times.num_evictions[reason], pool_id, name, reason)
         samples.add_histogram(_BLOCK_LIFETIME, times.lifetime, pool_id, name)
         samples.add_histogram(_BLOCK_IDLE, times.idle, pool_id, name)
         samples.add_histogram(_REUSE_GAP, times.reuse_gap, pool_id, name)

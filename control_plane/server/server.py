@@ -24,6 +24,7 @@ from control_plane.server.election.file_elector import FileElector
 from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
+from control_plane.server.pool_service import POOLS, PoolService
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
 from kvplane import tracing
@@ -38,7 +39,10 @@ from kvplane.serving.server_service import SERVER, ServerService
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
-from kvplane.wire.v1.pool_pb2_grpc import add_ServerServiceServicer_to_server
+from kvplane.wire.v1.pool_pb2_grpc import (
+    add_PoolServiceServicer_to_server,
+    add_ServerServiceServicer_to_server,
+)
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 0.25
@@ -111,7 +115,7 @@ class ControlPlaneServer(PlaneServer):
         )
         self.metrics.read_pools_on(
             asyncio.get_running_loop(),
-            lambda: (core.observe_pools(), registrar.heartbeat_ages()),
+            lambda: ([core.observe_pool(i) for i in core.pool_ids()], registrar.heartbeat_ages()),
         )
         self._servicer = servicer = ControlPlaneService(core, registrar, self.metrics)
         about = ServerService(self._describe)
@@ -120,6 +124,7 @@ class ControlPlaneServer(PlaneServer):
             config,
             [
                 Service(SERVER, partial(add_ServerServiceServicer_to_server, about)),
+                Service(POOLS, partial(add_PoolServiceServicer_to_server, PoolService(core))),
                 Service(
                     SERVICE,
                     partial(add_ControlPlaneServiceServicer_to_server, servicer),

@@ -173,20 +173,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             for _ in range(TURNS_OF_A_CALL):
                 await asyncio.sleep(0)
 
-    async def ListPools(
-        self, request: pb.ListPoolsRequest, context: _Context
-    ) -> pb.ListPoolsResponse:
-        return pb.ListPoolsResponse(pool_ids=self._core.list_pools())
-
-    async def DescribePool(
-        self, request: pb.DescribePoolRequest, context: _Context
-    ) -> pb.DescribePoolResponse:
-        described = self._core.describe_pool(request.pool_id)
-        if not caller().sees_all_tenants:
-            for field in ("num_sessions", "num_sequences", "counters"):
-                described.ClearField(field)
-        return described
-
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
@@ -308,11 +294,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.ExplainPrefixRequest, context: _Context
     ) -> pb.ExplainPrefixResponse:
         return self._core.explain_prefix(request, caller().tenant)
-
-    async def ListSessions(
-        self, request: pb.ListSessionsRequest, context: _Context
-    ) -> pb.ListSessionsResponse:
-        return self._core.list_sessions(request, caller().tenant)
 
     def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
         return self._watches.serve(request, caller().tenant)

@@ -50,12 +50,14 @@ class Session:
     __slots__ = (
         "_receipt_prefixes",
         "_voided",
+        "client_name",
         "done",
         "epochs",
         "expires_at_s",
         "handle",
         "id",
         "last_plan",
+        "namespace",
         "native",
         "numbers",
         "ordinal",
@@ -76,6 +78,8 @@ class Session:
         *,
         ordinal: int,
         tenant: str,
+        client_name: str,
+        namespace: str,
         root: bytes,
         num_answers: int,
     ) -> None:
@@ -87,6 +91,8 @@ class Session:
         self.pool = pool
         self.ordinal = ordinal
         self.tenant = tenant
+        self.client_name = client_name
+        self.namespace = namespace
         self.root = root
         self.expires_at_s = 0.0
         self.epochs = pool.epochs  # of the shards; a session ends when one of them changes

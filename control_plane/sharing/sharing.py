@@ -416,7 +416,7 @@ class Sharing:
             self._started(member, waiting.key, message, done[0])
             member.notify_granted(message, done[0], done[1])
             member.is_drafted = True
-            self._pool.num_granted_admissions += 1
+            self._pool.statistics.num_granted_admissions += 1
             self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
         if done[1] in _LATER:

@@ -61,9 +61,9 @@ class _Room:
         self.num_host_blocks = 0
         self._num_device_blocks: int | None = None  # None: not known yet
 
-    def note(self, usage: pb.PoolUsage) -> None:
+    def note(self, usage: Iterable[types.TierUsage]) -> None:
         """Note it from a step's answer."""
-        for tier in usage.tiers:
+        for tier in usage:
             if tier.tier == types.TIER_DEVICE:
                 self._num_device_blocks = (
                     tier.num_free_blocks + tier.num_cached_blocks + tier.num_retired_blocks

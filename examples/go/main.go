@@ -17,8 +17,9 @@ func main() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 
-	control := pb.NewControlPlaneServiceClient(dial(os.Args[1]))
-	pool, err := control.DescribePool(ctx, &pb.DescribePoolRequest{PoolId: "default"})
+	plane := dial(os.Args[1])
+	control := pb.NewControlPlaneServiceClient(plane)
+	pool, err := pb.NewPoolServiceClient(plane).GetPool(ctx, &pb.GetPoolRequest{PoolId: "default"})
 	check(err)
 	opened, err := control.OpenSession(ctx, &pb.OpenSessionRequest{
 		PoolId: "default", Layout: &pb.Layout{Fingerprint: pool.Layout.Fingerprint}})

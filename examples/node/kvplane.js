@@ -24,7 +24,7 @@ export async function connect(service, address, source = "protos") {
     source === "reflection"
       ? await reflected(service, address, credentials)
       : grpc.loadPackageDefinition(
-          protoLoader.loadSync(["kvplane/v1/control.proto", "kvplane/v1/data.proto"], {
+          protoLoader.loadSync(["pool", "control", "data"].map((name) => `kvplane/v1/${name}.proto`), {
             ...SHAPE,
             includeDirs: [PROTOS],
           }),

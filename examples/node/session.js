@@ -3,7 +3,8 @@ import { connect, zeros } from "./kvplane.js";
 const [address, source] = process.argv.slice(2);
 
 const control = await connect("ControlPlaneService", address, source);
-const { layout } = await control.call("DescribePool", { pool_id: "default" });
+const pools = await connect("PoolService", address, source);
+const { layout } = await pools.call("GetPool", { pool_id: "default" });
 const opened = await control.call("OpenSession", { pool_id: "default", layout: { fingerprint: layout.fingerprint } });
 const { session, grant, shards } = opened;
 const admit = { sequence_id: 1, token_ids: [97, 98, 99] };
@@ -26,5 +27,4 @@ execution.end();
 const free = { sequence_ids: [1] };
 await control.call("Step", { session, number: 2, operations: [{ free }], receipts: [receipt] });
 await control.call("CloseSession", { session });
-control.close();
-data.close();
+for (const plane of [control, pools, data]) plane.close();

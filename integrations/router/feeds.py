@@ -81,8 +81,8 @@ class PoolFeeds:
         """Keep ``lost`` right. A control plane that does not answer changes nothing."""
         while True:
             try:
-                described = await self._control.describe_pool(pool, timeout_s=_LOOK_TIMEOUT_S)
-                self._tell(pool, is_lost=not described.ready)
+                found = await self._control.get_pool(pool, timeout_s=_LOOK_TIMEOUT_S)
+                self._tell(pool, is_lost=not found.ready)
             except PoolNotFoundError:  # none of its data planes has registered
                 self._tell(pool, is_lost=True)
             except KvplaneError as error:

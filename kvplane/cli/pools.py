@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from rich.console import Console
 
 from kvplane.cli.values import Context, only_pool, print_json, share, table_of
 from kvplane.clients.control_client import ControlClient
+from kvplane.errors import NotPermittedError
 from kvplane.results import sequence_states
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
-Pools = dict[str, pb.DescribePoolResponse]
+Pools = dict[str, pb.GetPoolResponse]
 
 
-async def describe(client: ControlClient) -> Pools:
-    """Describe every pool, by id."""
-    return {pool_id: await client.describe_pool(pool_id) for pool_id in await client.list_pools()}
+async def _pools(client: ControlClient) -> Pools:
+    """Get every pool, by id."""
+    return {pool_id: await client.get_pool(pool_id) for pool_id in await client.list_pools()}
+
+
+async def _counters(client: ControlClient, pool_id: str) -> Mapping[str, int]:
+    """Get a pool's counters; none where the caller is no operator."""
+    try:
+        return await client.get_counters(pool_id)
+    except NotPermittedError:
+        return {}
 
 
 async def status(context: Context) -> int:
     """Show the control plane and its pools. Returns 0 if all of them are ready."""
     async with context.client() as client:
         plane = await client.get_server_info()
-        pools = await describe(client)
+        pools = await _pools(client)
+        counters = {pool_id: await _counters(client, pool_id) for pool_id in pools}
     rows = [
         {
             "pool": pool_id,
             "ready": pool.ready,
             "shards": f"{sum(s.connected for s in pool.shards)} of {_num_shards(pool)}",
-            "sessions": pool.num_sessions,
-            "sequences": pool.num_sequences,
+            "sessions": counters[pool_id].get("sessions", "-"),
+            "sequences": _num_sequences(counters[pool_id]),
             "device_blocks_used": share(*_used(pool)),
         }
         for pool_id, pool in pools.items()
@@ -49,10 +60,10 @@ async def status(context: Context) -> int:
 async def pools(context: Context) -> int:
     """Show each tier of each pool, and each shard."""
     async with context.client() as client:
-        described = await describe(client)
+        described = await _pools(client)
     tiers, shards = [], []
     for pool_id, pool in described.items():
-        for tier in pool.usage.tiers:
+        for tier in pool.usage:
             tiers.append(
                 {
                     "pool": pool_id,
@@ -88,7 +99,9 @@ async def sessions(context: Context, pool: str) -> int:
         rows = [
             {
                 "pool": pool_id,
-                "session": str(session.session_id),
+                "session": str(session.session.session_id),
+                "client": session.client_name,
+                "namespace": session.namespace,
                 "sequences": session.num_sequences,
                 "held_blocks": session.num_held_blocks,
                 "plans_in_flight": session.num_plans_in_flight,
@@ -124,13 +137,20 @@ async def sequences(context: Context, session_id: int, pool: str) -> int:
     return 0 if found else 1
 
 
-def _used(pool: pb.DescribePoolResponse) -> tuple[int, int]:
+def _num_sequences(counters: Mapping[str, int]) -> int | str:
+    """Count live sequences: of both tiers, and not those that wait; a dash if not known."""
+    if not counters:
+        return "-"
+    return sum(counters[f'sequences{{state="{tier}"}}'] for tier in _TIERS.values())
+
+
+def _used(pool: pb.GetPoolResponse) -> tuple[int, int]:
     """Count device blocks: those held or retired, and all of them."""
-    for tier in pool.usage.tiers:
+    for tier in pool.usage:
         if tier.tier == tpb.TIER_DEVICE:
             return tier.num_held_blocks + tier.num_retired_blocks, tier.num_blocks
     return 0, 0
 
 
-def _num_shards(pool: pb.DescribePoolResponse) -> int:
+def _num_shards(pool: pb.GetPoolResponse) -> int:
     return max((info.shard.num_shards for info in pool.shards), default=0)

@@ -19,7 +19,7 @@ async def session_on(context: Context, pool: str, namespace: str) -> AsyncIterat
     """Open a session for one query."""
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
-        layout = Layout.from_proto((await client.describe_pool(pool_id)).layout)
+        layout = Layout.from_proto((await client.get_pool(pool_id)).layout)
         opened = await client.open_session(pool_id, layout, "kvplane command", namespace=namespace)
         async with opened as session:
             yield session

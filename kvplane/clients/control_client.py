@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 from weakref import WeakSet
 
 from kvplane import ops
@@ -25,7 +25,7 @@ from kvplane.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 _POLL_S: Final = 0.2
 CONTROL_PLANE_SERVICE: Final = "kvplane.v1.ControlPlaneService"
@@ -47,6 +47,7 @@ class ControlClient:
             target, tls=tls, timeout_s=timeout_s, health_of=CONTROL_PLANE_SERVICE
         )
         self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._connection.channel)
+        self._pools = pool_pb2_grpc.PoolServiceStub(self._connection.channel)
         # A session is kept alive by the task that renews its lease, not by the client.
         self._sessions: WeakSet[Session] = WeakSet()
 
@@ -69,35 +70,55 @@ class ControlClient:
 
     async def list_pools(self, *, timeout_s: float | None = None) -> list[str]:
         """List the ids of the pools that have registered, ascending."""
-        response: pb.ListPoolsResponse = await self._connection.call(
-            self._stub.ListPools, pb.ListPoolsRequest(), timeout_s
-        )
-        return list(response.pool_ids)
+        pages = self._pages(self._pools.ListPools, pool_pb2.ListPoolsRequest(), timeout_s)
+        return [pool_id async for page in pages for pool_id in page.pool_ids]
 
-    async def describe_pool(
+    async def get_pool(
         self, pool_id: str, *, timeout_s: float | None = None
-    ) -> pb.DescribePoolResponse:
+    ) -> pool_pb2.GetPoolResponse:
         """Get a pool's layout, shards, usage. Raises PoolNotFoundError if none has registered."""
-        response: pb.DescribePoolResponse = await self._connection.call(
-            self._stub.DescribePool, pb.DescribePoolRequest(pool_id=pool_id), timeout_s
+        response: pool_pb2.GetPoolResponse = await self._connection.call(
+            self._pools.GetPool, pool_pb2.GetPoolRequest(pool_id=pool_id), timeout_s
         )
         return response
 
+    async def get_counters(self, pool_id: str, *, timeout_s: float | None = None) -> dict[str, int]:
+        """Get what a pool holds and has done, over all tenants, by the names of its metrics: such
+        as "publications_total" and 'swapped_blocks_total{direction="out"}' (docs/metrics.md). Needs
+        the role operator. Raises PoolNotFoundError.
+        """
+        response: pool_pb2.GetPoolCountersResponse = await self._connection.call(
+            self._pools.GetPoolCounters,
+            pool_pb2.GetPoolCountersRequest(pool_id=pool_id),
+            timeout_s,
+        )
+        return dict(response.counters)
+
     async def list_sessions(
         self, pool_id: str, session_id: int = 0, *, timeout_s: float | None = None
-    ) -> list[pb.SessionSummary]:
+    ) -> list[pool_pb2.SessionSummary]:
         """List the open sessions of the caller's tenant, ids ascending, or one with its sequences
-        (``kvplane.results.sequence_states``). Raises PoolNotFoundError.
+        (``kvplane.results.sequence_states``). Needs the role operator. Raises PoolNotFoundError.
         """
-        request = pb.ListSessionsRequest(pool_id=pool_id, session_id=session_id)
-        response: pb.ListSessionsResponse = await self._connection.call(
-            self._stub.ListSessions, request, timeout_s
-        )
-        return list(response.sessions)
+        request = pool_pb2.ListSessionsRequest(pool_id=pool_id, session_id=session_id)
+        pages = self._pages(self._pools.ListSessions, request, timeout_s)
+        return [session async for page in pages for session in page.sessions]
+
+    async def _pages(
+        self, method: Any, request: Any, timeout_s: float | None
+    ) -> AsyncGenerator[Any, None]:
+        """Read all pages of a list, within ``timeout_s`` in all."""
+        deadline = self._connection.deadline(timeout_s)
+        while True:
+            page = await self._connection.call(method, request, deadline.remaining_s)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     async def wait_ready(
         self, pool_id: str, timeout_s: float | None = None
-    ) -> pb.DescribePoolResponse:
+    ) -> pool_pb2.GetPoolResponse:
         """Wait until sessions can be opened on the pool. Returns its description.
 
         Also waits for the plane itself to come up. Raises PoolNotReadyError, or
@@ -107,7 +128,7 @@ class ControlClient:
         while True:
             missing: KvplaneError = PoolNotReadyError("not all its shards have reported")
             try:
-                pool = await self.describe_pool(pool_id, timeout_s=deadline.remaining_s)
+                pool = await self.get_pool(pool_id, timeout_s=deadline.remaining_s)
                 if pool.ready:
                     return pool
             except (PoolNotFoundError, UnavailableError, DeadlineExceededError) as error:

@@ -28,6 +28,7 @@ from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread, Pending, wait
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import types_pb2 as types
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class ControlLink:
         seconds; logs what it waits for when that takes long.
         """
         self._loop.run(self._wait_ready(wait_s))
-        return Layout.from_proto(self.describe_pool().layout)
+        return Layout.from_proto(self.get_pool().layout)
 
     async def _wait_ready(self, wait_s: float) -> None:
         waiting = asyncio.create_task(self._client.wait_ready(self._pool_id, wait_s))
@@ -97,12 +98,22 @@ class ControlLink:
         finally:
             waiting.cancel()
 
-    def describe_pool(self) -> pb.DescribePoolResponse:
+    def get_pool(self) -> pool_pb2.GetPoolResponse:
         """Ask the control plane about the pool, after submitted receipts."""
+        self._wait_submitted()
+        return self._loop.run(self._client.get_pool(self._pool_id))
+
+    def get_counters(self) -> dict[str, int]:
+        """Ask the control plane for the pool's counters, after submitted receipts; see
+        ``ControlClient.get_counters``.
+        """
+        self._wait_submitted()
+        return self._loop.run(self._client.get_counters(self._pool_id))
+
+    def _wait_submitted(self) -> None:
         submitting, self._submitting = self._submitting, None
         if submitting is not None:
             wait(submitting)
-        return self._loop.run(self._client.describe_pool(self._pool_id))
 
     def open(self, layout: Layout, timeout_s: float | None = None) -> Session:
         """Open a session; an earlier one is closed first, if its control plane still knows it."""

@@ -32,6 +32,7 @@ _LAG_INTERVAL_S: Final = 0.1
 _OURS: Final = "kvplane."
 _CONTRACT: Final = "kvplane.v1."
 _PLANES: Final = {
+    "PoolService": "the control plane",
     "ControlPlaneService": "the control plane",
     "DataPlaneService": "a data plane",
 }

@@ -165,7 +165,8 @@ class ControlClient(Portal[control_client.ControlClient]):
 
     get_server_info = blocking(control_client.ControlClient.get_server_info)
     list_pools = blocking(control_client.ControlClient.list_pools)
-    describe_pool = blocking(control_client.ControlClient.describe_pool)
+    get_pool = blocking(control_client.ControlClient.get_pool)
+    get_counters = blocking(control_client.ControlClient.get_counters)
     list_sessions = blocking(control_client.ControlClient.list_sessions)
     wait_ready = blocking(control_client.ControlClient.wait_ready)
     find_prefix = blocking(control_client.ControlClient.find_prefix)

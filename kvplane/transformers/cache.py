@@ -35,6 +35,7 @@ from kvplane.transformers.inputs import inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2
 
 attention.register()
 
@@ -125,9 +126,13 @@ class PlaneCache(Cache):
         if model is not None:
             weights_changed(model)
 
-    def describe_pool(self) -> pb.DescribePoolResponse:
-        """Ask the control plane for the pool's usage and counters."""
-        return self._planes.describe_pool()
+    def get_pool(self) -> pool_pb2.GetPoolResponse:
+        """Ask the control plane for the pool's layout, shards and usage."""
+        return self._planes.get_pool()
+
+    def get_counters(self) -> dict[str, int]:
+        """Ask the control plane for the pool's counters; see ``ControlClient.get_counters``."""
+        return self._planes.get_counters()
 
     def __enter__(self) -> PlaneCache:
         return self

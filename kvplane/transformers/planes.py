@@ -43,6 +43,7 @@ from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MODEL_ID: Final = "embedded"
@@ -162,9 +163,13 @@ class Planes:
                     field="model",
                 )
 
-    def describe_pool(self) -> pb.DescribePoolResponse:
+    def get_pool(self) -> pool_pb2.GetPoolResponse:
         """Ask the control plane about the pool."""
-        return self._link.describe_pool()
+        return self._link.get_pool()
+
+    def get_counters(self) -> dict[str, int]:
+        """Ask the control plane for the pool's counters; see ``ControlClient.get_counters``."""
+        return self._link.get_counters()
 
     def close(self) -> None:
         """Close the session, and stop planes that are embedded. Harmless when called again."""

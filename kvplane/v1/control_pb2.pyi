@@ -52,94 +52,6 @@ SHORTAGE_REASON_LINE: ShortageReason
 SHORTAGE_REASON_GROWTH: ShortageReason
 SHORTAGE_REASON_QUOTA: ShortageReason
 
-class ListPoolsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ListPoolsResponse(_message.Message):
-    __slots__ = ("pool_ids",)
-    POOL_IDS_FIELD_NUMBER: _ClassVar[int]
-    pool_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, pool_ids: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class DescribePoolRequest(_message.Message):
-    __slots__ = ("pool_id",)
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    pool_id: str
-    def __init__(self, pool_id: _Optional[str] = ...) -> None: ...
-
-class DescribePoolResponse(_message.Message):
-    __slots__ = ("layout", "shards", "ready", "usage", "num_sessions", "num_sequences", "counters")
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    READY_FIELD_NUMBER: _ClassVar[int]
-    USAGE_FIELD_NUMBER: _ClassVar[int]
-    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    COUNTERS_FIELD_NUMBER: _ClassVar[int]
-    layout: _types_pb2.Layout
-    shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardInfo]
-    ready: bool
-    usage: PoolUsage
-    num_sessions: int
-    num_sequences: int
-    counters: PoolCounters
-    def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.ShardInfo, _Mapping]]] = ..., ready: bool = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
-
-class PoolUsage(_message.Message):
-    __slots__ = ("tiers",)
-    TIERS_FIELD_NUMBER: _ClassVar[int]
-    tiers: _containers.RepeatedCompositeFieldContainer[TierUsage]
-    def __init__(self, tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ...) -> None: ...
-
-class TierUsage(_message.Message):
-    __slots__ = ("tier", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_retired_blocks", "group")
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_RETIRED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    tier: _types_pb2.Tier
-    num_blocks: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_held_blocks: int
-    num_retired_blocks: int
-    group: int
-    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_retired_blocks: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
-
-class PoolCounters(_message.Message):
-    __slots__ = ("num_lookup_tokens", "num_hit_tokens", "num_copies_on_write", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_evictions", "num_publications", "max_held_blocks", "num_host_hit_tokens", "num_demoted_blocks", "num_forgotten_blocks", "num_cut_sequences", "num_granted_admissions")
-    NUM_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_COPIES_ON_WRITE_FIELD_NUMBER: _ClassVar[int]
-    NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_SWAPPED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PUBLICATIONS_FIELD_NUMBER: _ClassVar[int]
-    MAX_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_DEMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_FORGOTTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_CUT_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    NUM_GRANTED_ADMISSIONS_FIELD_NUMBER: _ClassVar[int]
-    num_lookup_tokens: int
-    num_hit_tokens: int
-    num_copies_on_write: int
-    num_swapped_out_blocks: int
-    num_swapped_in_blocks: int
-    num_evictions: int
-    num_publications: int
-    max_held_blocks: int
-    num_host_hit_tokens: int
-    num_demoted_blocks: int
-    num_forgotten_blocks: int
-    num_cut_sequences: int
-    num_granted_admissions: int
-    def __init__(self, num_lookup_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_publications: _Optional[int] = ..., max_held_blocks: _Optional[int] = ..., num_host_hit_tokens: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_forgotten_blocks: _Optional[int] = ..., num_cut_sequences: _Optional[int] = ..., num_granted_admissions: _Optional[int] = ...) -> None: ...
-
 class OpenSessionRequest(_message.Message):
     __slots__ = ("pool_id", "layout", "client_name", "namespace")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -239,10 +151,10 @@ class StepResponse(_message.Message):
     NEWS_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[OperationResult]
     plan: _types_pb2.SignedPayload
-    usage: PoolUsage
+    usage: _containers.RepeatedCompositeFieldContainer[_types_pb2.TierUsage]
     revision: int
     news: News
-    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., revision: _Optional[int] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
+    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., usage: _Optional[_Iterable[_Union[_types_pb2.TierUsage, _Mapping]]] = ..., revision: _Optional[int] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
 
 class StreamStepsRequest(_message.Message):
     __slots__ = ("step", "abort")
@@ -721,38 +633,6 @@ class Removed(_message.Message):
 class Cleared(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class ListSessionsRequest(_message.Message):
-    __slots__ = ("pool_id", "session_id")
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    pool_id: str
-    session_id: int
-    def __init__(self, pool_id: _Optional[str] = ..., session_id: _Optional[int] = ...) -> None: ...
-
-class ListSessionsResponse(_message.Message):
-    __slots__ = ("sessions",)
-    SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    sessions: _containers.RepeatedCompositeFieldContainer[SessionSummary]
-    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ...) -> None: ...
-
-class SessionSummary(_message.Message):
-    __slots__ = ("session_id", "num_sequences", "num_held_blocks", "num_plans_in_flight", "last_number", "time_to_live", "sequences")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
-    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    session_id: int
-    num_sequences: int
-    num_held_blocks: int
-    num_plans_in_flight: int
-    last_number: int
-    time_to_live: _duration_pb2.Duration
-    sequences: SequenceStates
-    def __init__(self, session_id: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., last_number: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequences: _Optional[_Union[SequenceStates, _Mapping]] = ...) -> None: ...
 
 class DescribeSequenceRequest(_message.Message):
     __slots__ = ("session", "sequence_id")

@@ -49,16 +49,6 @@ class ControlPlaneServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.ListPools = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/ListPools',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.ListPoolsResponse.FromString,
-                _registered_method=True)
-        self.DescribePool = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/DescribePool',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.DescribePoolRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.DescribePoolResponse.FromString,
-                _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/kvplane.v1.ControlPlaneService/OpenSession',
                 request_serializer=kvplane_dot_v1_dot_control__pb2.OpenSessionRequest.SerializeToString,
@@ -124,11 +114,6 @@ class ControlPlaneServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_control__pb2.DescribeSequenceRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_control__pb2.DescribeSequenceResponse.FromString,
                 _registered_method=True)
-        self.ListSessions = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/ListSessions',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.FromString,
-                _registered_method=True)
         self.Register = channel.stream_stream(
                 '/kvplane.v1.ControlPlaneService/Register',
                 request_serializer=kvplane_dot_v1_dot_control__pb2.RegisterRequest.SerializeToString,
@@ -153,20 +138,6 @@ class ControlPlaneServiceServicer(object):
 
     A request that names a session renews its lease.
     """
-
-    def ListPools(self, request, context):
-        """Lists the pools that have registered.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DescribePool(self, request, context):
-        """Describes a pool. NOT_FOUND (POOL_NOT_FOUND) when no shard of it has registered.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
         """Opens a session, which is a lease on a pool. UNAVAILABLE (POOL_NOT_READY) until all its shards have registered and reported;
@@ -271,13 +242,6 @@ class ControlPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListSessions(self, request, context):
-        """Lists the open sessions of the caller's tenant, for people. Renews no lease. NOT_FOUND (POOL_NOT_FOUND).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Register(self, request_iterator, context):
         """A data plane's connection. It opens with Hello, is answered with Welcome, reports its blocks unless it was resumed, and then
         stays open: publications, withdrawals, fences and requests to report again one way, heartbeats, finished fences and reports the other.
@@ -289,16 +253,6 @@ class ControlPlaneServiceServicer(object):
 
 def add_ControlPlaneServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'ListPools': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListPools,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.ListPoolsRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.ListPoolsResponse.SerializeToString,
-            ),
-            'DescribePool': grpc.unary_unary_rpc_method_handler(
-                    servicer.DescribePool,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.DescribePoolRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.DescribePoolResponse.SerializeToString,
-            ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.OpenSessionRequest.FromString,
@@ -364,11 +318,6 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.DescribeSequenceRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_control__pb2.DescribeSequenceResponse.SerializeToString,
             ),
-            'ListSessions': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListSessions,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.SerializeToString,
-            ),
             'Register': grpc.stream_stream_rpc_method_handler(
                     servicer.Register,
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.RegisterRequest.FromString,
@@ -399,60 +348,6 @@ class ControlPlaneService(object):
 
     A request that names a session renews its lease.
     """
-
-    @staticmethod
-    def ListPools(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/ListPools',
-            kvplane_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.ListPoolsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DescribePool(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/DescribePool',
-            kvplane_dot_v1_dot_control__pb2.DescribePoolRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.DescribePoolResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def OpenSession(request,
@@ -795,33 +690,6 @@ class ControlPlaneService(object):
             '/kvplane.v1.ControlPlaneService/DescribeSequence',
             kvplane_dot_v1_dot_control__pb2.DescribeSequenceRequest.SerializeToString,
             kvplane_dot_v1_dot_control__pb2.DescribeSequenceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListSessions(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/ListSessions',
-            kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,3 +99,220 @@ class ServerService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PoolServiceStub(object):
+    """Says which pools there are, and what is going on in them. Every method is safe to repeat.
+
+    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may
+    be missed.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListPools = channel.unary_unary(
+                '/kvplane.v1.PoolService/ListPools',
+                request_serializer=kvplane_dot_v1_dot_pool__pb2.ListPoolsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_pool__pb2.ListPoolsResponse.FromString,
+                _registered_method=True)
+        self.GetPool = channel.unary_unary(
+                '/kvplane.v1.PoolService/GetPool',
+                request_serializer=kvplane_dot_v1_dot_pool__pb2.GetPoolRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_pool__pb2.GetPoolResponse.FromString,
+                _registered_method=True)
+        self.GetPoolCounters = channel.unary_unary(
+                '/kvplane.v1.PoolService/GetPoolCounters',
+                request_serializer=kvplane_dot_v1_dot_pool__pb2.GetPoolCountersRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_pool__pb2.GetPoolCountersResponse.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/kvplane.v1.PoolService/ListSessions',
+                request_serializer=kvplane_dot_v1_dot_pool__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_pool__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+
+
+class PoolServiceServicer(object):
+    """Says which pools there are, and what is going on in them. Every method is safe to repeat.
+
+    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may
+    be missed.
+    """
+
+    def ListPools(self, request, context):
+        """Lists the pools that have registered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPool(self, request, context):
+        """Describes a pool. NOT_FOUND (POOL_NOT_FOUND) when no shard of it has registered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPoolCounters(self, request, context):
+        """Counts what a pool holds and has done, over all tenants. NOT_FOUND (POOL_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """Lists the open sessions of the caller's tenant. Renews no lease. NOT_FOUND (POOL_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PoolServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPools,
+                    request_deserializer=kvplane_dot_v1_dot_pool__pb2.ListPoolsRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_pool__pb2.ListPoolsResponse.SerializeToString,
+            ),
+            'GetPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPool,
+                    request_deserializer=kvplane_dot_v1_dot_pool__pb2.GetPoolRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_pool__pb2.GetPoolResponse.SerializeToString,
+            ),
+            'GetPoolCounters': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPoolCounters,
+                    request_deserializer=kvplane_dot_v1_dot_pool__pb2.GetPoolCountersRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_pool__pb2.GetPoolCountersResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=kvplane_dot_v1_dot_pool__pb2.ListSessionsRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_pool__pb2.ListSessionsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvplane.v1.PoolService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvplane.v1.PoolService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PoolService(object):
+    """Says which pools there are, and what is going on in them. Every method is safe to repeat.
+
+    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may
+    be missed.
+    """
+
+    @staticmethod
+    def ListPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.PoolService/ListPools',
+            kvplane_dot_v1_dot_pool__pb2.ListPoolsRequest.SerializeToString,
+            kvplane_dot_v1_dot_pool__pb2.ListPoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.PoolService/GetPool',
+            kvplane_dot_v1_dot_pool__pb2.GetPoolRequest.SerializeToString,
+            kvplane_dot_v1_dot_pool__pb2.GetPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPoolCounters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.PoolService/GetPoolCounters',
+            kvplane_dot_v1_dot_pool__pb2.GetPoolCountersRequest.SerializeToString,
+            kvplane_dot_v1_dot_pool__pb2.GetPoolCountersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.PoolService/ListSessions',
+            kvplane_dot_v1_dot_pool__pb2.ListSessionsRequest.SerializeToString,
+            kvplane_dot_v1_dot_pool__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

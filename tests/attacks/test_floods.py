@@ -94,7 +94,7 @@ def test_streams_on_one_connection_are_bounded(
 
     def attack() -> list[float]:
         with honest.meanwhile(0.3) as during:
-            error = refusal(channel, "ControlPlaneService/ListPools", b"", timeout_s=0.5)
+            error = refusal(channel, "PoolService/ListPools", b"", timeout_s=0.5)
         assert isinstance(error, DeadlineExceededError), "it has as many calls as it may"
         return during
 
@@ -108,16 +108,16 @@ def test_streams_on_one_connection_are_bounded(
         idle.set()
         # The server refuses streams until it has heard that others were cancelled.
         deadline_s = time.monotonic() + 10.0
-        while isinstance(refusal(channel, "ControlPlaneService/ListPools", b""), UnavailableError):
+        while isinstance(refusal(channel, "PoolService/ListPools", b""), UnavailableError):
             assert time.monotonic() < deadline_s
-        assert refusal(channel, "ControlPlaneService/ListPools", b"") is None
+        assert refusal(channel, "PoolService/ListPools", b"") is None
 
 
 def test_metadata_is_bounded(
     control_plane: PlaneProcess, honest: HonestCaller, channel: grpc.Channel
 ) -> None:
     many, long = [("x", "y" * 4000)] * 16, [("authorization", "Bearer " + "y" * 100_000)]
-    list_pools = channel.unary_unary("/kvplane.v1.ControlPlaneService/ListPools")
+    list_pools = channel.unary_unary("/kvplane.v1.PoolService/ListPools")
 
     def attack() -> list[float]:
         with honest.meanwhile(0.5) as during:
@@ -130,7 +130,7 @@ def test_metadata_is_bounded(
     begin_bytes = control_plane.begin_peak()
     assert_calm(honest, attack)
     assert control_plane.peak_bytes() - begin_bytes < 16 * MIB
-    assert refusal(channel, "ControlPlaneService/ListPools", b"") is None
+    assert refusal(channel, "PoolService/ListPools", b"") is None
 
 
 def test_idle_connections_leave_room_for_the_planes(tmp_path: Path) -> None:
@@ -142,11 +142,11 @@ def test_idle_connections_leave_room_for_the_planes(tmp_path: Path) -> None:
         for _ in range(40):
             stack.enter_context(socket.create_connection((host, int(port)), 5))
         with grpc.insecure_channel(plane.address) as late:
-            error = refusal(late, "ControlPlaneService/ListPools", b"", timeout_s=2)
+            error = refusal(late, "PoolService/ListPools", b"", timeout_s=2)
             assert isinstance(error, KvplaneError)
         assert plane.num_descriptors() - before <= 12
         with grpc.insecure_channel(f"127.0.0.1:{plane_port}") as channel:
-            assert refusal(channel, "ControlPlaneService/ListPools", b"") is None
+            assert refusal(channel, "PoolService/ListPools", b"") is None
 
 
 async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
@@ -192,7 +192,7 @@ async def test_a_request_that_does_not_come_ends_its_call(
     )
     metadata = [("authorization", "Bearer token")]
     async with grpc.aio.insecure_channel(server.address) as channel:
-        method = channel.stream_unary("/kvplane.v1.ControlPlaneService/ListPools")
+        method = channel.stream_unary("/kvplane.v1.PoolService/ListPools")
         call = method(metadata=metadata)
         assert await asyncio.wait_for(call.code(), 10) == grpc.StatusCode.DEADLINE_EXCEEDED
         silent = method(metadata=metadata)

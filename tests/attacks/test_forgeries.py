@@ -29,7 +29,7 @@ from kvplane.errors import (
 from kvplane.transport.connection import typed_errors
 from kvplane.wire import signing
 from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2, pool_pb2_grpc
 from kvplane.wire.v1 import data_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.checked_engine import Engine
@@ -214,7 +214,7 @@ async def test_another_tenants_session_is_as_if_there_were_none(
             assert theirs.message.replace(str(ref.session_id), "1") == none.message
     async with peers.client("operator") as operator:
         listed = await operator.list_sessions(POOL_ID)
-        assert [each.session_id for each in listed] == [ref.session_id]
+        assert [each.session.session_id for each in listed] == [ref.session_id]
 
 
 async def test_another_tenants_prefix_is_not_found_by_look_up_time_or_watch(
@@ -272,7 +272,7 @@ async def test_a_certificate_of_another_authority_gets_no_answer(
     )
     options = [("grpc.ssl_target_name_override", "kvplane.test")]
     async with grpc.aio.secure_channel(peers.control.address, own_ca, options=options) as channel:
-        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        stub = pool_pb2_grpc.PoolServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ListPools(cpb.ListPoolsRequest(), timeout=5)
+            await stub.ListPools(pool_pb2.ListPoolsRequest(), timeout=5)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE

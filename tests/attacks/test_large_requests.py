@@ -12,7 +12,7 @@ import pytest
 
 from kvplane.errors import InvalidRequestError, KvplaneError, QuotaExceededError
 from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import HonestCaller, PlaneProcess, assert_calm, refusal
 from tests.helpers.planning.registration_messages import LAYOUT, hello
@@ -101,9 +101,14 @@ REFUSED: dict[str, tuple[str, Request, str]] = {
         "pool_ids",
     ),
     "a pool's name": (
-        "DescribePool",
-        lambda s: pb.DescribePoolRequest(pool_id="x" * LARGE),
+        "PoolService/GetPool",
+        lambda s: pool_pb2.GetPoolRequest(pool_id="x" * LARGE),
         "pool_id",
+    ),
+    "a page's token": (
+        "PoolService/ListPools",
+        lambda s: pool_pb2.ListPoolsRequest(page_token="x" * LARGE),
+        "page_token",
     ),
     "a client's name": (
         "OpenSession",
@@ -163,7 +168,8 @@ def test_more_than_there_may_be_is_refused(
     data = data_of(request(session))
 
     def attack() -> None:
-        error = refusal(channel, f"ControlPlaneService/{method}", data)
+        path = method if "/" in method else f"ControlPlaneService/{method}"
+        error = refusal(channel, path, data)
         assert isinstance(error, InvalidRequestError)
         assert error.field == field
 

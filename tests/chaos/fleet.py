@@ -17,7 +17,7 @@ from typing import Any
 
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError
-from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import pool_pb2
 from tests.chaos.engine_worker import QUESTIONS
 from tests.chaos.lossy_link import LossyLink
 from tests.e2e.engine_planes import ROOT, free_port
@@ -200,7 +200,7 @@ class Fleet:
                 pool = None
                 while True:
                     with contextlib.suppress(KvplaneError):
-                        pool = await control.describe_pool(pool_id)
+                        pool = await control.get_pool(pool_id)
                         if pool.ready and _num_in_use(pool) == 0:
                             break
                     in_time = asyncio.get_running_loop().time() < deadline_s
@@ -208,12 +208,12 @@ class Fleet:
                     await asyncio.sleep(0.1)
 
 
-def _num_in_use(pool: control_pb2.DescribePoolResponse) -> int:
-    for tier in pool.usage.tiers:
+def _num_in_use(pool: pool_pb2.GetPoolResponse) -> int:
+    for tier in pool.usage:
         parts = (
             tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
             tier.num_retired_blocks,
         )  # fmt: skip
         assert min(parts) >= 0, pool
         assert sum(parts) == tier.num_blocks, pool
-    return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage.tiers)
+    return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage)

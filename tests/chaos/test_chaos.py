@@ -64,7 +64,7 @@ async def test_blocks_that_stay_in_use_are_noticed(
     try:
         await fleet.start()
         async with ControlClient(fleet.links["control"].address) as control:
-            layout = Layout.from_proto((await control.describe_pool("one")).layout)
+            layout = Layout.from_proto((await control.get_pool("one")).layout)
             async with await control.open_session("one", layout) as session:
                 await session.step([ops.admit(1, [7] * 40)])
                 with pytest.raises(AssertionError, match="blocks stay in use"):

@@ -157,7 +157,7 @@ def llm(model: Path, pair: Pair) -> Iterator[LLM]:
 
 
 def usage_is_sound(llm: LLM) -> None:
-    for tier in llm.describe_pool().usage.tiers:
+    for tier in llm.get_pool().usage:
         parts = (
             tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
             tier.num_retired_blocks,
@@ -173,7 +173,7 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
     address = pair.control.address if is_control else pair.data.address
     with grpc.insecure_channel(pair.control.address) as control:
         stub = control_pb2_grpc.ControlPlaneServiceStub(control)
-        layout = types_pb2.Layout.FromString(llm.describe_pool().layout.SerializeToString())
+        layout = types_pb2.Layout.FromString(llm.get_pool().layout.SerializeToString())
         opened = stub.OpenSession(control_pb2.OpenSessionRequest(pool_id=POOL, layout=layout))
         admit = control_pb2.Admit(sequence_id=1, token_ids=[0] * 20)
         step = control_pb2.StepRequest(

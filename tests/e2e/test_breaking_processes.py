@@ -16,35 +16,43 @@ from engine_planes import POOL, ROOT, Pair, Process, save_byte_model
 
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError
-from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import pool_pb2
 
 LEASE_S = 2.0
 PROMPTS = ["a prompt of a few blocks, so that there is something to hold; " * 3, "a short one"]
 MAX_TOKENS = 250
 
 
-def describe(pair: Pair, pool: str = POOL) -> control_pb2.DescribePoolResponse:
-    async def ask() -> control_pb2.DescribePoolResponse:
+def describe(pair: Pair, pool: str = POOL) -> pool_pb2.GetPoolResponse:
+    async def ask() -> pool_pb2.GetPoolResponse:
         async with ControlClient(pair.control.address) as client:
-            return await client.describe_pool(pool)
+            return await client.get_pool(pool)
 
     return asyncio.run(ask())
 
 
-def num_held(pool: control_pb2.DescribePoolResponse) -> int:
-    return sum(tier.num_held_blocks for tier in pool.usage.tiers)
+def counters_of(pair: Pair) -> dict[str, int]:
+    async def ask() -> dict[str, int]:
+        async with ControlClient(pair.control.address) as client:
+            return await client.get_counters(POOL)
+
+    return asyncio.run(ask())
 
 
-def num_in_use(pool: control_pb2.DescribePoolResponse) -> int:
+def num_held(pool: pool_pb2.GetPoolResponse) -> int:
+    return sum(tier.num_held_blocks for tier in pool.usage)
+
+
+def num_in_use(pool: pool_pb2.GetPoolResponse) -> int:
     """Blocks held or retired. Every block must be in one state."""
-    for tier in pool.usage.tiers:
+    for tier in pool.usage:
         parts = (
             tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
             tier.num_retired_blocks,
         )  # fmt: skip
         assert min(parts) >= 0
         assert sum(parts) == tier.num_blocks
-    return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage.tiers)
+    return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage)
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -208,8 +216,7 @@ def test_two_engines_that_each_want_more_than_half_of_the_pool_both_come_to_an_e
         wait_until(lambda: describe(pair).ready)
         engines = [Engine(model, pair, tmp_path) for _ in range(2)]
         assert [engine.answers() for engine in engines] == [calm, calm]
-        pool = describe(pair)
-        assert pool.counters.max_held_blocks > longest
+        assert counters_of(pair)["max_held_blocks"] > longest
         wait_until(lambda: num_in_use(describe(pair)) == 0)
 
 
@@ -227,7 +234,7 @@ def test_a_data_plane_that_was_taken_over_while_it_slept_ends_and_says_why(
     def holder() -> str:
         async def ask() -> str:
             async with ControlClient(control.address) as client:
-                (shard,) = (await client.describe_pool(POOL)).shards
+                (shard,) = (await client.get_pool(POOL)).shards
                 return shard.address if shard.connected else ""
 
         return asyncio.run(ask())

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from examples.planes import Planes
-from kvplane import LayerGroup, Layout
-from kvplane.sync import ControlClient
+from kvplane import LayerGroup, Layout, sync
+from kvplane.release import release
 from tests.helpers import json_caller
 from tests.helpers.go_stubs import go, write_stubs
 from tests.helpers.tools import needs
@@ -38,8 +38,8 @@ def planes(tmp_path: Path) -> Iterator[Planes]:
     layout.write_text(json.dumps(asdict(LAYOUT)))
     flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
     with Planes(tmp_path, flags) as planes:
-        with ControlClient(planes.control.address) as control:
-            control.wait_ready("default")
+        with sync.ControlClient(planes.control.address) as client:
+            client.wait_ready("default", 60.0)
         yield planes
         counted = planes.control.metrics()
         sessions, sequences = (
@@ -123,8 +123,9 @@ def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Planes) -> None:
         request = filled(json.loads(text), seen)
         answers.append(json_caller.call(planes.control.address, method, request))
         seen |= answers[-1] | answers[-1].get("layout", {})
-    described, opened, admitted, table, freed, closed = answers
-    assert described["ready"]
+    about, pool, opened, admitted, table, freed, closed = answers
+    assert about == {"version": release(), "incarnation": about["incarnation"]}
+    assert pool["ready"]
     assert opened["session"]
     assert "failures" not in admitted["results"][0]
     assert admitted["plan"]["payload"]

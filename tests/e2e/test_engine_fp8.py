@@ -23,6 +23,7 @@ from engine.request import RequestOutput
 from examples.demo import Question, questions
 from kvplane.errors import LayoutMismatchError
 from kvplane.models.hf import layout_from_hf
+from kvplane.results import total_of
 
 RECALL = ROOT / "models" / "recall"
 ASKED = questions(0, quick=True)
@@ -87,11 +88,12 @@ def test_a_short_pool_of_8_bits_answers_as_torch_does_with_the_same_numbers(
     model, scales = scaled if has_scales else (RECALL, {})
     with embedded(control, model, SMALL, pool_id=f"small-{has_scales}") as llm:
         outputs = answer(llm, ASKED)
-        counters = llm.describe_pool().counters
-    assert counters.num_hit_tokens
-    assert counters.num_copies_on_write
-    assert counters.num_swapped_out_blocks and counters.num_swapped_in_blocks
-    assert counters.num_evictions
+        counters = llm.get_counters()
+    assert total_of(counters, "hit_tokens_total")
+    assert counters["copies_on_write_total"]
+    assert counters['swapped_blocks_total{direction="out"}']
+    assert counters['swapped_blocks_total{direction="in"}']
+    assert total_of(counters, "evictions_total")
     same, exact = DenseKv(model, torch.float8_e4m3fn, scales), DenseKv(model)
     greedy = [(q, o) for q, o in zip(ASKED, outputs, strict=True) if q.is_greedy]
     assert all(question.is_right(output.outputs[0].text) for question, output in greedy)

@@ -37,7 +37,7 @@ def llm(model: Path, pair: Pair) -> Iterator[LLM]:
 
 
 def held_blocks(llm: LLM) -> int:
-    return sum(tier.num_held_blocks for tier in llm.describe_pool().usage.tiers)
+    return sum(tier.num_held_blocks for tier in llm.get_pool().usage)
 
 
 def test_greedy_tokens_and_logits_are_those_of_transformers(llm: LLM, model: Path) -> None:

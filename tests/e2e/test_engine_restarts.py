@@ -73,7 +73,7 @@ def test_a_plane_that_is_killed_and_comes_back_changes_no_token(
         for at in (4, 90):
             assert collect(llm, disturb, at) == calm
         assert llm.stats.num_reopened_sessions >= 2
-        assert all(tier.num_held_blocks == 0 for tier in llm.describe_pool().usage.tiers)
+        assert all(tier.num_held_blocks == 0 for tier in llm.get_pool().usage)
 
 
 def wait_for(pair: Pair) -> None:

@@ -96,7 +96,7 @@ def test_ranks_with_embedded_shards_give_the_same_tokens(
             num_device_blocks=64, recovery_timeout_s=100.0,
         ) as engine:  # fmt: skip
             check_parallel(engine, expected)
-            shards = engine.describe_pool().shards
+            shards = engine.get_pool().shards
             assert [info.shard.index for info in shards] == list(range(num_ranks))
             check_parallel(engine, expected)
     finally:

@@ -13,23 +13,31 @@ import pytest
 from engine_planes import POOL, ROOT, Pair, save_byte_model
 
 from kvplane import ControlClient
-from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import pool_pb2
 
 LEASE_S = 2.0
 PROMPT = "a prompt of a few blocks, so that there is something to hold; " * 3
 
 
-def describe(pair: Pair) -> control_pb2.DescribePoolResponse:
-    async def ask() -> control_pb2.DescribePoolResponse:
+def describe(pair: Pair) -> pool_pb2.GetPoolResponse:
+    async def ask() -> pool_pb2.GetPoolResponse:
         async with ControlClient(pair.control.address) as client:
-            return await client.describe_pool(POOL)
+            return await client.get_pool(POOL)
 
     return asyncio.run(ask())
 
 
-def num_in_use(pool: control_pb2.DescribePoolResponse) -> int:
+def counters_of(pair: Pair) -> dict[str, int]:
+    async def ask() -> dict[str, int]:
+        async with ControlClient(pair.control.address) as client:
+            return await client.get_counters(POOL)
+
+    return asyncio.run(ask())
+
+
+def num_in_use(pool: pool_pb2.GetPoolResponse) -> int:
     """Blocks, of both tiers, that somebody holds or that wait for somebody's plans."""
-    return sum(tier.num_held_blocks + tier.num_retired_blocks for tier in pool.usage.tiers)
+    return sum(tier.num_held_blocks + tier.num_retired_blocks for tier in pool.usage)
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
@@ -68,8 +76,8 @@ def test_an_engine_killed_mid_step_leaves_no_block_held_after_its_lease(
             victim.wait()
         assert num_in_use(describe(pair)) > 0
         wait_until(lambda: num_in_use(describe(pair)) == 0, LEASE_S + 5.0)
-        pool = describe(pair)
-        assert (pool.num_sessions, pool.num_sequences) == (0, 0)
+        counters = counters_of(pair)
+        assert (counters["sessions"], counters['sequences{state="device"}']) == (0, 0)
         assert engine(model, pair, max_tokens=5).wait(60) == 0
 
 

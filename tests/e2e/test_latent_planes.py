@@ -64,7 +64,7 @@ def test_both_ways_in_give_the_text_of_eager_attention(folder: Path, pair: Pair)
     model.set_attn_implementation("kvplane")
     with PlaneCache(model, control_plane=pair.control.address, pool_id=POOL) as cache:
         assert generate(model, tokenizer, **{ARGUMENT: cache}) == wanted
-        (group,) = cache.describe_pool().layout.groups
+        (group,) = cache.get_pool().layout.groups
     close_planes(model)
     is_latent = group.cache_kind == tpb.CACHE_KIND_LATENT
     assert group.num_kv_heads == (1 if is_latent else 4)

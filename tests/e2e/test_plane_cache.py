@@ -51,7 +51,7 @@ def model() -> Iterator[PreTrainedModel]:
 
 
 def num_held(cache: PlaneCache) -> int:
-    return sum(tier.num_held_blocks for tier in cache.describe_pool().usage.tiers)
+    return sum(tier.num_held_blocks for tier in cache.get_pool().usage)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -104,9 +104,9 @@ def test_a_shard_that_comes_back_smaller_and_then_larger_has_its_plans_run_by_al
     for num_blocks in (8, 16):
         goes = executor(1, 2, num_blocks=num_blocks)
         join(control, goes, num_blocks)
-        assert not control.describe_pool("pool").ready
+        assert not control.get_pool("pool").ready
         deliver(control, stays, goes)
-        assert control.describe_pool("pool").ready
+        assert control.get_pool("pool").ready
         fill_once(control, num_blocks, stays, goes)
     control.check_integrity()
 

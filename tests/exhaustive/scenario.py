@@ -87,7 +87,7 @@ class Scenario:
             engine.close()
         self.world.mend()
         self.world.deliver_all()
-        for usage in self.world.control.core.describe_pool("pool").usage.tiers:
+        for usage in self.world.control.core.get_pool("pool").usage:
             idle = usage.num_free_blocks + usage.num_cached_blocks
             assert idle == usage.num_blocks, f"blocks are held by nobody: {usage}"
         last = self._engine()

@@ -78,8 +78,8 @@ class Engine:
         ref_ = self.opened.session
         made: dict[str, Callable[[], list[Message]]] = {
             "GetServerInfo": lambda: [pool_pb2.GetServerInfoRequest()],
-            "ListPools": lambda: [cpb.ListPoolsRequest()],
-            "DescribePool": lambda: [cpb.DescribePoolRequest(pool_id="pool")],
+            "ListPools": lambda: [pool_pb2.ListPoolsRequest()],
+            "GetPool": lambda: [pool_pb2.GetPoolRequest(pool_id="pool")],
             "OpenSession": lambda: [self.opening()],
             "RenewSession": lambda: [cpb.RenewSessionRequest(session=ref_)],
             "CloseSession": lambda: [cpb.CloseSessionRequest(session=ref_)],
@@ -95,7 +95,8 @@ class Engine:
             "ExplainPrefix": lambda: [cpb.ExplainPrefixRequest(session=ref_, token_ids=bytes(64))],
             "Watch": lambda: [cpb.WatchRequest(pool_id="pool")],
             "DescribeSequence": lambda: [cpb.DescribeSequenceRequest(session=ref_, sequence_id=1)],
-            "ListSessions": lambda: [cpb.ListSessionsRequest(pool_id="pool")],
+            "GetPoolCounters": lambda: [pool_pb2.GetPoolCountersRequest(pool_id="pool")],
+            "ListSessions": lambda: [pool_pb2.ListSessionsRequest(pool_id="pool")],
             "Register": lambda: self._registration(rng),
         }
         weights = [8 if name in ("Step", "StreamSteps") else 1 for name in made]

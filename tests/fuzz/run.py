@@ -83,6 +83,7 @@ async def _control(folder: Path, num_inputs: int, seed: int) -> Result:
 
             fuzzer = Fuzzer(shard.key, probe)
             _serve(fuzzer, "ServerService", channel)
+            _serve(fuzzer, "PoolService", channel)
             _serve(fuzzer, "ControlPlaneService", channel)
             beats = asyncio.create_task(_beat(shard, victim))
             begin_bytes = plane.begin_peak()

@@ -73,7 +73,7 @@ async def main(control: str, data: str, token_file: str, num_sessions: str, paus
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(ControlClient(control, tls=tls))
         computer = await stack.enter_async_context(DataClient(data, tls=tls))
-        layout = Layout.from_proto((await controller.describe_pool(POOL_ID)).layout)
+        layout = Layout.from_proto((await controller.get_pool(POOL_ID)).layout)
         decoders = []
         for _ in range(int(num_sessions)):
             session = await controller.open_session(POOL_ID, layout)

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from control_plane.core import ControlPlane, CoreConfig
+from control_plane.observing import PoolObservation
 from data_plane import Executor
 from engine.models import loader
 from engine.request import Delta, RequestOutput, SamplingParams
@@ -34,6 +35,7 @@ from kvplane.results import SequenceState, StepResult, sequence_states
 from kvplane.runtime.backend import PlanStarted
 from kvplane.wire import protocol
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import types_pb2 as types
 
 POOL = "pool"
@@ -116,8 +118,11 @@ class Planes:
                 done = pb.FenceDone(session=message.fence.session)
                 self.core.fence_done(POOL, 0, self.executor.epoch, done)
 
-    def pool(self) -> pb.DescribePoolResponse:
-        return self.core.describe_pool(POOL)
+    def pool(self) -> pool_pb2.GetPoolResponse:
+        return self.core.get_pool(POOL)
+
+    def observed(self) -> PoolObservation:
+        return self.core.observe_pool(POOL)
 
     def check_integrity(self) -> None:
         self.core.check_integrity()
@@ -339,7 +344,7 @@ class Engine:
         """Check that nothing is held and that counts add up."""
         self.core.settle()
         self.planes.check_integrity()
-        for tier in self.planes.pool().usage.tiers:
+        for tier in self.planes.pool().usage:
             assert tier.num_held_blocks == 0, tier
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from google.protobuf import descriptor_pb2, duration_pb2
 from google.protobuf.compiler import plugin_pb2
 
-from kvplane.v1 import control_pb2, data_pb2, types_pb2
+from kvplane.v1 import control_pb2, data_pb2, pool_pb2, types_pb2
 from tests.helpers.tools import needs
 
 DEBIAN = Path("/usr/share/gocode")
@@ -44,9 +44,10 @@ def write_stubs(path: Path, cache: Path) -> None:
     plugin = path / "protoc-gen-go"
     go("build", "-o", str(plugin), f"{_KNOWN}/protoc-gen-go", path=path, cache=cache)
     request = plugin_pb2.CodeGeneratorRequest(parameter=",".join(_PARAMETERS))
-    for module in (descriptor_pb2, duration_pb2, types_pb2, control_pb2, data_pb2):
+    contract = (types_pb2, control_pb2, pool_pb2, data_pb2)  # each after those that it imports
+    for module in (descriptor_pb2, duration_pb2, *contract):
         module.DESCRIPTOR.CopyToProto(request.proto_file.add())
-    for module in (types_pb2, control_pb2, data_pb2):
+    for module in contract:
         request.file_to_generate.append(module.DESCRIPTOR.name)
     done = subprocess.run([plugin], input=request.SerializeToString(), capture_output=True)
     response = plugin_pb2.CodeGeneratorResponse.FromString(done.stdout)

@@ -15,9 +15,9 @@ from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission
-from kvplane.v1 import control_pb2, data_pb2
+from kvplane.v1 import control_pb2, data_pb2, pool_pb2
 from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2_grpc
 from kvplane.wire.v1 import data_pb2 as dpb
 from kvplane.wire.v1.types_pb2 import SessionRef, SignedPayload
 
@@ -30,7 +30,9 @@ class Hangup(Exception):
     """Raised by a script: the call breaks as if the connection did."""
 
 
-class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
+class ScriptedControlPlane(
+    control_pb2_grpc.ControlPlaneServiceServicer, pool_pb2_grpc.PoolServiceServicer
+):
     """Answers every request with what ``script(request)`` returns, and remembers the requests.
     A script may return several answers to a request of a stream.
 
@@ -77,7 +79,7 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
     async def AbortPlans(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
-    DescribeSequence = DescribePool = AbortPlans
+    DescribeSequence = GetPool = AbortPlans
     CheckOperations = ExplainPrefix = FindPrefix = AbortPlans
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -92,11 +94,21 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
         return await answered(self.script, request, context)
 
 
+def add_services(plane: Any, server: grpc.aio.Server) -> None:
+    """Serve both services of a control plane that ``plane`` answers for."""
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    pool_pb2_grpc.add_PoolServiceServicer_to_server(plane, server)
+
+
 def interceptor() -> ErrorInterceptor:
     """Return the interceptor of a server without an access list."""
     services = [
         file.DESCRIPTOR.services_by_name[name]
-        for file, name in ((control_pb2, "ControlPlaneService"), (data_pb2, "DataPlaneService"))
+        for file, name in (
+            (control_pb2, "ControlPlaneService"),
+            (pool_pb2, "PoolService"),
+            (data_pb2, "DataPlaneService"),
+        )
     ]
     admission = Admission(Gate(AccessList(None), services), {}, ReceiveBudget())
     return ErrorInterceptor(RpcMetrics(), admission)
@@ -106,7 +118,7 @@ def interceptor() -> ErrorInterceptor:
 async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
     """Serve ``plane`` on a loopback port; yield its address."""
     server = grpc.aio.server(interceptors=[interceptor()])
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    add_services(plane, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"

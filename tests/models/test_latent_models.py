@@ -51,7 +51,7 @@ def test_caches_of_both_kinds_share_a_model(model: PreTrainedModel) -> None:
     caches = [PlaneCache(model, num_device_blocks=256, latent=latent) for latent in kinds]
     for cache, latent in zip(caches, kinds, strict=True):
         assert_same(answer(model, cache, **ids), wanted)
-        (group,) = cache.describe_pool().layout.groups
+        (group,) = cache.get_pool().layout.groups
         assert (group.cache_kind == tpb.CACHE_KIND_LATENT) == latent
         cache.close()
 

@@ -136,7 +136,7 @@ def test_sequences_of_other_weights_are_not_gone_on_with(model: PreTrainedModel)
             model(torch.tensor([[7]]), **{ARGUMENT: cache})
         assert caught.value.field == "cache"
         cache.reset()
-        assert sum(tier.num_held_blocks for tier in cache.describe_pool().usage.tiers) == 0
+        assert sum(tier.num_held_blocks for tier in cache.get_pool().usage) == 0
     assert ask(model, **POOL)[1] < ATOL
 
 

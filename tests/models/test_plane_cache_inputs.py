@@ -65,7 +65,7 @@ def in_pool() -> Iterator[Callable[[PreTrainedModel], Answer]]:
     yield begin
     for model in models:
         with PlaneCache(model, num_device_blocks=256) as cache:
-            tiers = cache.describe_pool().usage.tiers
+            tiers = cache.get_pool().usage
             assert sum(tier.num_held_blocks for tier in tiers) == 0
             cache._planes.backend._executor.check_integrity()  # type: ignore[union-attr]
         close_planes(model)

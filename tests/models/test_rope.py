@@ -135,11 +135,11 @@ def test_a_cache_refuses_longer_rows_by_name_and_keeps_nothing_of_them(
 ) -> None:
     long, near, short = tokens(LENGTH + 30), tokens(LENGTH - 4, seed=2), tokens(40, seed=3)
     with PlaneCache(model, num_device_blocks=64) as cache:
-        before = cache.describe_pool().counters.num_publications
+        before = cache.get_counters()["publications_total"]
         with pytest.raises(InvalidRequestError, match=f"at most {LENGTH}: .*RoPE") as caught:
             generate(model, cache, long, 1)
         assert caught.value.field == "input_ids"
-        assert cache.describe_pool().counters.num_publications == before
+        assert cache.get_counters()["publications_total"] == before
         assert cache.batch_size == -1
     refused = pytest.raises(InvalidRequestError, match="RoPE")
     with PlaneCache(model, num_device_blocks=64) as cache, refused:

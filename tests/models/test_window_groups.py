@@ -24,11 +24,11 @@ def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
     how = {"do_sample": False, "max_new_tokens": 140, "min_new_tokens": 140, "pad_token_id": 0}
     with PlaneCache(model, num_device_blocks=256) as cache:
         output = model.generate(ids, **{ARGUMENT: cache}, **how)
-        pool = cache.describe_pool()
+        pool = cache.get_pool()
     close_planes(model)
     held = {
         pool.layout.groups[usage.group].sliding_window_tokens: usage.num_held_blocks
-        for usage in pool.usage.tiers
+        for usage in pool.usage
         if usage.tier == tpb.TIER_DEVICE
     }
     as_if_full = -(-output.shape[1] // BLOCK_SIZE)

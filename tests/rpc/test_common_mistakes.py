@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import grpc.aio
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ from kvplane.errors import (
     SessionNotFoundError,
     TooManyPlansInFlightError,
 )
+from kvplane.v1 import control_pb2, data_pb2, pool_pb2
 from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step, zeros
 
 
@@ -171,7 +173,7 @@ MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], 
     ),
     control_client_for_a_data_plane: (
         ProtocolMismatchError,
-        "ControlPlaneService is served by the control plane, and this is a data plane: are the "
+        "PoolService is served by the control plane, and this is a data plane: are the "
         "planes' addresses swapped?",
     ),
     data_client_for_a_control_plane: (
@@ -287,3 +289,18 @@ async def test_a_mistake_is_answered_with_what_to_do(
     pattern = re.escape(message).replace(re.escape("..."), ".*")
     assert type(caught.value) is cls
     assert re.fullmatch(pattern, str(caught.value)), str(caught.value)
+
+
+async def test_a_plane_names_the_plane_of_each_service_that_it_lacks(planes: Planes) -> None:
+    for file in (control_pb2, data_pb2, pool_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            texts = []
+            for plane in (planes.control, planes.data):
+                async with grpc.aio.insecure_channel(plane.address) as channel:
+                    call: Any = channel.unary_unary(f"/{service.full_name}/Nothing")
+                    with pytest.raises(grpc.aio.AioRpcError) as failure:
+                        await call(b"")
+                    assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                    texts.append(failure.value.details() or "")
+            num_lacking = sum("is served by" in text for text in texts)
+            assert num_lacking == (0 if service.name == "ServerService" else 1), texts

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import blocks, half, publications, report
@@ -39,7 +40,13 @@ async def shard_failure(shard: RawShard) -> tuple[str, str, str]:
 
 
 async def is_ready(stub: Stub) -> bool:
-    return (await stub.DescribePool(pb.DescribePoolRequest(pool_id="pool"))).ready
+    return (await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))).ready
+
+
+async def counters_of(stub: Stub) -> Mapping[str, int]:
+    answer = await stub.GetPoolCounters(pool_pb2.GetPoolCountersRequest(pool_id="pool"))
+    counters: Mapping[str, int] = answer.counters
+    return counters
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -111,7 +118,7 @@ async def test_a_hello_is_refused_when(
     shard = RawShard(stub, **fields)
     await shard.send(hello=shard.hello)
     assert await shard_failure(shard) == (code, reason, field)
-    assert list((await stub.ListPools(pb.ListPoolsRequest())).pool_ids) == []
+    assert list((await stub.ListPools(pool_pb2.ListPoolsRequest())).pool_ids) == []
 
 
 async def leave(stub: Stub, shard: RawShard) -> None:
@@ -266,13 +273,14 @@ async def test_a_closed_session_is_fenced_and_its_blocks_return_when_that_is_don
     await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
     fence = (await shard.receive()).fence
     assert fence.session == session.ref
-    pool = await stub.DescribePool(pb.DescribePoolRequest(pool_id="pool"))
-    assert (pool.num_sessions, pool.usage.tiers[0].num_retired_blocks) == (0, 3)
+    counters = await counters_of(stub)
+    assert counters["sessions"] == 0
+    assert counters['blocks{state="retired",tier="device"}'] == 3
     await shard.send(fence_done=pb.FenceDone(session=session.ref))
 
     async def all_free() -> bool:
-        pool = await stub.DescribePool(pb.DescribePoolRequest(pool_id="pool"))
-        return pool.usage.tiers[0].num_free_blocks == 16
+        pool = await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))
+        return pool.usage[0].num_free_blocks == 16
 
     await until(all_free)
 
@@ -307,8 +315,9 @@ async def test_a_lease_that_is_not_renewed_ends_and_is_fenced(
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await lost.admit(2, PROMPT)
     assert from_rpc_error(failure.value).reason == "SESSION_EXPIRED"
-    pool = await stub.DescribePool(pb.DescribePoolRequest(pool_id="pool"))
-    assert (pool.num_sessions, pool.usage.tiers[0].num_held_blocks) == (1, 0)
+    counters = await counters_of(stub)
+    assert counters["sessions"] == 1
+    assert counters['blocks{state="held",tier="device"}'] == 0
     shard.hang_up()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
 ABOUT = pool_pb2.GetServerInfoRequest()
 SERVICE = "kvplane.v1.ControlPlaneService"
-SERVICES = {"kvplane.v1.ServerService", SERVICE}
+SERVICES = {"kvplane.v1.ServerService", "kvplane.v1.PoolService", SERVICE}
 
 
 async def scrape(server: ControlPlaneServer) -> dict[str, float]:
@@ -226,6 +227,31 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     assert told[f'{handled}"OK",method="/{SERVICE}/Step"}}'] == 5
     assert told[f'{handled}"DATA_LOSS",method="/{SERVICE}/Step"}}'] == 1
     assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/Step"}}'] == 6
+
+
+async def test_a_call_tells_the_numbers_of_a_pools_metrics(
+    start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
+) -> None:
+    control_server = await start_control_plane(metrics_port=0)
+    stub = connect(control_server)
+    shard = RawShard(stub)
+    await shard.register()
+    await shard.report()
+    session = await RawSession.open(stub, shard)
+    await session.admit(1, list(range(1, 21)))
+    await session.submit()
+    await session.admit(2, list(range(1, 21)))
+    told = await scrape(control_server)
+    pool = re.compile(r'\{pool="pool"\}|pool="pool",|,pool="pool"')
+    counters = {
+        pool.sub("", name.removeprefix("kvplane_")): value
+        for name, value in told.items()
+        if pool.search(name) and "_seconds" not in name
+    }
+    answer = await stub.GetPoolCounters(pool_pb2.GetPoolCountersRequest(pool_id="pool"))
+    assert dict(answer.counters) == counters
+    assert counters['hit_tokens_total{tier="device"}'] == 16
+    shard.hang_up()
 
 
 async def test_the_containers_probe_asks_for_health_without_an_interpreter(

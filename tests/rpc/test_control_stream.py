@@ -70,7 +70,7 @@ async def test_a_step_answers_each_operation_and_one_plan(steps: Steps) -> None:
     plan = tpb.Plan.FromString(answer.step.plan.payload)
     assert columns.read(INT64, plan.spans.sequence_ids, "sequence_ids").tolist() == [1, 2]
     assert columns.read(INT32, plan.spans.num_tokens, "num_tokens").tolist() == [3, 2]
-    assert answer.step.usage.tiers[0].num_held_blocks == 2
+    assert answer.step.usage[0].num_held_blocks == 2
     answer = await steps.step(ops.append(1, [4], 1, first_positions=3), ops.free([2]))
     assert (answer.number, statuses(answer)) == (2, [OK, OK])
 

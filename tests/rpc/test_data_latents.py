@@ -115,7 +115,7 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
     data = await DataPlaneServer.start(config)
     async with ControlClient(control.address) as client:
         await client.wait_ready(POOL_ID, timeout_s=20)
-        pool = await client.describe_pool(POOL_ID)
+        pool = await client.get_pool(POOL_ID)
         assert Layout.from_proto(pool.layout) == layout
         load = Load(duration_s=0.3)
         await load.run(client, POOL_ID)

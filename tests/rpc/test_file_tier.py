@@ -162,7 +162,7 @@ async def test_a_file_that_is_wrong_is_computed_again(tmp_path: Path, bad: int) 
             row = len(before[0]) // len(PROMPT)
             assert after == [output[row * rest.start :] for output in before]
             assert num_files(second.plane) == bad
-            usage = (await peers.control.describe_pool(POOL)).usage.tiers[0]
+            usage = (await peers.control.get_pool(POOL)).usage[0]
             assert usage.num_held_blocks == NUM_BLOCKS
 
 
@@ -174,11 +174,11 @@ async def test_what_was_used_again_in_the_host_tier_is_written(tmp_path: Path) -
         await here.run(ops.admit(2, other), range(48))  # needs all device blocks
         await finish(here, 2)
         assert num_files(here.plane) == 0
-        pool = await peers.control.describe_pool(POOL)
-        assert pool.counters.num_demoted_blocks >= NUM_FULL
+        counters = await peers.control.get_counters(POOL)
+        assert counters["demoted_blocks_total"] >= NUM_FULL
         await here.run(ops.admit(3, PROMPT), range(8 * NUM_FULL, len(PROMPT)))
-        pool = await peers.control.describe_pool(POOL)
-        assert pool.counters.num_host_hit_tokens == 8 * NUM_FULL
+        counters = await peers.control.get_counters(POOL)
+        assert counters['hit_tokens_total{tier="host"}'] == 8 * NUM_FULL
         await until(lambda: num_files(here.plane) == NUM_FULL)
 
 
@@ -355,12 +355,14 @@ async def test_a_load_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, ca
             with pytest.raises(asyncio.CancelledError):
                 await loading
             assert num_calls > call
-            pool = await peers.control.describe_pool(POOL)
-            assert (pool.num_sequences, pool.usage.tiers[0].num_held_blocks) == (0, 0)
+            counters = await peers.control.get_counters(POOL)
+            assert counters['sequences{state="device"}'] == 0
+            assert counters['blocks{state="held",tier="device"}'] == 0
             for prompt in (other, PROMPT):
                 assert (await loader.load(prompt)).num_cached_tokens == 8 * NUM_FULL
-            pool = await peers.control.describe_pool(POOL)
-            assert (pool.num_sequences, pool.usage.tiers[0].num_retired_blocks) == (0, 0)
+            counters = await peers.control.get_counters(POOL)
+            assert counters['sequences{state="device"}'] == 0
+            assert counters['blocks{state="retired",tier="device"}'] == 0
 
 
 @pytest.mark.parametrize(

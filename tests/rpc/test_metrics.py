@@ -57,7 +57,7 @@ async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
         async with ControlClient(control.address) as client:
             load = Load(duration_s=3, num_sequences=16, prefix_tokens=32, own_tokens=8)
             with pytest.raises(PoolNotFoundError):
-                await client.describe_pool("other")
+                await client.get_pool("other")
             await load.run(client, POOL_ID)
             assert load.num_cached_tokens
         await refusals(data.address)

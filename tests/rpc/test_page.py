@@ -19,6 +19,7 @@ from control_plane.server.page import page_server
 from control_plane.server.server import ControlPlaneServer
 from control_plane.views import STATES
 from kvplane import ControlClient, DataClient, Execution, Session, ops
+from kvplane.results import total_of
 from tests.helpers.both_planes import LAYOUT, POOL, Planes, StartServer, run_step
 from tests.helpers.browser import Browser
 from tests.helpers.tools import needs
@@ -93,19 +94,20 @@ async def test_the_page_shows_what_the_api_says(
         (pool,) = (await event(reader))["pools"]
         while len(pool["sessions"][0]["sequences"]) < 2:
             (pool,) = (await event(reader))["pools"]
-        described = await control.describe_pool(POOL)
+        described = await control.get_pool(POOL)
+        counters = await control.get_counters(POOL)
         (own,) = await control.list_sessions(POOL, session.id)
         shown = pool["sessions"][0]
         assert (pool["id"], pool["ready"], pool["num_sessions"]) == (POOL, True, 1)
         assert (shown["id"], shown["num_held_blocks"]) == (str(session.id), own.num_held_blocks)
-        for usage, shown_map in zip(described.usage.tiers, pool["maps"], strict=True):
+        for usage, shown_map in zip(described.usage, pool["maps"], strict=True):
             cells = Counter(STATES[int(cell)] for cell in shown_map["cells"])
             assert shown_map["num_in"]["held"] == usage.num_held_blocks == cells["held"]
             assert shown_map["num_in"]["cached"] == usage.num_cached_blocks == cells["cached"]
             assert shown_map["num_in"]["free"] == usage.num_free_blocks == cells["free"]
         assert cells.total() == 8
-        for name in ("num_lookup_tokens", "num_hit_tokens", "num_evictions"):
-            assert pool[name] == getattr(described.counters, name)
+        for name in ("lookup_tokens", "hit_tokens", "evictions"):
+            assert pool[f"num_{name}"] == total_of(counters, f"{name}_total")
         for sequence in shown["sequences"]:
             state = await session.describe_sequence(int(sequence["id"]))
             for name in ("num_tokens", "num_cached_tokens", "num_blocks"):

@@ -28,9 +28,9 @@ from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
 from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2, pool_pb2_grpc
 from tests.helpers.data.data_server import config_of
-from tests.helpers.sdk_peers import interceptor
+from tests.helpers.sdk_peers import add_services, interceptor
 
 NAME = "localhost"
 ENGINE = f"https://{NAME}:1=pool"
@@ -240,14 +240,14 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
         engine_client(RouterConfig(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
 
 
-class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer):
+class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer, pool_pb2_grpc.PoolServiceServicer):
     """Tells the tenant that it takes the caller for, and ends each registration."""
 
     def __init__(self) -> None:
         self.registered: list[str] = []
 
-    async def ListPools(self, request: Any, context: Any) -> pb.ListPoolsResponse:
-        return pb.ListPoolsResponse(pool_ids=[caller().tenant])
+    async def ListPools(self, request: Any, context: Any) -> pool_pb2.ListPoolsResponse:
+        return pool_pb2.ListPoolsResponse(pool_ids=[caller().tenant])
 
     async def Register(self, requests: Any, context: Any) -> AsyncIterator[pb.RegisterResponse]:
         await anext(aiter(requests))
@@ -264,7 +264,7 @@ async def who_am_i(authority: Authority, files: Files) -> AsyncIterator[tuple[st
         "127.0.0.1:0", tls=server_tls, max_message_bytes=1 << 20, interceptors=[interceptor()]
     )
     plane = WhoAmI()
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server.grpc_server)
+    add_services(plane, server.grpc_server)
     await server.start(["kvplane.v1.ControlPlaneService"])
     yield server.address, plane
     await server.stop(0)

@@ -21,9 +21,8 @@ from kvplane.serving import server as serving
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.error_codec import from_wire, to_wire
 from kvplane.wire.error_messages import REQUEST_ID
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
-from tests.helpers.sdk_peers import ScriptedControlPlane, interceptor
+from kvplane.wire.v1 import pool_pb2
+from tests.helpers.sdk_peers import ScriptedControlPlane, add_services, interceptor
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ async def plane() -> ScriptedControlPlane:
 async def client(plane: ScriptedControlPlane) -> AsyncIterator[ControlClient]:
     interceptors = [interceptor()]
     server = serving.build("127.0.0.1:0", max_message_bytes=1 << 20, interceptors=interceptors)
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server.grpc_server)
+    add_services(plane, server.grpc_server)
     await server.start([])
     async with ControlClient(server.address, timeout_s=5) as client:
         yield client
@@ -54,7 +53,7 @@ async def test_an_error_comes_back_as_it_was_raised(
 
     plane.script = script
     with pytest.raises(cls) as caught:
-        await client.describe_pool("p")
+        await client.get_pool("p")
     assert type(caught.value) is cls
     assert caught.value.message == raised.message
     assert caught.value.field == raised.field
@@ -70,7 +69,7 @@ async def test_a_bug_in_the_server_is_internal_and_tells_nothing_but_where_to_lo
 
     plane.script = script
     with pytest.raises(InternalError) as caught:
-        await client.describe_pool("p")
+        await client.get_pool("p")
     assert "secret" not in str(caught.value)
     assert str(caught.value).endswith(f"has more of request {caught.value.request_id}")
     assert f"request_id={caught.value.request_id} " in caplog.text
@@ -88,7 +87,7 @@ async def test_a_refused_call_is_named_in_the_answer_and_in_the_log(
     ids = []
     for _ in range(2):
         with pytest.raises(PoolNotFoundError) as caught:
-            await client.describe_pool("p")
+            await client.get_pool("p")
         ids.append(caught.value.request_id)
     assert re.fullmatch(r"[0-9a-f]{16}", ids[0])
     assert ids[0] != ids[1]
@@ -104,7 +103,7 @@ async def test_the_text_of_a_status_begins_with_the_field(
 
     plane.script = script
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await client._stub.DescribePool(pb.DescribePoolRequest())
+        await client._pools.GetPool(pool_pb2.GetPoolRequest())
     assert caught.value.details() == "pool_id: not here"
 
 
@@ -116,9 +115,8 @@ async def test_a_caller_may_name_its_call(
         raise PoolNotFoundError("not here", field="pool_id")
 
     plane.script = script
-    describe = client._stub.DescribePool
     with pytest.raises(PoolNotFoundError) as caught, typed_errors():
-        await describe(pb.DescribePoolRequest(), metadata=(("x-request-id", given),))
+        await client._pools.GetPool(pool_pb2.GetPoolRequest(), metadata=(("x-request-id", given),))
     assert (caught.value.request_id == given) is is_taken
 
 
@@ -135,4 +133,4 @@ def test_an_error_in_a_stream_names_the_call_that_it_answers() -> None:
 async def test_an_error_of_the_network_has_a_place_in_the_tree_too() -> None:
     async with ControlClient("127.0.0.1:1", timeout_s=0.2) as client:
         with pytest.raises((UnavailableError, DeadlineExceededError)):
-            await client.describe_pool("p")
+            await client.get_pool("p")

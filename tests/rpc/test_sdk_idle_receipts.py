@@ -69,8 +69,8 @@ async def test_what_an_idle_engine_wrote_is_found_by_others_without_a_step(
     ):
         prompt = list(range(1, 21))
         session.add_receipt(shard.receipt((await session.run(ops.admit(1, prompt))).plan))
-        pool = control_server.core.describe_pool
-        await until(lambda: pool("pool").counters.num_publications == 2)
+        observe = control_server.core.observe_pool
+        await until(lambda: observe("pool").counters.num_publications == 2)
         assert (await session.lookup_prefix(prompt)).num_cached_tokens == 16
 
 

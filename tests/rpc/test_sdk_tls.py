@@ -13,8 +13,7 @@ from kvplane import ControlClient, TlsOptions
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc
 from tests.helpers.sdk_peers import interceptor
 
 TLS = Path(__file__).parent / "tls"
@@ -27,18 +26,18 @@ TENANT_A = TlsOptions(
 )
 
 
-class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer):
+class WhoAmI(pool_pb2_grpc.PoolServiceServicer):
     """Answers with the tenant that it takes the caller for."""
 
-    async def ListPools(self, request: Any, context: Any) -> pb.ListPoolsResponse:
-        return pb.ListPoolsResponse(pool_ids=[caller().tenant])
+    async def ListPools(self, request: Any, context: Any) -> pool_pb2.ListPoolsResponse:
+        return pool_pb2.ListPoolsResponse(pool_ids=[caller().tenant])
 
 
 async def serve(tls: serving.ServerTls) -> serving.Server:
     server = serving.build(
         "127.0.0.1:0", tls=tls, max_message_bytes=1 << 20, interceptors=[interceptor()]
     )
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(WhoAmI(), server.grpc_server)
+    pool_pb2_grpc.add_PoolServiceServicer_to_server(WhoAmI(), server.grpc_server)
     await server.start([])
     return server
 

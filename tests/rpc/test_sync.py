@@ -65,7 +65,7 @@ def decode(planes: Planes) -> list[str]:
             again.close()
             seen.append(f"sessions {len(control.list_sessions(POOL))}")
         with pytest.raises(PoolNotFoundError):
-            control.describe_pool("nothing")
+            control.get_pool("nothing")
     return seen
 
 

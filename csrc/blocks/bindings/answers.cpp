@@ -28,20 +28,20 @@ void write_message(Fields& fields, uint32_t field, const Write& write) {
   write(fields);
 }
 
-// A PoolUsage.
+// The field `usage` of a StepResult: a TierUsage for each tier of each group.
 template <typename Fields>
 void write_usage(Fields& fields, Groups groups) {
   for (int64_t g = 0; g < groups.size; ++g)
     for (const Tier tier : {kDevice, kHost})
-      write_message(fields, 1, [&](auto& usage) {
+      write_message(fields, 3, [&](auto& usage) {
         const auto num_in = [&](State state) { return groups[g]->num_in(tier, state); };
-        usage.varint(1, tier);
-        usage.varint(2, groups[g]->num_blocks(tier));
-        usage.varint(3, num_in(State::kFree));
-        usage.varint(4, num_in(State::kCached));
-        usage.varint(5, num_in(State::kHeld) + num_in(State::kPinned));
-        usage.varint(6, num_in(State::kRetired));
-        usage.varint(8, g);
+        usage.varint(1, g);
+        usage.varint(2, tier);
+        usage.varint(3, groups[g]->num_blocks(tier));
+        usage.varint(4, num_in(State::kFree));
+        usage.varint(5, num_in(State::kCached));
+        usage.varint(6, num_in(State::kHeld) + num_in(State::kPinned));
+        usage.varint(7, num_in(State::kRetired));
       });
 }
 
@@ -55,7 +55,7 @@ void write_step(Fields& fields, const StepAnswer& answer, Groups groups) {
       plan.bytes(2, answer.payload);
       plan.bytes(3, answer.signature);
     });
-  write_message(fields, 3, [&](auto& usage) { write_usage(usage, groups); });
+  write_usage(fields, groups);
   fields.varint(4, answer.revision);
   fields.bytes(5, answer.news);
 }

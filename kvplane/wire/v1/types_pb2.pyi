@@ -152,6 +152,24 @@ class ShardInfo(_message.Message):
     has_file_tier: bool
     def __init__(self, shard: _Optional[_Union[Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ..., has_file_tier: bool = ...) -> None: ...
 
+class TierUsage(_message.Message):
+    __slots__ = ("group", "tier", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_retired_blocks")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETIRED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    tier: Tier
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_held_blocks: int
+    num_retired_blocks: int
+    def __init__(self, group: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_retired_blocks: _Optional[int] = ...) -> None: ...
+
 class BlockRef(_message.Message):
     __slots__ = ("tier", "index", "generation")
     TIER_FIELD_NUMBER: _ClassVar[int]

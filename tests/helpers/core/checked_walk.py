@@ -362,4 +362,5 @@ def everything(core: ControlPlane) -> tuple[Any, ...]:
             )
         )
     line = [(e.session.id, e.sequence, e.num_needed, e.ticket) for e in entries.values()]
-    return (core.describe_pool(POOL).SerializeToString(), line, sessions)
+    pool = (core.get_pool(POOL).SerializeToString(), str(core._pools[POOL].counters()))
+    return (pool, line, sessions)

@@ -11,6 +11,7 @@ from kvplane_blocks import chained_hash, root_hash
 
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
+from control_plane.observing import PoolObservation
 from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
@@ -19,6 +20,7 @@ from kvplane.results import SequenceState, error_of, news_of, sequence_states
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_beliefs import ModelSequence, believe, believe_grants
 from tests.helpers.core.core_data_plane import DataPlane
@@ -112,12 +114,15 @@ class World:
         """Return a new engine with an open session."""
         return Engine(self, tenant, namespace)
 
-    def pool(self) -> cpb.DescribePoolResponse:
-        return self.core.describe_pool(POOL)
+    def pool(self) -> pool_pb2.GetPoolResponse:
+        return self.core.get_pool(POOL)
+
+    def observed(self) -> PoolObservation:
+        return self.core.observe_pool(POOL)
 
     def usage(self, tier: int = DEVICE) -> dict[str, int]:
         """Return the blocks of a tier by state."""
-        (usage,) = (usage for usage in self.pool().usage.tiers if usage.tier == tier)
+        (usage,) = (usage for usage in self.pool().usage if usage.tier == tier)
         return {
             "free": usage.num_free_blocks,
             "cached": usage.num_cached_blocks,
@@ -215,7 +220,9 @@ class Engine:
             self.world.core.describe_sequence(self._about(i), self.tenant) for i in self.sequences
         ]
         session = self.world.core._sessions[self.id]
-        return (self.world.pool(), states, sorted(session.plans), session.resync_due)
+        seen = self.world.observed()
+        counts = seen.counters, seen.num_sessions, seen.num_sequences
+        return (self.world.pool(), counts, states, sorted(session.plans), session.resync_due)
 
     def step(
         self,

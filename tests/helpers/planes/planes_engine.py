@@ -223,12 +223,14 @@ class Engine:
     def everything(self) -> tuple[Any, ...]:
         """Return all state that requests of the session could change."""
         core = self.control.core
-        pool = core.describe_pool(POOL).SerializeToString(deterministic=True)
+        pool = core.get_pool(POOL).SerializeToString(deterministic=True)
+        seen = core.observe_pool(POOL)
+        counts = seen.counters, seen.num_sessions, seen.num_sequences
         session = core._sessions.get(self.id)
         if session is None:
-            return (pool,)
+            return (pool, counts)
         states = queries.states(session).SerializeToString(deterministic=True)
-        return (pool, states, sorted(session.plans), session.resync_due)
+        return (pool, counts, states, sorted(session.plans), session.resync_due)
 
     def _states(self, ids: list[int]) -> list[Any]:
         core = self.control.core

@@ -385,7 +385,7 @@ class PlanesMachine(LateDuplicates):
         world.check()
 
     def check_all_is_free(self, control: ControlProcess) -> None:
-        for usage in control.core.describe_pool(POOL).usage.tiers:
+        for usage in control.core.get_pool(POOL).usage:
             num_idle = usage.num_free_blocks + usage.num_cached_blocks
             assert num_idle == usage.num_blocks, usage
 

@@ -442,7 +442,7 @@ class World:
 
     def _check_all_is_held(self, control: ControlProcess) -> None:
         """Check that each KV head of each layer is held by one shard."""
-        infos = control.core.describe_pool(POOL).shards
+        infos = control.core.get_pool(POOL).shards
         held = Counter(cell for info in infos for cell in cells(info.shard))
         wanted = itertools.product(range(NUM_LAYERS), range(NUM_HEADS))
         assert held == Counter(wanted), "a pool is ready without all of its parts"

@@ -27,6 +27,7 @@ def stub_of(channel: grpc.aio.Channel | grpc.Channel) -> Stub:
     stubs: list[Any] = [
         control_pb2_grpc.ControlPlaneServiceStub(channel),
         pool_pb2_grpc.ServerServiceStub(channel),
+        pool_pb2_grpc.PoolServiceStub(channel),
     ]
     return SimpleNamespace(**{name: call for stub in stubs for name, call in vars(stub).items()})
 

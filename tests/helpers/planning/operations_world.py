@@ -40,7 +40,7 @@ class State:
     and by namespace what is cached and how it is retained.
     """
 
-    usage: pb.PoolUsage
+    usage: list[tpb.TierUsage]
     num_sequences: int
     sequences: tuple[tuple[int, SequenceState, tuple[Block, ...]], ...]
     cached: dict[str, CachedPrefixes]
@@ -93,7 +93,7 @@ class World:
 
     async def usage(self, tier: int = DEVICE, group: int = 0) -> dict[str, int]:
         """Return the blocks of a layer group's tier by state."""
-        tiers = (await self.client.describe_pool(POOL)).usage.tiers
+        tiers = (await self.client.get_pool(POOL)).usage
         (usage,) = (usage for usage in tiers if (usage.tier, usage.group) == (tier, group))
         return {
             "free": usage.num_free_blocks,
@@ -102,11 +102,11 @@ class World:
             "retired": usage.num_retired_blocks,
         }
 
-    async def counters(self) -> pb.PoolCounters:
-        return (await self.client.describe_pool(POOL)).counters
+    async def counters(self) -> dict[str, int]:
+        return await self.client.get_counters(POOL)
 
     async def state(self) -> State:
-        pool = await self.client.describe_pool(POOL)
+        pool = await self.client.get_pool(POOL)
         sequences = []
         for number, caller in enumerate(self.callers):
             for sequence_id in range(1, MAX_ID + 1):
@@ -120,7 +120,9 @@ class World:
             namespace: await cached_prefixes(self.stub, POOL, session)
             for namespace, session in sessions.items()
         }
-        return State(pool.usage, pool.num_sequences, tuple(sequences), cached)
+        counters = await self.counters()
+        num_live = sum(counters[f'sequences{{state="{tier}"}}'] for tier in ("device", "host"))
+        return State([*pool.usage], num_live, tuple(sequences), cached)
 
 
 class Caller:

@@ -71,6 +71,8 @@ class PlanningRig:
             self.pool,
             ordinal=session_id,
             tenant=tenant,
+            client_name="test",
+            namespace="",
             root=root_of(LAYOUT.fingerprint, tenant, ""),
             num_answers=3,
         )
@@ -180,7 +182,7 @@ class PlanningRig:
 
     def usage(self, tier: tpb.Tier = DEVICE) -> dict[str, int]:
         """Return the blocks of a tier by state."""
-        (usage,) = (usage for usage in self.pool.usage().tiers if usage.tier == tier)
+        (usage,) = (usage for usage in self.pool.usage() if usage.tier == tier)
         return {
             "free": usage.num_free_blocks,
             "cached": usage.num_cached_blocks,

@@ -51,8 +51,8 @@ async def test_what_would_be_evicted_moves_to_the_host_tier_and_is_found_there(s
     assert list(plan_of(again).transfers.source_tiers).count(HOST) == 4
     assert {tier for tier, _, _ in await caller.table(2)} == {DEVICE}
     counters = await world.counters()
-    assert counters.num_host_hit_tokens == 32
-    assert counters.num_demoted_blocks >= 4
+    assert counters['hit_tokens_total{tier="host"}'] == 32
+    assert counters["demoted_blocks_total"] >= 4
 
 
 async def test_sequences_come_before_cached_prefixes_in_the_host_tier(start_world) -> None:

@@ -69,8 +69,8 @@ async def lose_the_answer(
 
 
 def fingerprint(control_server: ControlPlaneServer) -> object:
-    pool = control_server.core.describe_pool(POOL)
-    return pool.num_sequences, pool.usage
+    core = control_server.core
+    return core.observe_pool(POOL).num_sequences, core.get_pool(POOL).usage
 
 
 async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready(
@@ -232,14 +232,19 @@ async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
     shard.hang_up()
 
 
+async def num_open(client: ControlClient) -> tuple[int, int]:
+    """Sessions, and their sequences in the device tier."""
+    counters = await client.get_counters(POOL)
+    return counters["sessions"], counters['sequences{state="device"}']
+
+
 async def test_a_closed_session_gives_its_blocks_back(
     client: ControlClient, shard: RawShard
 ) -> None:
     async with await client.open_session(POOL, LAYOUT) as session:
         await session.run(ops.admit(1, [1] * 20))
-        assert (await client.describe_pool(POOL)).num_sequences == 1
-    pool = await client.describe_pool(POOL)
-    assert (pool.num_sessions, pool.num_sequences) == (0, 0)
+        assert await num_open(client) == (1, 1)
+    assert await num_open(client) == (0, 0)
     await session.close()
 
 

@@ -52,24 +52,22 @@ async def test_it_says_who_it_is_and_which_pools_have_registered(
     info = await stub.GetServerInfo(pool_pb2.GetServerInfoRequest())
     assert info.incarnation == control_server.core.incarnation > 0
     assert info == pool_pb2.GetServerInfoResponse(version=release(), incarnation=info.incarnation)
-    assert list((await stub.ListPools(pb.ListPoolsRequest())).pool_ids) == []
+    assert list((await stub.ListPools(pool_pb2.ListPoolsRequest())).pool_ids) == []
     shards = [RawShard(stub, pool_id=name) for name in ("b", "a")]
     for shard in shards:
         await shard.register()
-    assert list((await stub.ListPools(pb.ListPoolsRequest())).pool_ids) == ["a", "b"]
+    assert list((await stub.ListPools(pool_pb2.ListPoolsRequest())).pool_ids) == ["a", "b"]
     for shard in shards:
         shard.hang_up()
 
 
 async def test_it_describes_a_pool(stub: Stub, session: RawSession, shard: RawShard) -> None:
     await session.admit(1, PROMPT)
-    pool = await stub.DescribePool(pb.DescribePoolRequest(pool_id="pool"))
+    pool = await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))
     assert pool.layout == LAYOUT.to_proto()
     assert pool.ready
-    assert (pool.num_sessions, pool.num_sequences) == (1, 1)
-    assert [tier.num_blocks for tier in pool.usage.tiers] == [16, 8]
-    assert pool.usage.tiers[0].num_held_blocks == 3
-    assert pool.counters.num_lookup_tokens > 0
+    assert [tier.num_blocks for tier in pool.usage] == [16, 8]
+    assert pool.usage[0].num_held_blocks == 3
     [info] = pool.shards
     assert (info.epoch, info.address, info.connected) == (11, "127.0.0.1:1", True)
     assert info.shard == shard.hello.shard
@@ -78,9 +76,9 @@ async def test_it_describes_a_pool(stub: Stub, session: RawSession, shard: RawSh
 async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) -> None:
     opening = pb.OpenSessionRequest(pool_id="x", layout=LAYOUT.to_proto())
     find = pb.FindPrefixRequest(token_ids=bytes(4), pool_ids=["pool", "x"])
-    await refused(stub.DescribePool(pb.DescribePoolRequest(pool_id="x")), *NO_POOL, "pool_id")
-    await refused(stub.DescribePool(pb.DescribePoolRequest()), *INVALID, "pool_id")
-    await refused(stub.ListSessions(pb.ListSessionsRequest(pool_id="x")), *NO_POOL, "pool_id")
+    await refused(stub.GetPool(pool_pb2.GetPoolRequest(pool_id="x")), *NO_POOL, "pool_id")
+    await refused(stub.GetPool(pool_pb2.GetPoolRequest()), *INVALID, "pool_id")
+    await refused(stub.ListSessions(pool_pb2.ListSessionsRequest(pool_id="x")), *NO_POOL, "pool_id")
     await refused(stub.Watch(pb.WatchRequest(pool_id="x")).read(), *NO_POOL, "pool_id")
     await refused(stub.OpenSession(opening), *NO_POOL, "pool_id")
     await refused(stub.FindPrefix(find), *NO_POOL, "pool_ids[1]")
@@ -88,7 +86,7 @@ async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) 
 
 async def test_an_error_carries_reason_domain_and_field_in_its_details(stub: Stub) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await stub.DescribePool(pb.DescribePoolRequest())
+        await stub.GetPool(pool_pb2.GetPoolRequest())
     status = rpc_status.from_call(failure.value)  # type: ignore[arg-type]
     assert status is not None
     info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()

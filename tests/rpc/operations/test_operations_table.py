@@ -468,6 +468,6 @@ async def test_a_sequence_that_a_step_computes_is_busy_for_the_rest_of_it(caller
     result = await caller.step(ops.admit(1, PROMPT), operation)
     (failure,) = result.results[1].failures
     assert type(error_of(failure)) is kind
-    (pool,) = [await caller.world.client.describe_pool("pool")]
-    assert pool.num_sequences == 1
+    counters = await caller.world.counters()
+    assert counters['sequences{state="device"}'] == 1
     assert (await caller.session.describe_sequence(1)).num_tokens == 20

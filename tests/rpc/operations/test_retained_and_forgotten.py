@@ -98,7 +98,7 @@ async def test_a_prefix_is_forgotten_with_all_that_follows_it(world, caller) -> 
     assert await caller.num_cached(prompt(3)) == 0
     assert await caller.num_cached(prompt(2, seed=2)) == 16
     assert (await world.usage())["free"] == 14
-    assert (await world.counters()).num_forgotten_blocks == 5
+    assert (await world.counters())["forgotten_blocks_total"] == 5
 
 
 async def test_what_sequences_read_is_forgotten_only_by_force(world, caller) -> None:

@@ -17,10 +17,10 @@ from tests.helpers.planning.operations_world import BLOCK, prompt
 async def test_a_tenant_has_only_so_many_sessions(start_world) -> None:
     world = await start_world(max_tenant_sessions=2)
     first, _ = [await world.caller() for _ in range(2)]
-    before = await world.client.describe_pool("pool")
+    before = await world.counters()
     with pytest.raises(QuotaExceededError):
         await world.caller()
-    assert await world.client.describe_pool("pool") == before
+    assert await world.counters() == before
     await first.session.close()
     world.callers.remove(first)
     async with asyncio.timeout(10):  # until the data plane has fenced it, it counts

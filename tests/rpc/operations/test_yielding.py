@@ -8,7 +8,7 @@ import pytest
 
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
-from kvplane.results import SessionNews
+from kvplane.results import SessionNews, total_of
 from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, Caller, StoppedClock, World, prompt
 
@@ -73,7 +73,7 @@ async def test_growth_that_is_blocked_cuts_who_is_asked_and_does_not_yield(
     assert dict((await told(junior)).cut) == dict.fromkeys((1, 2), pb.CUT_REASON_GROWTH)
     await senior.do(growth)
     assert (await senior.table(1))[-1][:2] == table[-1][:2], "the block that held no prefix"
-    assert (await world.counters()).num_cut_sequences == 2
+    assert total_of(await world.counters(), "cut_sequences_total") == 2
     third = await world.caller()
     assert await third.num_cached(prompt(3, seed=1)) == 3 * BLOCK
     await senior.do(ops.free(1))
@@ -113,7 +113,7 @@ async def test_who_is_asked_and_frees_enough_loses_nothing(world, clock, senior,
     await senior.do(growth)
     assert await hears_nothing(junior)
     assert len(await junior.table(1)) == 2
-    assert (await world.counters()).num_cut_sequences == 0
+    assert total_of(await world.counters(), "cut_sequences_total") == 0
 
 
 async def test_a_sequence_that_was_cut_is_answered_as_revoked_until_it_is_freed(

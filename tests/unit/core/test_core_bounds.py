@@ -35,10 +35,10 @@ def test_pools_are_bounded_until_one_without_data_planes_is_forgotten() -> None:
     for _ in range(2):
         world.clock.now += 60
         world.core.tick()
-    assert world.core.list_pools() == ["other", POOL], "it was seen without them 60 s ago"
+    assert world.core.pool_ids() == ["other", POOL], "it was seen without them 60 s ago"
     world.clock.now += 60
     world.core.tick()
-    assert world.core.list_pools() == [POOL], "a pool with a data plane is kept"
+    assert world.core.pool_ids() == [POOL], "a pool with a data plane is kept"
     world.core.register(hello(world, "third"))
 
 
@@ -51,7 +51,7 @@ def test_a_pool_whose_data_plane_came_back_is_not_forgotten() -> None:
         world.shards[0].join()
         world.core.tick()
         world.clock.now += 90
-    assert world.core.list_pools() == [POOL]
+    assert world.core.pool_ids() == [POOL]
 
 
 def test_namespaces_of_a_tenant_are_bounded_while_they_hold_something() -> None:
@@ -104,7 +104,7 @@ def test_blocks_are_bounded_over_all_pools() -> None:
     with pytest.raises(QuotaExceededError) as refused:
         world.core.register(other)
     assert refused.value.field == "hello.num_device_blocks"
-    assert world.core.list_pools() == [POOL]
+    assert world.core.pool_ids() == [POOL]
     other.num_device_blocks = 4
     world.core.register(other)
     other.epoch += 1

@@ -21,7 +21,7 @@ def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> Non
     engine.run_all()
     tokens = pack(engine.sequences[1].truth[10:])
     engine.submit(engine.receipts, deferred=ops.deferred_tokens([1], [1], [10], [6], tokens))
-    assert world.pool().counters.num_publications == 2
+    assert world.observed().counters.num_publications == 2
     world.core.check_integrity()
     assert engine.table(2) == engine.table(1)
     engine.sequences[1].num_known = 16

@@ -45,7 +45,7 @@ def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:
     with pytest.raises(PoolNotReadyError):
         world.engine()
     with pytest.raises(PoolNotFoundError):
-        core.describe_pool("other")
+        core.get_pool("other")
 
 
 def test_a_pool_has_as_many_blocks_as_its_smallest_shard() -> None:

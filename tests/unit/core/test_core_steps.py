@@ -265,7 +265,7 @@ def test_forks_share_blocks_until_one_writes() -> None:
     engine.settle()
     tails = {engine.table(i)[1] for i in (1, 2, 3)}
     assert len(tails) == 3
-    assert world.pool().counters.num_copies_on_write >= 2
+    assert world.observed().counters.num_copies_on_write >= 2
     engine.append(2, 60)
     engine.check()
 
@@ -304,7 +304,7 @@ def test_tails_of_prefixes_are_evicted_before_their_heads() -> None:
     engine.send(ops.free([1]))
     engine.settle()
     engine.admit(2, range(50, 74))
-    assert world.pool().counters.num_evictions == 1
+    assert world.observed().counters.num_evictions == 1
     assert engine.lookup(range(33)) == 24
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from control_plane.observing import PoolObservation
 from control_plane.pools.statistics import PoolStatistics
 from kvplane import ops
-from tests.helpers.core.core_messages import BLOCK
+from tests.helpers.core.core_messages import BLOCK, POOL
 from tests.helpers.core.core_model import Engine, World
 
 
@@ -14,8 +14,7 @@ def prompt(num_blocks: int, seed: int = 0) -> list[int]:
 
 
 def told(world: World) -> PoolObservation:
-    (observation,) = world.core.observe_pools()
-    return observation
+    return world.core.observe_pool(POOL)
 
 
 def counted(world: World) -> PoolStatistics:

@@ -65,7 +65,7 @@ def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
     result = other.step()
     (granted,) = news_of(result.news).granted
     assert (granted.sequence_id, granted.num_cached_tokens, granted.num_blocks) == (5, 0, 3)
-    assert world.pool().counters.num_granted_admissions == 1
+    assert world.observed().statistics.num_granted_admissions == 1
     result = other.step(ops.append(5, [], 24, first_positions=0))
     assert not only(result).failures
     assert other.queue[-1].plan.changes.sequence_ids, "its table"
@@ -184,7 +184,7 @@ def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut()
     result = one.step(ops.append(1, [], 1, first_positions=56))
     assert type(error_in(only(result))) is SequenceRevokedError
     assert status_of(only(result)) == FAILED
-    assert world.pool().counters.num_cut_sequences == 2
+    assert world.observed().statistics.cut_sequences.total() == 2
     one.run_all()
     one.settle()
     assert one.lookup(prompt(7)) == 40, "what it wrote is found, but for what the other needed"

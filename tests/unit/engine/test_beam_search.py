@@ -90,7 +90,7 @@ def test_beams_share_the_prompt_and_copy_what_they_write(folder: Path) -> None:
     request_id = engine.add(prompt_of(60, 1), max_tokens=12, num_beams=8, n=8)
     engine.run()
     # Eight beams of 71 tokens would need 72 blocks of their own.
-    assert engine.planes.pool().counters.max_held_blocks <= 24
+    assert engine.planes.observed().counters.max_held_blocks <= 24
     assert engine.core.stats.num_preemptions == 0
     assert engine.scheduler.counts.num_forks > 7
     assert len(engine.tokens(request_id)) == 8

@@ -143,7 +143,7 @@ def test_what_was_cut_is_computed_again(folder: Path, reference: Reference) -> N
     second = other.add(short, max_tokens=8)
     other.core.step()
     pass_time(one, 13.0, other)
-    assert one.planes.pool().counters.num_cut_sequences == 1
+    assert one.planes.observed().statistics.cut_sequences.total() == 1
     one.core.step()
     one.core.settle()
     finish(other)
@@ -169,7 +169,7 @@ def test_what_would_be_cut_is_swapped_out(folder: Path, reference: Reference) ->
     assert one.core.stats.num_swap_preemptions == 1
     finish(other)
     finish(one)
-    assert one.planes.pool().counters.num_cut_sequences == 0
+    assert one.planes.observed().statistics.cut_sequences.total() == 0
     assert one.tokens(first) == [reference.greedy(long, 20)]
     assert other.tokens(second) == [reference.greedy(short, 8)]
     one.check_quiet()

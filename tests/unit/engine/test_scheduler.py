@@ -169,7 +169,7 @@ def test_who_came_last_is_swapped_out_when_blocks_run_short(
     engine.run()
     for request_id, prompt in zip(ids, prompts, strict=True):
         assert engine.tokens(request_id) == [reference.greedy(prompt, 34)]
-    counters = engine.planes.pool().counters
+    counters = engine.planes.observed().counters
     assert counters.num_swapped_out_blocks > 0
     assert counters.num_swapped_in_blocks > 0
     assert engine.core.stats.num_swap_preemptions > 0
@@ -248,7 +248,7 @@ def test_continuations_share_the_prompt_and_copy_what_they_write(folder: Path) -
     engine.run()
     forks = [o.fork for step in engine.link.steps for o in step if o.HasField("fork")]
     assert [columns.count(columns.INT64, fork.sequence_ids) for fork in forks] == [3]
-    assert engine.planes.pool().counters.num_copies_on_write >= 3
+    assert engine.planes.observed().counters.num_copies_on_write >= 3
     tokens = engine.tokens(together)
     assert len({tuple(each) for each in tokens}) == 4
     engine.check_quiet()

@@ -21,7 +21,7 @@ HOST = tpb.TIER_HOST
 def held(world: World, group: int) -> int:
     return sum(
         usage.num_held_blocks
-        for usage in world.core.describe_pool("pool").usage.tiers
+        for usage in world.core.get_pool("pool").usage
         if usage.group == group and usage.tier == tpb.TIER_DEVICE
     )
 

@@ -70,7 +70,7 @@ def test_an_answer_is_encoded_as_its_message_would_be() -> None:
             if plan is not None:
                 whole.plan.type = signing.PLAN
                 whole.plan.payload, whole.plan.signature = plan
-            whole.usage.CopyFrom(rig.pool.usage())
+            whole.usage.extend(rig.pool.usage())
             whole.revision = rig.pool.revision()
             if told is not None:
                 whole.news.CopyFrom(told)

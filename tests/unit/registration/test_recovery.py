@@ -253,7 +253,7 @@ def test_of_two_blocks_that_claim_one_prefix_one_is_restored_and_no_child_of_the
     second = chain(A, [(4, 1), (5, 1), (6, 1)])
     pools = built_from(report(dict.fromkeys(range(1, 7), 1), *first, *second))
     assert pools.cached(A) in ([1, 2, 3], [4, 5, 6])
-    assert pools.pool.usage().tiers[0].num_cached_blocks == 3
+    assert pools.pool.usage()[0].num_cached_blocks == 3
 
 
 def test_restored_prefixes_are_evicted_children_first() -> None:

@@ -87,9 +87,9 @@ async def test_a_delayed_message_of_a_superseded_stream_changes_nothing(
     for _ in range(5):
         await asyncio.sleep(0)
     assert not core._pools["pool"].shards.is_fencing
-    assert core.describe_pool("pool").ready
+    assert core.get_pool("pool").ready
     await new.answers.aclose()
-    assert not core.describe_pool("pool").ready
+    assert not core.get_pool("pool").ready
 
 
 async def test_the_end_of_a_superseded_stream_does_not_disconnect_the_new_one(
@@ -101,7 +101,7 @@ async def test_the_end_of_a_superseded_stream_does_not_disconnect_the_new_one(
     await new.hear()
     with pytest.raises(CancelledError):
         await old.hear()
-    assert core.describe_pool("pool").ready
+    assert core.get_pool("pool").ready
     await new.answers.aclose()
 
 
@@ -111,7 +111,7 @@ async def test_what_a_stream_may_not_say_ends_it(core: ControlPlane, registrar: 
     with pytest.raises(InvalidRequestError) as refusal:
         await stream.hear()
     assert refusal.value.field == "report"
-    assert not core.describe_pool("pool").ready
+    assert not core.get_pool("pool").ready
 
 
 async def test_publications_of_steps_that_follow_each_other_go_together(
@@ -145,10 +145,10 @@ async def test_a_data_plane_that_does_not_read_is_cut_and_hears_what_it_missed(
     for session in opened[:4]:
         core.close_session(session, "default")
         registrar.flush()
-    assert core.describe_pool("pool").ready, "the first one, and three more, may wait"
+    assert core.get_pool("pool").ready, "the first one, and three more, may wait"
     core.close_session(opened[4], "default")
     registrar.flush()
-    assert not core.describe_pool("pool").ready, "it counts as gone at once"
+    assert not core.get_pool("pool").ready, "it counts as gone at once"
     with pytest.raises(QuotaExceededError):
         await slow.hear()
     again = Stream(registrar)
@@ -158,7 +158,7 @@ async def test_a_data_plane_that_does_not_read_is_cut_and_hears_what_it_missed(
     registrar.flush()
     fenced = [(await again.hear()).fence.session.session_id for _ in range(6)]
     assert fenced == [session.session_id for session in opened]
-    assert core.describe_pool("pool").ready
+    assert core.get_pool("pool").ready
     await again.answers.aclose()
 
 
@@ -177,7 +177,7 @@ async def test_a_stream_that_waits_for_its_peer_for_ever_is_ended(
 
     carrying = asyncio.create_task(serve())
     async with asyncio.timeout(5):
-        while not core.list_pools():
+        while not core.pool_ids():
             await asyncio.sleep(0.01)
         registrar.stop()
         with pytest.raises(asyncio.CancelledError):

@@ -87,7 +87,7 @@ class World:
             self.core.tick()
 
     def observe(self) -> PoolObservation:
-        return self.core.observe_pools()[0]
+        return self.core.observe_pool("pool")
 
     def ended(self) -> int:
         return self.observe().statistics.reclaimed_blocks["receipt"]
@@ -124,7 +124,7 @@ def test_a_missing_receipt_ends_its_session_alone() -> None:
         world.deliver(index)
     world.wait(3 * TIMEOUT_S)  # the other's plan has no receipt at all: nobody is late
     world.step(other, 2)
-    assert world.core.describe_pool("pool").ready
+    assert world.core.get_pool("pool").ready
     world.core.check_integrity()
 
 
@@ -148,11 +148,11 @@ def test_a_shard_that_does_not_fence_such_a_session_either_ends_all() -> None:
     world.deliver(0)
     world.wait(TIMEOUT_S - 2)
     world.core.renew_session(other, TENANT)
-    assert world.core.describe_pool("pool").ready
+    assert world.core.get_pool("pool").ready
     world.wait(3)
     with pytest.raises(MissingReceiptError):
         world.step(other, 2)
-    assert not world.core.describe_pool("pool").ready
+    assert not world.core.get_pool("pool").ready
     world.deliver(0)
     with pytest.raises(PoolNotReadyError, match="shards 1 have not stopped"):
         world.open()
@@ -167,7 +167,7 @@ def test_a_shard_that_comes_to_after_all_is_used_again() -> None:
     plan = world.step(session := world.open(), 1)
     world.step(session, 2, world.receipt(plan, 0))
     world.wait(3 * TIMEOUT_S)
-    assert not world.core.describe_pool("pool").ready
+    assert not world.core.get_pool("pool").ready
     for index in (0, 1):
         world.deliver(index)
     world.open()

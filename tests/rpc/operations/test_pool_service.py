@@ -1,0 +1,150 @@
+"""The service about pools: lists in pages, counters by the names of the metrics, sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from control_plane import pages
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ControlClient
+from kvplane.errors import InvalidRequestError
+from kvplane.results import sequence_states, total_of
+from kvplane.transport.connection import typed_errors
+from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2
+from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
+
+LISTS: dict[str, Any] = {
+    "ListPools": pool_pb2.ListPoolsRequest(),
+    "ListSessions": pool_pb2.ListSessionsRequest(pool_id="pool"),
+}
+
+
+async def registered(stub: Stub, *pool_ids: str) -> list[RawShard]:
+    shards = [RawShard(stub, pool_id=pool_id) for pool_id in pool_ids]
+    for shard in shards:
+        await shard.register()
+    return shards
+
+
+async def test_pages_show_each_pool_once_although_some_come(stub: Stub) -> None:
+    shards = await registered(stub, "e", "a", "c")
+    first = await stub.ListPools(pool_pb2.ListPoolsRequest(page_size=2))
+    shards += await registered(stub, "b", "d")
+    request = pool_pb2.ListPoolsRequest(page_size=2, page_token=first.next_page_token)
+    second = await stub.ListPools(request)
+    assert [list(page.pool_ids) for page in (first, second)] == [["a", "c"], ["d", "e"]]
+    assert second.next_page_token == ""
+    for shard in shards:
+        shard.hang_up()
+
+
+async def test_pages_show_each_session_once_although_some_come_and_go(
+    stub: Stub, shard: RawShard
+) -> None:
+    sessions = [await RawSession.open(stub, shard) for _ in range(6)]
+    kept = {each.ref.session_id for each in sessions[:4]}
+    seen: list[int] = []
+    token = ""
+    while True:
+        request = pool_pb2.ListSessionsRequest(pool_id="pool", page_size=2, page_token=token)
+        page = await stub.ListSessions(request)
+        assert 1 <= len(page.sessions) <= 2
+        seen += [each.session.session_id for each in page.sessions]
+        token = page.next_page_token
+        if not token:
+            break
+        await RawSession.open(stub, shard)
+        if len(sessions) > 4:
+            await stub.CloseSession(pb.CloseSessionRequest(session=sessions.pop().ref))
+    assert seen == sorted(set(seen))
+    assert kept <= {*seen}
+
+
+@pytest.mark.parametrize("method", LISTS)
+@pytest.mark.parametrize(
+    ("field", "value"), [("page_size", -1), ("page_size", 1001), ("page_token", "of mine")]
+)
+async def test_pages_that_cannot_be_are_refused(
+    stub: Stub, shard: RawShard, method: str, field: str, value: Any
+) -> None:
+    request = type(LISTS[method])()
+    request.CopyFrom(LISTS[method])
+    setattr(request, field, value)
+    with pytest.raises(InvalidRequestError) as caught, typed_errors():
+        await getattr(stub, method)(request)
+    assert caught.value.field == field
+
+
+async def test_a_token_serves_the_list_that_gave_it(stub: Stub, shard: RawShard) -> None:
+    others = await registered(stub, "pool2")
+    pools = await stub.ListPools(pool_pb2.ListPoolsRequest(page_size=1))
+    for _ in range(2):
+        await RawSession.open(stub, shard)
+    request = pool_pb2.ListSessionsRequest(pool_id="pool", page_size=1)
+    sessions = await stub.ListSessions(request)
+    assert pools.next_page_token and sessions.next_page_token
+    for call, wrong in (
+        (stub.ListPools, pool_pb2.ListPoolsRequest(page_token=sessions.next_page_token)),
+        (
+            stub.ListSessions,
+            pool_pb2.ListSessionsRequest(pool_id="pool", page_token=pools.next_page_token),
+        ),
+        (
+            stub.ListSessions,
+            pool_pb2.ListSessionsRequest(pool_id="pool2", page_token=sessions.next_page_token),
+        ),
+    ):
+        with pytest.raises(InvalidRequestError) as caught, typed_errors():
+            await call(wrong)
+        assert caught.value.field == "page_token"
+    for other in others:
+        other.hang_up()
+
+
+async def test_the_client_reads_all_pages(
+    control_server: ControlPlaneServer,
+    stub: Stub,
+    shard: RawShard,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "MAX_PAGE_SIZE", 2)
+    others = await registered(stub, "a", "b", "q", "r")
+    opened = [(await RawSession.open(stub, shard)).ref.session_id for _ in range(5)]
+    async with ControlClient(control_server.address) as client:
+        assert await client.list_pools() == ["a", "b", "pool", "q", "r"]
+        listed = await client.list_sessions("pool")
+    assert [each.session.session_id for each in listed] == sorted(opened)
+    for other in others:
+        other.hang_up()
+
+
+async def test_a_session_is_shown_as_it_is_and_its_lease_is_not_renewed(
+    stub: Stub, shard: RawShard
+) -> None:
+    session = await RawSession.open(stub, shard, namespace="lora-7")
+    await session.admit(3, list(range(1, 21)))
+    request = pool_pb2.ListSessionsRequest(pool_id="pool")
+    [shown] = (await stub.ListSessions(request)).sessions
+    assert (shown.session, shown.client_name, shown.namespace) == (session.ref, "test", "lora-7")
+    assert (shown.num_sequences, shown.num_held_blocks, shown.num_plans_in_flight) == (1, 3, 1)
+    assert shown.last_number == session.number == 1
+    assert not shown.HasField("sequences")
+    [again] = (await stub.ListSessions(request)).sessions
+    assert again.time_to_live.ToNanoseconds() < shown.time_to_live.ToNanoseconds()
+    request.session_id = session.ref.session_id
+    [named] = (await stub.ListSessions(request)).sessions
+    assert [state.sequence_id for state in sequence_states(named.sequences)] == [3]
+    request.session_id ^= 1
+    assert not (await stub.ListSessions(request)).sessions
+
+
+def test_a_counter_is_summed_over_its_labels() -> None:
+    counters = {
+        'hits_total{tier="device"}': 2,
+        'hits_total{tier="host"}': 3,
+        "hits_total_of_all": 9,
+    }
+    assert (total_of(counters, "hits_total"), total_of(counters, "hits")) == (5, 0)
