@@ -248,7 +248,7 @@ class Scenario:
             for stream in self.world.streams()
         )
         pool = control.pool
-        usage = b"" if pool is None else pool.usage().SerializeToString(deterministic=True)
+        usage = "" if pool is None else str(pool.usage())
         tables = process.executor._tables
         place = next(iter(tables.generations))
         return (
