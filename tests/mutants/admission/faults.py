@@ -315,7 +315,7 @@ def nobody_is_chosen(patch: pytest.MonkeyPatch) -> None:
         waiting = self._entries.values()
         return next((w for w in waiting if not w.session.is_passed_over(now_s)), None)
 
-    patch.setattr(AdmissionQueue, "_head", head)
+    patch.setattr(AdmissionQueue, "_find_head", head)
 
 
 def idleness_doubles(patch: pytest.MonkeyPatch) -> None:
