@@ -14,7 +14,7 @@ from pathlib import Path
 from google.protobuf import descriptor_pb2, duration_pb2
 from google.protobuf.compiler import plugin_pb2
 
-from kvplane.wire.v1 import control_pb2, data_pb2, types_pb2
+from kvplane.v1 import control_pb2, data_pb2, types_pb2
 from tests.helpers.tools import needs
 
 DEBIAN = Path("/usr/share/gocode")
