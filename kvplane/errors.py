@@ -179,7 +179,9 @@ class PlanConflictError(ConflictError):
 
 
 class PlanOutOfOrderError(ConflictError):
-    """The plan does not follow the one that ran last."""
+    """The plan does not follow the one that ran last, or a layer is not of the latest plan and its
+    present pass.
+    """
 
 
 class PlanReceiptedError(ConflictError):

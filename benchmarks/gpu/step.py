@@ -87,9 +87,15 @@ class Steps:
 
     def by_layers(self) -> None:
         for layer, tensors in zip(self._layers, self.inputs, strict=True):
-            output = self.executor.layer(SESSION.session_id, layer, *tensors)
+            output = self.executor.layer(
+                SESSION.session_id, layer, *tensors, plan_number=self._session.number
+            )
             assert output is not None
             self.outputs[layer] = output
+
+    def run(self, step: FixedStep, call: Callable[[], object]) -> None:
+        """Run the plan that was started by ``call``, in the step."""
+        step.run(call, plan_number=self._session.number)
 
     def by(self, step: FixedStep) -> None:
         given = zip(self._layers, self.inputs, self.outputs, strict=True)
@@ -129,7 +135,8 @@ def compare(arguments: argparse.Namespace, device: torch.device) -> bool:
     step = twins[1].fixed()
     replay = captured(twins[1], step)
     for index in range(4):
-        for steps, call in ((twins[0], twins[0].by_layers), (twins[1], lambda: step.run(replay))):
+        calls = twins[0].by_layers, lambda: twins[1].run(step, replay)
+        for steps, call in zip(twins, calls, strict=True):
             steps.start(index)
             call()
             steps.finish()
@@ -156,17 +163,17 @@ def main(words: Sequence[str] | None = None) -> int:
     step = steps.fixed()
     replay = captured(steps, step)
     layers_s = steps.seconds(
-        arguments.steps, arguments.steps, lambda: step.run(lambda: steps.by(step))
+        arguments.steps, arguments.steps, lambda: steps.run(step, lambda: steps.by(step))
     )
     print(f"host time of a layer call ({where}; {shape}):")
     of_layer = 1e6 / arguments.layers
     print(f"  Executor.layer   {by_layers_s * of_layer:8.1f} µs, {by_layers_s * 1e3:.2f} ms a step")
     print(f"  FixedStep.layer  {layers_s * of_layer:8.1f} µs, {layers_s * 1e3:.2f} ms a step")
     if not is_gpu:
-        fill_s = steps.seconds(2 * arguments.steps, 4, lambda: step.run(int))
+        fill_s = steps.seconds(2 * arguments.steps, 4, lambda: steps.run(step, int))
         print(f"  FixedStep.run    {fill_s * 1e6:8.1f} µs a step, beside the replay of a graph")
         return 0
-    replay_s = steps.seconds(2 * arguments.steps, 4, lambda: step.run(replay))
+    replay_s = steps.seconds(2 * arguments.steps, 4, lambda: steps.run(step, replay))
     print(f"  FixedStep.run    {replay_s * 1e6:8.1f} µs a step, with the replay of a graph")
     is_right = compare(arguments, device)
     print("a captured step: " + ("the same bits as by layers" if is_right else "WRONG"))

@@ -105,7 +105,7 @@ class ServedLayers:
     def add(
         self,
         *,
-        packet: bytes,
+        head: bytes,
         answer: bytes,
         layer: BoundLayer,
         query: int,
@@ -113,19 +113,23 @@ class ServedLayers:
         value: int,
         out: int,
     ) -> None: ...
-    def begin(self, batches: Sequence[BoundBatch], next: int, num_threads: int) -> None: ...
+    def begin(
+        self, batches: Sequence[BoundBatch], next: int, num_threads: int, tail: bytes
+    ) -> None: ...
     def look(self, epoll: int, waits: bool) -> bool: ...
     def serve(self, epoll: int, waits: bool) -> None: ...
     def take(self) -> bytes | None: ...
     def take_times(self) -> list[tuple[float, float]]: ...
 
 class LayerCall:
-    """A layer's packet, its usual answer, and where its tensors are: address and bytes of each."""
+    """A layer's packet without the part that names its plan and pass, its usual answer, and where
+    its tensors are: address and bytes of each.
+    """
 
     def __init__(
         self,
         *,
-        packet: bytes,
+        head: bytes,
         usual: bytes,
         query: tuple[int, int],
         key: tuple[int, int],
@@ -141,7 +145,14 @@ class AnswerSocket:
     def __init__(self, *, fd: int, spin_s: float) -> None: ...
     def receive(self, timeout_s: float) -> bytes: ...
     def call(
-        self, layer: LayerCall, query: int, key: int, value: int, out: int, timeout_s: float
+        self,
+        layer: LayerCall,
+        tail: bytes,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        timeout_s: float,
     ) -> bytes | None: ...
 
 def cpu_isa() -> str: ...

@@ -49,12 +49,17 @@ inline void bind_served_layers(pybind11::module_& m) {
       .def("clear", &ServedLayers::clear)
       .def(
           "add",
-          [](ServedLayers& self, const py::bytes& packet, const py::bytes& answer,
+          [](ServedLayers& self, const py::bytes& head, const py::bytes& answer,
              const BoundLayer& layer, uintptr_t query, uintptr_t key, uintptr_t value,
-             uintptr_t out) { self.add(packet, answer, layer, query, key, value, out); },
-          py::kw_only(), arg("packet"), arg("answer"), arg("layer"), arg("query"), arg("key"),
+             uintptr_t out) { self.add(head, answer, layer, query, key, value, out); },
+          py::kw_only(), arg("head"), arg("answer"), arg("layer"), arg("query"), arg("key"),
           arg("value"), arg("out"))
-      .def("begin", &ServedLayers::begin, arg("batches"), arg("next"), arg("num_threads"))
+      .def(
+          "begin",
+          [](ServedLayers& self, const std::vector<const BoundBatch*>& batches, size_t next,
+             int num_threads,
+             const py::bytes& tail) { self.begin(batches, next, num_threads, tail); },
+          arg("batches"), arg("next"), arg("num_threads"), arg("tail"))
       .def(
           "look",
           [](ServedLayers& self, int epoll, bool waits) {
@@ -91,12 +96,12 @@ inline void bind_layer_calls(pybind11::module_& m) {
   using py::arg;
   using PyRange = std::pair<uintptr_t, size_t>;
   py::class_<LayerCall>(m, "LayerCall", py::module_local())
-      .def(py::init([](const py::bytes& packet, const py::bytes& usual, PyRange query, PyRange key,
+      .def(py::init([](const py::bytes& head, const py::bytes& usual, PyRange query, PyRange key,
                        PyRange value, PyRange output) {
              const auto range = [](PyRange pair) { return Range{pair.first, pair.second}; };
-             return LayerCall{packet, usual, range(query), range(key), range(value), range(output)};
+             return LayerCall{head, usual, range(query), range(key), range(value), range(output)};
            }),
-           py::kw_only(), arg("packet"), arg("usual"), arg("query"), arg("key"), arg("value"),
+           py::kw_only(), arg("head"), arg("usual"), arg("query"), arg("key"), arg("value"),
            arg("output"));
   py::class_<AnswerSocket>(m, "AnswerSocket", py::module_local())
       .def(py::init([](int fd, double spin_s) {
@@ -114,12 +119,13 @@ inline void bind_layer_calls(pybind11::module_& m) {
           arg("timeout_s"))
       .def(
           "call",
-          [](AnswerSocket& self, const LayerCall& call, uintptr_t query, uintptr_t key,
-             uintptr_t value, uintptr_t out, double timeout_s) -> py::object {
+          [](AnswerSocket& self, const LayerCall& call, const py::bytes& tail, uintptr_t query,
+             uintptr_t key, uintptr_t value, uintptr_t out, double timeout_s) -> py::object {
+            const std::string packet = call.head + std::string(tail);
             {
               const py::gil_scoped_release released;
               call.put(query, key, value);
-              self.send(call.packet);
+              self.send(packet);
             }
             raise_if(self.socket().error());
             wait_for_packet(self, now_s() + timeout_s);
@@ -127,7 +133,8 @@ inline void bind_layer_calls(pybind11::module_& m) {
             call.take(out);
             return py::none();
           },
-          arg("layer"), arg("query"), arg("key"), arg("value"), arg("out"), arg("timeout_s"));
+          arg("layer"), arg("tail"), arg("query"), arg("key"), arg("value"), arg("out"),
+          arg("timeout_s"));
 }
 
 }  // namespace kvplane

@@ -58,7 +58,7 @@ struct Range {
 };
 
 struct LayerCall {
-  std::string packet;
+  std::string head;   // the packet up to the part that names the plan and the pass
   std::string usual;  // the answer without a receipt
   Range query, key, value, output;
 

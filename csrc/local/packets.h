@@ -53,8 +53,11 @@ class PacketSocket {
     return false;
   }
 
-  bool is(const std::string& packet) const {
-    return size_ == packet.size() && packet.compare(0, size_, buffer_.data(), size_) == 0;
+  bool is(const std::string& packet, const std::string& tail = {}) const {
+    const char* const end = buffer_.data() + packet.size();
+    return size_ == packet.size() + tail.size() &&
+           packet.compare(0, packet.size(), buffer_.data(), packet.size()) == 0 &&
+           tail.compare(0, tail.size(), end, tail.size()) == 0;
   }
 
   std::string packet() const { return {buffer_.data(), size_}; }

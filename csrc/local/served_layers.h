@@ -34,16 +34,20 @@ class ServedLayers {
     batches_.clear();
   }
 
-  void add(std::string packet, std::string answer, const BoundLayer& layer, uintptr_t query,
+  // `head`: the layer's packet up to the part that names its plan and pass.
+  void add(std::string head, std::string answer, const BoundLayer& layer, uintptr_t query,
            uintptr_t key, uintptr_t value, uintptr_t out) {
-    layers_.push_back({std::move(packet), std::move(answer), &layer, query, key, value, out});
+    layers_.push_back({std::move(head), std::move(answer), &layer, query, key, value, out});
   }
 
-  // Expects the layers of a plan, from number `next` on.
-  void begin(const std::vector<const BoundBatch*>& batches, size_t next, int num_threads) {
+  // Expects the layers of a plan, from number `next` on. `tail`: the end of their packets, which
+  // names the plan and the pass. Packets of any other plan or pass are left for `take`.
+  void begin(const std::vector<const BoundBatch*>& batches, size_t next, int num_threads,
+             std::string tail) {
     batches_ = batches;
     next_ = next;
     num_threads_ = num_threads;
+    tail_ = std::move(tail);
   }
 
   // Returns whether there is a packet for `serve` or `take`. `waits`: wait for one, until something
@@ -89,7 +93,7 @@ class ServedLayers {
   static constexpr double kLongestGapS = 0.0001;
 
   struct Layer {
-    std::string packet;
+    std::string head;
     std::string answer;
     const BoundLayer* layer;
     uintptr_t query;
@@ -132,7 +136,7 @@ class ServedLayers {
 
   // Runs and answers the next layer, if the packet asks for it. Returns whether it did.
   bool run_next() {
-    if (next_ >= batches_.size() || !socket_.is(layers_[next_].packet)) return false;
+    if (next_ >= batches_.size() || !socket_.is(layers_[next_].head, tail_)) return false;
     const Layer& layer = layers_[next_];
     const double began = now_s();
     double write_s = 0;
@@ -167,6 +171,7 @@ class ServedLayers {
   std::vector<const BoundBatch*> batches_;  // of the first layers
   size_t next_ = 0;
   int num_threads_ = 1;
+  std::string tail_;
   double answered_s_ = 0;     // when the last layer was; 0 once its client sent another packet
   bool is_watching_ = false;  // since that answer, or since the caller asked again
   double gap_s_ = 2 * kLongestGapS;  // from the last answer to the packet that came after it

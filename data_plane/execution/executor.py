@@ -30,7 +30,7 @@ from data_plane.kernels.device.devices import with_index
 from data_plane.memory.pool import Pools
 from data_plane.plans.batches.fixed_rows import StepBounds
 from data_plane.plans.batches.transfers import Transfers
-from data_plane.plans.sessions import ANY_PASS, Sessions, check_ordinal
+from data_plane.plans.sessions import Sessions, check_ordinal
 from data_plane.plans.tables.block_tables import BlockTables, Parts, block_report
 from data_plane.plans.verifier import Verifier
 from data_plane.tier_keys import check_group, tier_key_of
@@ -278,20 +278,21 @@ class Executor:
         key: torch.Tensor,
         value: torch.Tensor | None,
         *,
-        plan_number: int | None = None,
-        pass_index: int | None = ANY_PASS,
+        plan_number: int,
+        pass_index: int | None = None,
     ) -> pb.SignedPayload | None:
         """Write one layer's keys and values to the slots of the latest plan's spans.
 
         key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or None where
-        the layer keeps latents. Returns the receipt once no layer is missing. ``plan_number``: the
-        plan expected to be the latest, None for any. ``pass_index``: the pass expected to be the
-        present one, None for a plan without passes. Raises InvalidRequestError,
-        PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError, StaleGenerationError when a
-        block has been allocated again, and InternalError when the device failed.
+        the layer keeps latents. ``plan_number`` and ``pass_index``: what the layer belongs to, None
+        for a plan that computes all tokens at once. Returns the receipt once no layer is missing.
+
+        Raises PlanOutOfOrderError where these are not the session's latest plan and its present
+        pass, InvalidRequestError, BlockNotWritableError, SessionExpiredError, StaleGenerationError
+        when a block has been allocated again, and InternalError when the device failed.
         """
         with self._command.lock, self._command("write_layer"):
-            session, run = self._plans.latest(session_id, plan_number, pass_index)
+            session, run = self._plans.present(session_id, plan_number, pass_index)
             index = layer_index(self.layers, layer)
             batch = self._plans.batch(run, self.pools.group_of_layer(index))
             arguments = self._compute.write_arguments(batch, index, key, value)
@@ -307,8 +308,8 @@ class Executor:
         query: torch.Tensor,
         *,
         options: AttentionOptions = AttentionOptions(),
-        plan_number: int | None = None,
-        pass_index: int | None = ANY_PASS,
+        plan_number: int,
+        pass_index: int | None = None,
         slice_s: float | None = None,
     ) -> Slices[torch.Tensor]:
         """Attend for the latest plan's spans over their sequences, in a layer that was written.
@@ -331,8 +332,8 @@ class Executor:
         value: torch.Tensor | None,
         *,
         options: AttentionOptions = AttentionOptions(),
-        plan_number: int | None = None,
-        pass_index: int | None = ANY_PASS,
+        plan_number: int,
+        pass_index: int | None = None,
         field: str = "",
     ) -> torch.Tensor | None:
         """``write_layer`` and ``attend`` in one. Returns the attention output, None without a
@@ -365,7 +366,7 @@ class Executor:
         layer: int,
         tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
         options: AttentionOptions,
-        plan_number: int | None,
+        plan_number: int,
         pass_index: int | None,
         field: str,
         slice_s: float | None,

@@ -114,11 +114,11 @@ class Expectations:
     ) -> ExpectedLayers | None:
         """Expect the layers of the latest plan's pass as ``calls``. Returns None if they do not fit
         it: it computes another number of tokens, a window reaches trimmed entries, or a layer takes
-        longer than ``slice_s``. Raises as ``PlanRunner.latest``.
+        longer than ``slice_s``. Raises as ``PlanRunner.present``.
         """
         compute = self._compute
         with self._lock:
-            run = self._plans.latest(session_id, plan_number, pass_index)[1]
+            run = self._plans.present(session_id, plan_number, pass_index)[1]
             if any(compute.slices(batch.lengths, slice_s) for batch in run.attention):
                 return None
             for call in calls:
@@ -140,10 +140,10 @@ class Expectations:
         ``PlanRunner.layer`` if its blocks may no longer be written or read.
         """
         with self._lock:
-            session, run = self._plans.latest(expected.session_id, expected.run.number)
-            is_same = run is expected.run and run.pass_index == expected.pass_index
-            if not is_same or run.is_complete:
-                raise PlanOutOfOrderError("the plan, or its pass, has ended", field="plan.number")
+            number, pass_index = expected.run.number, expected.pass_index
+            session, run = self._plans.present(expected.session_id, number, pass_index)
+            if run is not expected.run or run.is_complete:
+                raise PlanOutOfOrderError("the plan has ended", field="plan.number")
             self._plans.write_checks.check_may_write(session, run)
             try:
                 serve()

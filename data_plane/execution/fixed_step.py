@@ -21,7 +21,7 @@ from data_plane.execution.shards.shard_kernels import ShardKernels, check_window
 from data_plane.kernels.arguments import NumbersOfHeads, numbers_of_heads, require
 from data_plane.kernels.step_memory import is_capturing
 from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
-from data_plane.plans.sessions import ANY_PASS, RunningPlan
+from data_plane.plans.sessions import RunningPlan
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
 from kvplane.layout import Layout
@@ -110,16 +110,15 @@ class FixedStep:
         self,
         call: Callable[[], Result],
         *,
+        plan_number: int,
+        pass_index: int | None = None,
         num_tokens: int = 0,
-        plan_number: int | None = None,
-        pass_index: int | None = ANY_PASS,
     ) -> Result:
         """Fill the step's rows from the session's latest plan and call ``call``, which replays a
         graph of all layers on the caller's stream, or calls ``layer`` for each. Returns its result.
 
-        ``num_tokens``: of the layers' tensors; 0 for as many as the bounds have. ``plan_number``:
-        the plan expected to be the latest, None for any. ``pass_index``: the pass expected to be
-        the present one, None for a plan without passes. Afterwards the plan has run, and
+        ``plan_number`` and ``pass_index``: as for ``Executor.layer``. ``num_tokens``: of the
+        layers' tensors; 0 for as many as the bounds have. Afterwards the plan has run, and
         ``Executor.receipt`` returns its receipt. If ``call`` raises, it can be run again.
 
         Raises InvalidRequestError naming the bound where the plan does not fit, which can then be
@@ -127,7 +126,7 @@ class FixedStep:
         PlanOutOfOrderError if the plan has run; and as ``Executor.layer`` does.
         """
         with self._command.lock, self._command("step"):
-            session, run = self._plans.latest(self.session_id, plan_number, pass_index)
+            session, run = self._plans.present(self.session_id, plan_number, pass_index)
             if run.is_complete:
                 raise PlanOutOfOrderError(
                     f"plan {run.number} has run: start the next one", field="plan.number"

@@ -28,7 +28,7 @@ from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.plans.contents.written_slots import WrittenSlots
 from data_plane.plans.progress import Progress
-from data_plane.plans.sessions import ANY_PASS, RunningPlan, Session, Sessions
+from data_plane.plans.sessions import RunningPlan, Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
@@ -250,7 +250,7 @@ class PlanRunner:
     ) -> Slices[torch.Tensor]:
         """Attend in one layer, in slices of about ``slice_s``, into ``out`` if given. Raises
         StaleGenerationError if a block of the spans' tables was allocated again, and after a yield
-        also as ``latest``.
+        also as ``present``.
         """
         num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
         of_pass = run.pass_index
@@ -264,7 +264,7 @@ class PlanRunner:
         for rows in slices:
             if rows.start:
                 yield
-                self.latest(session.id, run.number, of_pass)
+                self.present(session.id, run.number, of_pass)
             self._check_may_read(session, run)
             output[rows.start : rows.stop] = self._compute.attend(
                 rows_of(arguments, rows), num_context * len(rows) // len(output)
@@ -281,12 +281,14 @@ class PlanRunner:
         layer: int,
         query: torch.Tensor,
         options: AttentionOptions,
-        plan_number: int | None,
+        plan_number: int,
         pass_index: int | None,
         slice_s: float | None,
     ) -> Slices[torch.Tensor]:
-        """Attend for the session's latest plan. Raises as ``attend``, and InvalidRequestError."""
-        session, run = self.latest(session_id, plan_number, pass_index)
+        """Attend for the session's latest plan. Raises as ``attend``, ``present``, and
+        InvalidRequestError.
+        """
+        session, run = self.present(session_id, plan_number, pass_index)
         index = layer_index(self._layers, layer)
         batch = self.batch(run, self._compute.group_of_layer(index))
         arguments = self._compute.attention_arguments(batch, index, query, options)
@@ -303,14 +305,14 @@ class PlanRunner:
         layer: int,
         tensors: LayerTensors,
         options: AttentionOptions,
-        plan_number: int | None,
+        plan_number: int,
         pass_index: int | None,
         field: str,
         slice_s: float | None,
         out: torch.Tensor | None = None,
     ) -> Slices[torch.Tensor | None]:
         """Write a layer of the session's latest plan that was not written yet, and attend if there
-        is a query, into ``out`` if given. Raises as ``latest``, ``write`` and ``attend`` do, and
+        is a query, into ``out`` if given. Raises as ``present``, ``write`` and ``attend`` do, and
         InvalidRequestError naming a field after the prefix ``field``.
         """
         session, run, index, batch = self._find(session_id, layer, plan_number, pass_index, field)
@@ -343,14 +345,15 @@ class PlanRunner:
         self,
         session_id: int,
         layer: int,
-        plan_number: int | None,
+        plan_number: int,
         pass_index: int | None,
         field: str,
     ) -> tuple[Session, RunningPlan, int, AttentionBatch]:
         """Return the session, its latest plan, the layer's index and its group's batch. Raises as
-        ``latest``, and InvalidRequestError if the layer before was not written.
+        ``present``, and InvalidRequestError if the layer before was not written.
         """
-        session, run = self.latest(session_id, plan_number, pass_index)
+        fields = f"{field}plan_number", f"{field}pass_index"
+        session, run = self.present(session_id, plan_number, pass_index, *fields)
         index = layer_index(self._layers, layer, field)
         if index and not run.progress.is_written(index - 1):
             raise InvalidRequestError(
@@ -409,28 +412,47 @@ class PlanRunner:
             if raises:
                 raise
 
+    def present(
+        self,
+        session_id: int,
+        plan_number: int,
+        pass_index: int | None,
+        plan_field: str = "plan.number",
+        pass_field: str = "pass_index",
+    ) -> tuple[Session, RunningPlan]:
+        """Return the session and its latest plan for a layer that belongs to ``plan_number`` and
+        ``pass_index``, None for all tokens at once. This is where every layer is checked, since the
+        keys of a late one of another plan or pass would be written to the slots of the present one.
+
+        Raises as ``latest``, and PlanOutOfOrderError naming ``pass_field``.
+        """
+        session, run = self.latest(session_id, plan_number, plan_field)
+        run.check_pass(pass_index, pass_field)
+        return session, run
+
     def latest(
-        self, session_id: int, plan_number: int | None, pass_index: int | None = ANY_PASS
+        self, session_id: int, plan_number: int | None, field: str = "plan.number"
     ) -> tuple[Session, RunningPlan]:
         """Return the session and its latest plan, ready for layers. ``plan_number``: the one that
-        it has to be, None for any. ``pass_index``: the pass that it has to be in, None for a plan
-        without passes. Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed
-        while the plan ran, InternalError.
+        it has to be, None for any. Raises SessionExpiredError, PlanOutOfOrderError naming ``field``
+        and, when the device failed while the plan ran, InternalError.
         """
         session = self._sessions.get(session_id)
         run = session.latest
-        if run is None or (plan_number is not None and run.number != plan_number):
+        if run is None:
             raise PlanOutOfOrderError(
-                f"the session's latest plan is {run.number}, not {plan_number}: start plan "
-                f"{plan_number} first"
-                if run is not None
-                else "the session has not started a plan: start one first",
-                field="plan.number",
+                "the session has not started a plan: start one first", field=field
+            )
+        if plan_number is not None and run.number != plan_number:
+            is_over = plan_number < run.number
+            raise PlanOutOfOrderError(
+                f"is of plan {plan_number}, but the session's latest plan is {run.number}: "
+                + (f"plan {plan_number} is over" if is_over else f"start plan {plan_number} first"),
+                field=field,
             )
         if run.failure:
             raise InternalError(run.failure)
         run.check_transferred()
-        run.check_pass(pass_index)
         return session, run
 
 

@@ -76,13 +76,13 @@ class RepeatedLayers:
         # Layers that ran and are not counted yet: counting many in a row takes less time.
         self._ran: list[tuple[_Known, float, float]] = []
 
-    def begin(self) -> None:
-        """Note that the session's latest plan, or a pass of it, was begun. Raises as
-        ``PlanRunner.latest``.
+    def begin(self, plan_number: int, pass_index: int | None = None) -> None:
+        """Note that this plan or pass was begun: the next layers belong to it. Raises as
+        ``PlanRunner.present``.
         """
         with self._lock:
             self.count()
-            session, run = self._plans.latest(self._session_id, None)
+            session, run = self._plans.present(self._session_id, plan_number, pass_index)
             batches = [self._plans.batch(run, group) for group in range(len(run.attention))]
             self._begun = _Begun(
                 session,

@@ -37,8 +37,6 @@ _MAX_NUMBER = 2**63 - 2
 _MAX_KEYS = 16
 _PASSES_AT_ONCE = 16
 _MANY_ENTRIES = 2**20
-ANY_PASS = -1
-"""Accepts every pass: for callers whose session no other process uses."""
 
 
 @dataclass(slots=True)
@@ -140,18 +138,15 @@ class RunningPlan:
             return
         raise PlanOutOfOrderError(f"plan {self.number}: {why}", field="pass_index")
 
-    def check_pass(self, index: int | None) -> None:
-        """Raise PlanOutOfOrderError unless the plan is in this pass. A late layer of an earlier one
-        would be written to the present one's slots.
-        """
-        if index not in (self.pass_index, ANY_PASS):
+    def check_pass(self, index: int | None, field: str) -> None:
+        """Raise PlanOutOfOrderError naming ``field`` unless the plan is in this pass."""
+        if index != self.pass_index:
             present, asked = (
                 "all tokens at once" if each is None else f"pass {each}"
                 for each in (self.pass_index, index)
             )
             raise PlanOutOfOrderError(
-                f"plan {self.number} computes {present}, but this call is for {asked}",
-                field="pass_index",
+                f"is of {asked}, but plan {self.number} computes {present}", field=field
             )
 
     def begin_pass(self, index: int) -> None:

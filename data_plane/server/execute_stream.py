@@ -28,10 +28,18 @@ _MAX_KNOWN_LAYERS: Final = 1024
 _MAX_KNOWN_BYTES: Final = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Belongs:
+    """The plan and the pass that a layer names; None for all tokens at once."""
+
+    plan_number: int
+    pass_index: int | None
+
+
 @dataclass(slots=True, eq=False)
 class Layer:
     """A parsed LayerInput and its prepared response, without the receipt and without an output that
-    has no range in the region.
+    has no range in the region. It may be of any plan and pass.
     """
 
     index: int
@@ -49,7 +57,9 @@ class Layer:
     packet: bytes = b""
     """The answer, as a packet."""
     request: bytes = b""
-    """The packet that asked for it; empty where it came over gRPC, or is not kept."""
+    """The packet that asked for it, up to the part that names the plan and the pass; empty where it
+    came over gRPC, or is not kept.
+    """
 
 
 Share = Callable[[pb.ShareDeviceMemory], pb.ExecuteResponse]
@@ -74,12 +84,12 @@ class ExecuteStream:
         """The session that the stream was opened for; 0 before."""
         self._executor = executor
         self._tenant = tenant
-        self._plan_number: int | None = None
-        self._pass_index: int | None = None  # of that plan, as it was begun here
+        self._begun: _Belongs | None = None  # here, last
+        self._tail = b""  # of packets of layers that belong to it
         self._regions: dict[int, Region] = {}
         self._share: Share = _share_nothing
-        # Layers by the packet that asked for them: a step sends the packets of the step before
-        # again, as long as its tensors have the same shapes.
+        # Layers by their packet up to the tail: a step sends the packets of the step before again
+        # with another tail, as long as its tensors have the same shapes.
         self._known: dict[bytes, Layer] = {}
         self.usual: Sequence[Layer] = ()
         """The layers of the latest plan that ran all of them here, once and in their order."""
@@ -95,8 +105,14 @@ class ExecuteStream:
 
     @property
     def plan(self) -> tuple[int, int, int | None] | None:
-        """The session, and the number and pass of the plan that layers belong to."""
-        return None if self._plan_number is None else self._running()
+        """The session, and the number and pass of the plan that was begun last."""
+        begun = self._begun
+        return None if begun is None else (self.session_id, begun.plan_number, begun.pass_index)
+
+    @property
+    def tail(self) -> bytes:
+        """How packets of that plan's and pass's layers end: see ``packets.tail_of``."""
+        return self._tail
 
     @property
     def num_ran(self) -> int:
@@ -123,7 +139,7 @@ class ExecuteStream:
             return self._start(request)
         if kind == "layer":
             layer = self._read(request.layer)
-            output, receipt = yield from self._run(layer)
+            output, receipt = yield from self._run(layer, _belongs(request.layer))
             return _response(layer, output, receipt)
         raise InvalidRequestError(
             "must be open, plan or layer: other messages are unknown to this data plane, or not "
@@ -133,34 +149,37 @@ class ExecuteStream:
 
     def answer_packet(self, packet: bytes) -> Slices[bytes]:
         """Return the answer to a packet of the local socket. Raises KvplaneError."""
-        layer = self._known.get(packet)
-        if layer is None:
+        layer, belongs = None, self._begun
+        if belongs is not None and packet.endswith(self._tail):
+            layer = self._known.get(packet[: -len(self._tail)])
+        if layer is None or belongs is None:
             request = whole(packets.parse(pb.ExecuteRequest, packet), packet)
             if request.HasField("share"):
                 return self._share(request.share).SerializeToString()
             if not request.HasField("layer"):
                 return (yield from self.answer(request)).SerializeToString()
-            layer = self._read(request.layer, is_local=True)
+            layer, belongs = self._read(request.layer, is_local=True), _belongs(request.layer)
             layer.packet = pb.ExecuteResponse(output=layer.answer).SerializeToString()
-            if len(packet) <= _MAX_KNOWN_BYTES:
-                layer.request = packet
+            head = packets.head_of(packet, packets.tail_of(belongs.plan_number, belongs.pass_index))
+            if head and len(packet) <= _MAX_KNOWN_BYTES:
+                layer.request = head
                 if len(self._known) >= _MAX_KNOWN_LAYERS:
                     self._known.clear()
-                self._known[packet] = layer
-        output, receipt = yield from self._run(layer)
+                self._known[head] = layer
+        output, receipt = yield from self._run(layer, belongs)
         if receipt is None:
             return layer.packet
         return _response(layer, output, receipt).SerializeToString()
 
     def _open(self, request: pb.OpenExecution) -> pb.ExecuteResponse:
         session_id = self._executor.open(request.grant, tenant=self._tenant)
-        self.session_id, self._plan_number = session_id, None
+        self.session_id, self._begun = session_id, None
         self._ran = []
         opened = pb.ExecutionOpened(layers=self._executor.layers)
         return pb.ExecuteResponse(opened=opened)
 
     def _start(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:
-        self._plan_number = None
+        self._begun = None
         if not self.session_id:
             raise InvalidRequestError(
                 "the stream is not open: send an open message first", field="open"
@@ -170,7 +189,8 @@ class ExecuteStream:
         if request.HasField("pass_index"):
             pass_index, number = request.pass_index, started.number
             num_tokens = self._executor.begin_pass(self.session_id, pass_index, plan_number=number)
-        self._plan_number, self._pass_index = started.number, pass_index
+        self._begun = _Belongs(started.number, pass_index)
+        self._tail = packets.tail_of(started.number, pass_index)
         self._note_plan()
         return pb.ExecuteResponse(
             started=pb.PlanStarted(
@@ -189,7 +209,10 @@ class ExecuteStream:
 
     def _read(self, request: pb.LayerInput, *, is_local: bool = False) -> Layer:
         """Parse a message. ``is_local``: its tensors and output have to be in regions."""
-        self._running()
+        if self._begun is None:
+            raise InvalidRequestError(
+                "no plan was started on this stream: send a plan before its layers", field="layer"
+            )
         query = None
         if request.HasField("query"):
             query = self._tensor(request.query, "layer.query", is_local)
@@ -221,10 +244,11 @@ class ExecuteStream:
         is_in_place = any(region is not None and region.is_on_device for region in regions)
         return Layer(request.layer, query, key, value, options, output, out, is_in_place, layer)
 
-    def _run(self, layer: Layer) -> Slices[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
+    def _run(
+        self, layer: Layer, belongs: _Belongs
+    ) -> Slices[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """Return the output, None where it is in a region, and the receipt."""
-        session_id, plan_number, pass_index = self._running()
-        executor = self._executor
+        executor, session_id = self._executor, self.session_id
         query, key, value = layer.query, layer.key, layer.value
         if executor.device.type != "cpu":
             with device_errors():
@@ -236,8 +260,8 @@ class ExecuteStream:
             layer.index,
             (query, key, value),
             layer.options,
-            plan_number,
-            pass_index,
+            belongs.plan_number,
+            belongs.pass_index,
             "layer.",
             SLICE_S,
             layer.out,
@@ -254,14 +278,6 @@ class ExecuteStream:
         if len(self._ran) <= len(executor.layers):
             self._ran.append(layer if layer.request else _OVER_GRPC)
         return output, executor.receipt(session_id)
-
-    def _running(self) -> tuple[int, int, int | None]:
-        """Return ``plan``. Raises InvalidRequestError while there is none."""
-        if self._plan_number is None:
-            raise InvalidRequestError(
-                "no plan was started on this stream: send a plan before its layers", field="layer"
-            )
-        return self.session_id, self._plan_number, self._pass_index
 
     def _tensor(self, message: tpb.Tensor, field: str, is_local: bool) -> torch.Tensor:
         """Return a view of the region that has the tensor, or a copy on the executor's device."""
@@ -282,6 +298,10 @@ class ExecuteStream:
                 "names a region that was not agreed with this client", field=f"{field}.region_id"
             )
         return region
+
+
+def _belongs(layer: pb.LayerInput) -> _Belongs:
+    return _Belongs(layer.plan_number, layer.pass_index if layer.HasField("pass_index") else None)
 
 
 def _refuse_overlap(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

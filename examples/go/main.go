@@ -39,11 +39,11 @@ func main() {
 	open := &pb.OpenExecution{Grant: opened.Grant}
 	layers := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Open{Open: open}}).GetOpened().Layers
 	plan := &pb.ExecuteRequest_Plan{Plan: planned.Plan}
-	numTokens := ask(&pb.ExecuteRequest{Message: plan}).GetStarted().NumTokens
-	qkv := zeros(numTokens, pool.Layout.Groups[0])
+	started := ask(&pb.ExecuteRequest{Message: plan}).GetStarted()
+	qkv := zeros(started.NumTokens, pool.Layout.Groups[0])
 	var receipt *pb.SignedPayload // comes with the last layer
 	for _, layer := range layers {
-		input := &pb.LayerInput{Layer: layer, Query: qkv, Key: qkv, Value: qkv}
+		input := &pb.LayerInput{Layer: layer, PlanNumber: started.PlanNumber, Query: qkv, Key: qkv, Value: qkv}
 		output := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Layer{Layer: input}}).GetOutput()
 		fmt.Printf("layer %d: attention %v\n", layer, output.Output.Shape)
 		receipt = output.Receipt

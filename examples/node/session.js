@@ -13,12 +13,12 @@ const { plan } = await control.call("Step", { session, number: 1, operations: [{
 const data = await connect("DataPlaneService", shards[0].address, source);
 const execution = data.stream("Execute");
 const { layers } = (await execution.ask({ open: { grant } })).opened;
-const { num_tokens } = (await execution.ask({ plan })).started;
+const { plan_number, num_tokens } = (await execution.ask({ plan })).started;
 const [{ num_kv_heads, head_size }] = layout.groups;
 const qkv = zeros(num_tokens, num_kv_heads, head_size);
 let receipt; // comes with the last layer
 for (const layer of layers) {
-  const { output } = await execution.ask({ layer: { layer, query: qkv, key: qkv, value: qkv } });
+  const { output } = await execution.ask({ layer: { layer, plan_number, query: qkv, key: qkv, value: qkv } });
   console.log(`layer ${layer}: attention [${output.output.shape}]`);
   receipt = output.receipt;
 }

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from google.protobuf.message import DecodeError
+
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     InternalError,
@@ -36,7 +38,7 @@ from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.stream import Stream
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.types_pb2 import Plan, SignedPayload
 
 if TYPE_CHECKING:
     from kvplane_kernels import LayerCall
@@ -59,6 +61,18 @@ class PlanStarted:
     plan_number: int
     num_tokens: int
     receipt: SignedPayload | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Presented:
+    """A plan, or a pass of it, that was sent. Layers name it."""
+
+    request: pb.ExecuteRequest
+    number: int
+    pass_index: int | None
+    """None for all tokens at once."""
+    tail: bytes
+    """Of the layers' packets: see ``packets.tail_of``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +100,7 @@ class Execution:
         self._connection = connection
         self._grant = grant
         self._host_id = packets.host_id() if local else ""
-        self._plan: pb.ExecuteRequest | None = None  # presented, with the pass
+        self._plan: _Presented | None = None
         self._begun: _Begun | None = None  # a plan that was sent and not answered yet
         self._stream: Stream[pb.ExecuteRequest, pb.ExecuteResponse] = Stream(lambda: stub.Execute())
         self._local: LocalConnection | None = None
@@ -133,7 +147,9 @@ class Execution:
         async with deadline.guard(), self._lock:
             self._forget_plan()
             request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
-            return self._note_started(request, await _tried(deadline, lambda: self._start(request)))
+            started = await _tried(deadline, lambda: self._start(request))
+            self._plan, self.receipt = _presented(request, started.plan_number), started.receipt
+            return started
 
     async def begin(
         self,
@@ -187,6 +203,7 @@ class Execution:
         """``begin`` in the calling thread. Returns False if that is not possible: use ``begin``."""
         self._forget_plan()
         request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
+        presented = _presented(request, _number_of(plan))
         local, packet = self._local_for(request)
         if local is None:
             return False
@@ -194,20 +211,20 @@ class Execution:
             local.send(packet)
         except PlaneUnavailableError:
             return False
-        self._plan, self._begun = request, _Begun(num_tokens, local)
+        self._plan, self._begun = presented, _Begun(num_tokens, local)
         return True
 
     def layer_now(self, layer: LocalLayer, *, timeout_s: float | None = None) -> bool:
         """``layer`` in the calling thread, for tensors in the region, which then has the output.
         Returns False if that is not possible: use ``layer``.
         """
-        self._started_plan()
+        plan = self._started_plan()
         local, begun = self.local, self._begun
         if local is None or (begun is not None and begun.by is not local):
             return False
         timeout_s = timeout_s or self._connection.timeout_s
         try:
-            local.send(layer.packet)
+            local.send(layer.head + plan.tail)
             if begun is not None:
                 self._check_begun(_parse(local.receive(timeout_s)))
             answer = local.receive(timeout_s)
@@ -220,13 +237,13 @@ class Execution:
         """``layer_now`` that also moves the tensors. Returns True if it moved the output too, False
         if the output is in the region, None if ``layer_now`` would return False.
         """
-        self._started_plan()
+        plan = self._started_plan()
         local, begun = self.local, self._begun
         if local is None or (begun is not None and begun.by is not local):
             return None
         timeout_s = self._connection.timeout_s
         try:
-            answer = local.call(call, addresses, timeout_s)
+            answer = local.call(call, plan.tail, addresses, timeout_s)
             if begun is not None:  # this answers the plan
                 self._check_begun(_parse(layer.usual if answer is None else answer))
                 answer = local.receive(timeout_s)
@@ -282,7 +299,7 @@ class Execution:
         """Whether the stream is open, and the local connection too if there was one."""
         return self._stream.is_open and (self._local is None or self._local.is_open)
 
-    def _started_plan(self) -> pb.ExecuteRequest:
+    def _started_plan(self) -> _Presented:
         if self._plan is None:
             raise PlanOutOfOrderError("no plan was started: call start first")
         return self._plan
@@ -291,10 +308,6 @@ class Execution:
         if self._begun is not None:
             self._drop()  # an unwanted answer is under way
         self._plan, self.receipt, self._begun = None, None, None
-
-    def _note_started(self, plan: pb.ExecuteRequest, started: PlanStarted) -> PlanStarted:
-        self._plan, self.receipt, self._begun = plan, started.receipt, None
-        return started
 
     def _local_for(self, plan: pb.ExecuteRequest) -> tuple[LocalConnection | None, bytes]:
         """Return the plan as a packet, and the connection for it; None if it does not fit one."""
@@ -344,14 +357,17 @@ class Execution:
         await self._open()
         if not self.begin_now(plan, num_tokens, pass_index):
             request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
+            presented = _presented(request, _number_of(plan))
             await self._stream.send(request)
-            self._plan, self._begun = request, _Begun(num_tokens, None)
+            self._plan, self._begun = presented, _Begun(num_tokens, None)
 
-    async def _present(self, plan: pb.ExecuteRequest) -> None:
+    async def _present(self, plan: _Presented) -> None:
         """Present the plan again on a new stream if the earlier stream has ended."""
         if not self._is_open:
             self._begun = None
-            self._note_started(plan, await self._start(plan))
+            started = await self._start(plan.request)
+            self._check_number(started)
+            self.receipt = started.receipt
 
     async def _layer(
         self,
@@ -362,8 +378,11 @@ class Execution:
         options: AttentionOptions,
     ) -> Tensor:
         """Send a layer over gRPC."""
+        plan = self._started_plan()
         request = pb.LayerInput(
             layer=index,
+            plan_number=plan.number,
+            pass_index=plan.pass_index,
             query=None if query is None else query.to_proto(),
             key=key.to_proto(),
             value=None if value is None else value.to_proto(),
@@ -386,7 +405,9 @@ class Execution:
         begun, self._begun = self._begun, None
         assert begun is not None
         try:
-            num_tokens = _started(_expect("started", answer)).num_tokens
+            started = _started(_expect("started", answer))
+            self._check_number(started)
+            num_tokens = started.num_tokens
             if num_tokens != begun.num_tokens:
                 raise InternalError(
                     f"the plan computes {num_tokens} tokens, not {begun.num_tokens}"
@@ -394,6 +415,11 @@ class Execution:
         except KvplaneError:
             self._drop()  # with the layer's answer
             raise
+
+    def _check_number(self, started: PlanStarted) -> None:
+        number = self._started_plan().number
+        if started.plan_number != number:
+            raise InternalError(f"plan {number} was started as plan {started.plan_number}")
 
     async def _layer_in_region(
         self,
@@ -412,7 +438,7 @@ class Execution:
             if tensor is not None and there is not None:
                 memory[there[0] : there[0] + tensor.num_bytes] = memoryview(tensor.data).cast("B")
         local = self.local
-        local.send(layer.packet)
+        local.send(layer.head + self._started_plan().tail)
         if self._begun is not None:
             self._check_begun(_parse(await local.receive_soon()))
         self._check_local(await local.receive_soon(), layer)
@@ -481,6 +507,19 @@ def _expect(wanted: str, response: pb.ExecuteResponse) -> pb.ExecuteResponse:
     if kind != wanted:
         raise InternalError(f"expected {wanted}, got {kind}")
     return response
+
+
+def _presented(request: pb.ExecuteRequest, number: int) -> _Presented:
+    pass_index = request.pass_index if request.HasField("pass_index") else None
+    return _Presented(request, number, pass_index, packets.tail_of(number, pass_index))
+
+
+def _number_of(plan: SignedPayload) -> int:
+    """Return the number in a plan whose start is not answered yet."""
+    try:
+        return Plan.FromString(plan.payload).number
+    except DecodeError as error:
+        raise InvalidRequestError("is not a Plan", field="plan.payload") from error
 
 
 def _started(response: pb.ExecuteResponse) -> PlanStarted:

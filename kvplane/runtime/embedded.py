@@ -92,7 +92,7 @@ class EmbeddedBackend:
             self._plane = EmbeddedDataPlane(config)
             self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
-        self._plan_number: int | None = None
+        self._plan_number = 0  # started here last; 0 before the first
         self._pass_index: int | None = None
         self._repeated: RepeatedLayers | None = None
         self.latent_layers: frozenset[int] = frozenset()
@@ -117,7 +117,7 @@ class EmbeddedBackend:
         if pass_index is not None:
             started_tokens = self._executor.begin_pass(session_id, pass_index, plan_number=number)
         if self._repeated is not None:
-            self._repeated.begin()
+            self._repeated.begin(self._plan_number, pass_index)
         if pass_index is not None:
             return PlanStarted(started_tokens)
         return PlanStarted(started.num_tokens, [] if started.receipt is None else [started.receipt])

@@ -109,7 +109,9 @@ class _Plane:
         options: AttentionOptions,
     ) -> torch.Tensor:
         there = (query.cpu(), key.cpu(), None if value is None else value.cpu())
-        out = self._executor.layer(_SESSION.session_id, index, *there, options=options)
+        out = self._executor.layer(
+            _SESSION.session_id, index, *there, options=options, plan_number=self._number
+        )
         assert out is not None, "a layer with queries has an output"
         return out.to(query.device)
 

@@ -106,20 +106,24 @@ class PlanStarted(_message.Message):
     def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: bool = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class LayerInput(_message.Message):
-    __slots__ = ("layer", "query", "key", "value", "options", "output")
+    __slots__ = ("layer", "query", "key", "value", "options", "output", "plan_number", "pass_index")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PASS_INDEX_FIELD_NUMBER: _ClassVar[int]
     layer: int
     query: _types_pb2.Tensor
     key: _types_pb2.Tensor
     value: _types_pb2.Tensor
     options: AttentionOptions
     output: _types_pb2.MemoryRange
-    def __init__(self, layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.MemoryRange, _Mapping]] = ...) -> None: ...
+    plan_number: int
+    pass_index: int
+    def __init__(self, layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.MemoryRange, _Mapping]] = ..., plan_number: _Optional[int] = ..., pass_index: _Optional[int] = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
     __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes", "logit_soft_cap", "sinks")

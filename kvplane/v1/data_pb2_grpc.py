@@ -109,24 +109,27 @@ class DataPlaneServiceServicer(object):
     def Execute(self, request_iterator, context):
         """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one
         LayerInput for each layer held, in ascending order. Each request is answered once, in order; a client may send a layer before the
-        plan is answered. The receipt comes with the last layer's output, or with PlanStarted when the plan has no spans. A layer of a plan
-        that has run is answered with its output and the receipt, and writes nothing. A request that fails is answered with an Error and
-        writes nothing; the stream stays open. A client on the same machine may send the same messages by a Unix socket, with the tensors
-        in memory that both have mapped: see LocalOffer.
+        plan is answered. Each LayerInput names the plan and the pass that it belongs to, and is refused in any other. The receipt comes with
+        the last layer's output, or with PlanStarted when the plan has no spans. A layer of a plan that has run is answered with its output
+        and the receipt, and writes nothing. A request that fails is answered with an Error and writes nothing; the stream stays open. A
+        client on the same machine may send the same messages by a Unix socket, with the tensors in memory that both have mapped: see
+        LocalOffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReshapeAndCache(self, request, context):
-        """Writes one layer's keys and values to the slots of a plan's spans. Safe to repeat.
+        """Writes one layer's keys and values to the slots of a plan's spans, all tokens at once: PLAN_OUT_OF_ORDER while the plan is computed in
+        passes, which only Execute does. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PagedAttention(self, request, context):
-        """Attends from a plan's spans over their sequences' blocks, in a layer that was written. Changes nothing.
+        """Attends from a plan's spans over their sequences' blocks, in a layer that was written, from all tokens at once as ReshapeAndCache.
+        Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.transport.local import packets
 from kvplane.wire.v1 import data_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
@@ -27,13 +27,14 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
         stub = data_pb2_grpc.DataPlaneServiceStub(channel)
         peer = await LocalPeer.joined(stub, author.grant(1))
         assert (await peer.ask(plan=plan_of_two_tokens(author))).started.num_tokens == 2
-        packet = pb.ExecuteRequest(layer=peer.layer(0, 2)).SerializeToString()
+        packet, tail = peer.packet(peer.layer(0, 2)), packets.tail_of(1, None)
         assert (await peer.ask(packet)).output.layer == 0
 
         async def ask_again(number: int) -> None:
             again = b"\x08\x00" * (LONG_BYTES // 2 + number)  # LayerInput.layer = 0
             field = b"\x1a" + _varint(len(again)) + again  # ExecuteRequest.layer, to be merged
-            assert (await peer.ask(packet + field)).WhichOneof("message") == "output"
+            answer = await peer.ask(packet.removesuffix(tail) + field + tail)
+            assert answer.WhichOneof("message") == "output"
 
         await ask_again(0)
         tracemalloc.start()

@@ -270,13 +270,20 @@ class Client:
 
     def _execution(self, rng: random.Random) -> list[Message]:
         opening = dpb.OpenExecution(grant=self.grant)
+        plan = self._plan(rng)
         layers = [
-            dpb.LayerInput(layer=layer, query=tensor(4), key=tensor(2), value=tensor(2))
+            dpb.LayerInput(
+                layer=layer,
+                query=tensor(4),
+                key=tensor(2),
+                value=tensor(2),
+                plan_number=self.number,
+            )
             for layer in (0, 1)
         ]
         return [
             dpb.ExecuteRequest(open=opening),
-            dpb.ExecuteRequest(plan=self._plan(rng)),
+            dpb.ExecuteRequest(plan=plan),
             *(dpb.ExecuteRequest(layer=layer) for layer in layers),
         ][: rng.randrange(1, 5)]
 

@@ -225,6 +225,8 @@ class Backend:
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
         self.session_id = 0
+        self.plan_number = 0
+        self.pass_index: int | None = None
         self.faults: dict[int, Exception] = {}
         self.num_layers_run = 0
         self.batch_sizes: list[int] = []
@@ -239,10 +241,12 @@ class Backend:
         self, plan: types.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
         executor = self.planes.executor
+        self.pass_index = pass_index
         if pass_index:
             self.batch_sizes.append(executor.begin_pass(self.session_id, pass_index))
             return PlanStarted(num_tokens)
         started = executor.start(self.session_id, plan)
+        self.plan_number = started.number
         if pass_index is not None:
             self.batch_sizes.append(executor.begin_pass(self.session_id, pass_index))
             return PlanStarted(num_tokens)
@@ -262,7 +266,7 @@ class Backend:
             raise self.faults.pop(self.num_layers_run)
         out = self.planes.executor.layer(
             self.session_id, index, query.contiguous(), key.contiguous(), value.contiguous(),
-            **options,
+            **options, plan_number=self.plan_number, pass_index=self.pass_index,
         )  # fmt: skip
         assert out is not None
         return out

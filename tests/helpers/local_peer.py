@@ -33,6 +33,8 @@ class LocalPeer:
         self.fd = -1
         self.file = -1
         """The answer that came with a region on the GPU."""
+        self.plan: dict[str, Any] = {"plan_number": 0}
+        """What layers name: the plan that was started last by the socket, and the pass."""
 
     @classmethod
     async def offered(cls, stub: Any, grant: tpb.SignedPayload) -> LocalPeer:
@@ -70,9 +72,25 @@ class LocalPeer:
         self.peer.send(packet, packets.NO_WAIT)
 
     async def ask(self, packet: bytes | None = None, **message: Any) -> pb.ExecuteResponse:
-        """Return the answer to a packet, or to a message; raises ConnectionError at the end."""
+        """Return the answer to a packet, or to a message; raises ConnectionError at the end. A
+        layer is one of the plan that was started last.
+        """
+        if packet is None and "layer" in message:
+            packet = self.packet(message["layer"])
         self.send(pb.ExecuteRequest(**message).SerializeToString() if packet is None else packet)
-        return await self.answer()
+        answer = await self.answer()
+        if answer.HasField("started"):
+            number, pass_index = answer.started.plan_number, message.get("pass_index")
+            self.plan = {"plan_number": number, "pass_index": pass_index}
+        return answer
+
+    def packet(self, layer: pb.LayerInput, **plan: Any) -> bytes:
+        """Return a layer's packet in the two parts that are known again. ``plan``: what it names,
+        if not the plan that was started last.
+        """
+        head = pb.ExecuteRequest(layer=layer).SerializeToString()
+        naming = pb.LayerInput(**(plan or self.plan))
+        return head + pb.ExecuteRequest(layer=naming).SerializeToString()
 
     async def answer(self) -> pb.ExecuteResponse:
         await self._readable()

@@ -19,7 +19,7 @@ from kvplane.v1 import control_pb2, data_pb2, pool_pb2
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2_grpc
 from kvplane.wire.v1 import data_pb2 as dpb
-from kvplane.wire.v1.types_pb2 import SessionRef, SignedPayload
+from kvplane.wire.v1.types_pb2 import Plan, SessionRef, SignedPayload
 
 LAYOUT = Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
 
@@ -177,7 +177,8 @@ def answer_execution(request: Any) -> Any:
         opened = dpb.ExecutionOpened(layers=[0, 1, 2])
         return [dpb.ExecuteResponse(opened=opened)]
     if kind == "plan":
-        started = dpb.PlanStarted(plan_number=1, num_tokens=2)
+        number = Plan.FromString(request.plan.payload).number
+        started = dpb.PlanStarted(plan_number=number, num_tokens=2)
         return [dpb.ExecuteResponse(started=started)]
     output = dpb.LayerOutput(layer=request.layer.layer, output=request.layer.query)
     if request.layer.layer == 2:
@@ -186,7 +187,7 @@ def answer_execution(request: Any) -> Any:
 
 
 def plan_of(number: int) -> SignedPayload:
-    return payload(b"plan %d" % number)
+    return payload(Plan(number=number).SerializeToString())
 
 
 def payload(content: bytes) -> SignedPayload:

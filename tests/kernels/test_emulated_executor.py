@@ -17,6 +17,7 @@ from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.executor_twins import run_twins
 from tests.helpers.data.kernel_faults import FAULTS, with_fault
 from tests.helpers.data.kernel_sets import emulated_kernels, late_kernels
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, set_blocks, span, tokens
 
 BACKENDS = {"cpu": lambda: CpuKernels(1), "emulated": emulated_kernels}
@@ -117,7 +118,7 @@ def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: Kern
     key, value = tokens(1, seed=1) * 100, tokens(1, seed=2) * 300
     # One token alone attends to itself, so that the answer is its value as it was rounded.
     for layer, scale in ((0, 0.25), (1, 4.0)):
-        output = executor.layer(1, layer, tokens(1, 4), key, value)
+        output = executor.layer(1, layer, tokens(1, 4), key, value, **of_latest(executor))
         assert output is not None
         rounded = (value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
         torch.testing.assert_close(output, rounded.repeat_interleave(2, dim=1))

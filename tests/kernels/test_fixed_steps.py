@@ -26,6 +26,7 @@ from tests.helpers.data.fixed_steps import (
     start_step,
 )
 from tests.helpers.data.kernel_sets import emulated_kernels
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import span
 
 OPTIONS = (
@@ -80,7 +81,7 @@ def test_successive_steps_use_the_same_addresses() -> None:
     for number, step in enumerate(STEPS[:3], 2):
         start_step(stepped.rig, number, step, lengths)
         stepped.inputs.fill(len(step), number)
-        stepped.step.run(stepped.forward)
+        stepped.step.run(stepped.forward, **of_latest(stepped.rig.executor))
         made.append(addresses_of(stepped.recorder.taken()))
         assert stepped.rig.executor.receipt(1) is not None
         for sequence in step:
@@ -121,7 +122,7 @@ def test_without_rows_a_step_writes_and_attends_to_nothing() -> None:
     start_step(stepped.rig, 2, (1, 2), dict(PROMPTS))
     play(graph)  # A plan has started; its rows are not there outside of run.
     assert stepped.rig.snapshot()[0] == before[0]
-    stepped.step.run(lambda: play(graph))
+    stepped.step.run(lambda: play(graph), **of_latest(stepped.rig.executor))
     assert stepped.rig.executor.receipt(1) is not None
     after = stepped.rig.snapshot()
     assert after[0] != before[0]
@@ -146,6 +147,7 @@ def test_steps_of_several_sizes_share_the_rows() -> None:
         stepped.step.run(
             lambda inputs=inputs: stepped.forward(inputs),  # type: ignore[misc]
             num_tokens=inputs.num_tokens,
+            **of_latest(stepped.rig.executor),
         )
         outputs = inputs.outputs(num_tokens)
         assert stepped.rig.executor.receipt(1) is not None
@@ -166,7 +168,7 @@ def test_a_plan_that_does_not_fit_is_refused_by_the_bound_and_runs_by_layers() -
     ):
         step = executor.fixed_step(1, bounds)
         with stepped.rig.refuses(InvalidRequestError, field):
-            step.run(stepped.forward)
+            step.run(stepped.forward, **of_latest(stepped.rig.executor))
     inputs = Inputs(3)
     inputs.fill(3, 2)
     outputs = run_by_layers(stepped.rig, inputs, 3)
@@ -174,7 +176,7 @@ def test_a_plan_that_does_not_fit_is_refused_by_the_bound_and_runs_by_layers() -
         assert torch.equal(output, right)
     stepped.rig.start(3, spans=[span(2, 10, 2)])
     with stepped.rig.refuses(InvalidRequestError, "bounds.query_tokens"):
-        stepped.step.run(stepped.forward)
+        stepped.step.run(stepped.forward, **of_latest(stepped.rig.executor))
 
 
 @pytest.mark.parametrize("name", ("num_tokens", "context_tokens", "num_sequences", "query_tokens"))
@@ -196,7 +198,7 @@ def test_a_step_is_for_kernels_that_have_graphs_and_for_open_sessions() -> None:
         executor.fixed_step(1, StepBounds(1 << 20, 1 << 20))
     stepped.rig.fence(1)
     with stepped.rig.refuses(SessionExpiredError):
-        stepped.step.run(stepped.forward)
+        stepped.step.run(stepped.forward, **of_latest(stepped.rig.executor))
 
 
 def test_a_step_of_another_pass_is_refused() -> None:
@@ -216,15 +218,15 @@ def test_a_plan_runs_once_and_only_if_all_of_its_layers_do() -> None:
     stepped = Stepped()
     start_step(stepped.rig, 2, (1, 2), dict(PROMPTS))
     with pytest.raises(InvalidRequestError, match="layer 0 was never called"):
-        stepped.step.run(lambda: None)
+        stepped.step.run(lambda: None, **of_latest(stepped.rig.executor))
     with pytest.raises(ValueError, match="of the caller"):
-        stepped.step.run(fail)
+        stepped.step.run(fail, **of_latest(stepped.rig.executor))
     assert stepped.rig.executor.receipt(1) is None
     stepped.inputs.fill(2, 2)
-    stepped.step.run(stepped.forward)
+    stepped.step.run(stepped.forward, **of_latest(stepped.rig.executor))
     for _ in range(2):
         with pytest.raises(PlanOutOfOrderError):
-            stepped.step.run(stepped.forward)
+            stepped.step.run(stepped.forward, **of_latest(stepped.rig.executor))
         assert stepped.rig.executor.receipt(1) is not None
 
 
@@ -239,7 +241,7 @@ def test_contexts_for_which_the_workspace_has_no_room_are_refused() -> None:
     stepped.forward()
     start_step(stepped.rig, 2, (1, 3), dict(PROMPTS))
     with stepped.rig.refuses(InvalidRequestError, "bounds.context_tokens"):
-        stepped.step.run(stepped.forward)
+        stepped.step.run(stepped.forward, **of_latest(stepped.rig.executor))
     stepped.inputs.fill(2, 2)
     run_by_layers(stepped.rig, stepped.inputs, 2)
 

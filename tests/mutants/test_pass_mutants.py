@@ -13,6 +13,7 @@ RPC = "tests/rpc/test_plan_passes.py"
 STEPS = "tests/kernels/test_fixed_steps.py"
 ENGINE = "tests/unit/engine/test_plans_in_passes.py"
 SESSIONS = "data_plane/plans/sessions.py"
+EXPECTED = "data_plane/execution/expected_layers.py"
 BATCH = "data_plane/plans/batches/attention_batch.py"
 CORE = "engine/running/core.py"
 SCHEDULER = "engine/scheduling/scheduler.py"
@@ -27,14 +28,14 @@ FAULTS = {
     ),
     "a_stream_that_broke_forgets_the_pass": Fault(
         "kvplane/clients/execution.py",
-        "return self._note_started(request,",
-        "return self._note_started(pb.ExecuteRequest(plan=plan),",
+        "_presented(request, started.plan_number)",
+        "_presented(pb.ExecuteRequest(plan=plan), started.plan_number)",
         "tests/rpc/test_sdk_execution.py",
         "breaks_in_a_pass",
     ),
     "a_layer_of_another_pass_runs": Fault(
         SESSIONS,
-        "if index not in (self.pass_index, ANY_PASS):",
+        "if index != self.pass_index:",
         "if False:",
         EXECUTOR,
         "of_another_pass",
@@ -42,22 +43,19 @@ FAULTS = {
     "tokens_of_a_pass_are_all_that_is_due": Fault(
         SCHEDULER, "sequence.num_due = num_tokens * is_live", "sequence.num_due = 1", ENGINE
     ),
-    "a_stream_forgets_its_pass": Fault(
-        "data_plane/server/execute_stream.py",
-        "self._plan_number, self._pass_index = started.number, pass_index",
-        "self._plan_number, self._pass_index = started.number, -1",
-        RPC,
-        "late_layer",
-    ),
     "layers_are_expected_in_any_pass": Fault(
-        "data_plane/server/local/known_layers.py",
-        "session_id, plan_number, pass_index, self._bound",
-        "session_id, plan_number, -1, self._bound",
+        EXPECTED,
+        "run = self._plans.present(session_id, plan_number, pass_index)[1]",
+        "run = self._plans.latest(session_id, plan_number)[1]",
         RPC,
         "none_of_the_next",
     ),
     "a_single_call_writes_to_any_pass": Fault(
-        "data_plane/server/service.py", ", pass_index=None", "", RPC, "single_call"
+        "data_plane/server/service.py",
+        "plan_number=number, pass_index=None",
+        "plan_number=number, pass_index=0",
+        RPC,
+        "single_call",
     ),
     "an_embedded_engine_forgets_its_pass": Fault(
         "kvplane/runtime/embedded.py",
@@ -68,7 +66,7 @@ FAULTS = {
     ),
     "a_captured_step_runs_in_any_pass": Fault(
         "data_plane/execution/fixed_step.py",
-        "self._plans.latest(self.session_id, plan_number, pass_index)",
+        "self._plans.present(self.session_id, plan_number, pass_index)",
         "self._plans.latest(self.session_id, plan_number)",
         STEPS,
         "another_pass",
@@ -108,9 +106,9 @@ FAULTS = {
         "fails_in_a_pass",
     ),
     "layers_are_served_in_another_pass": Fault(
-        "data_plane/execution/expected_layers.py",
-        " and run.pass_index == expected.pass_index",
-        "",
+        EXPECTED,
+        "self._plans.present(expected.session_id, number, pass_index)",
+        "self._plans.latest(expected.session_id, number)",
         RPC,
         "none_of_the_next",
     ),

@@ -24,6 +24,7 @@ from kvplane.transport.health import check
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import set_blocks, span, tokens
 from tests.helpers.planning.register_side import RegisterSide
 
@@ -92,7 +93,7 @@ async def test_a_server_that_stops_waits_for_the_device(
         executor.open(author.grant())
         executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)]))
         runtime.early_share = 0.0
-        executor.layer(1, 0, tokens(3, 4), tokens(3), tokens(3))
+        executor.layer(1, 0, tokens(3, 4), tokens(3), tokens(3), **of_latest(executor))
         assert runtime.num_waiting == 2
     assert runtime.num_waiting == 0
 

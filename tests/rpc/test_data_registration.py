@@ -22,6 +22,7 @@ from kvplane.wire import columns, signing
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.data.data_server import author_of, config_of, serving
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import DEVICE, blocks_of, publications, set_blocks, span, tokens
 from tests.helpers.planning.register_side import RegisterSide
 
@@ -93,7 +94,7 @@ async def test_a_broken_stream_is_resumed_and_sessions_live_on(tmp_path: Path) -
         assert side.hellos[1].incarnation == side.incarnation
         assert side.hellos[1].key_id == signing.key_id(side.key)
         assert side.num_reports == 1, "a resumed data plane does not report again"
-        server.executor.layer(1, 0, None, tokens(2), tokens(2))
+        server.executor.layer(1, 0, None, tokens(2), tokens(2), **of_latest(server.executor))
 
 
 async def test_a_new_control_plane_learns_blocks_and_old_sessions_end(tmp_path: Path) -> None:

@@ -92,7 +92,9 @@ def torch_of(tensor: Tensor) -> torch.Tensor:
     return tensor_from_message(tensor.to_proto(), CPU, field="tensor")
 
 
-def layer_input(layer: int, num_tokens: int, **parts: torch.Tensor) -> pb.LayerInput:
+def layer_input(
+    layer: int, num_tokens: int, *, plan_number: int = 1, **parts: torch.Tensor
+) -> pb.LayerInput:
     values = {
         "query": tokens(num_tokens, 4),
         "key": tokens(num_tokens, seed=1),
@@ -100,7 +102,7 @@ def layer_input(layer: int, num_tokens: int, **parts: torch.Tensor) -> pb.LayerI
         **parts,
     }
     messages = {name: tensor_to_message(tensor) for name, tensor in values.items()}
-    return pb.LayerInput(layer=layer, **messages)
+    return pb.LayerInput(layer=layer, plan_number=plan_number, **messages)
 
 
 async def test_its_server_info_says_what_runs_here(peer: Peer) -> None:

@@ -274,7 +274,8 @@ async def test_a_layer_that_was_known_is_read_again_under_the_next_plan(
 async def test_both_ways_of_a_stream_are_one_execution(rig: Rig, peer: LocalPeer) -> None:
     """A layer over gRPC may follow one by the socket, and refer to the region too."""
     assert (await peer.ask(layer=peer.layer(0, 2))).output.layer == 0
-    await peer.call.write(pb.ExecuteRequest(layer=peer.layer(1, 2)))
+    request = pb.ExecuteRequest.FromString(peer.packet(peer.layer(1, 2)))
+    await peer.call.write(request)
     answer = (await peer.call.read()).output
     assert answer.output.memory.region_id == peer.region.region_id
     assert rig.author.read_receipt(answer.receipt).plan_number == 1
@@ -331,8 +332,8 @@ async def regions_left(rig: Rig, wanted: int) -> None:
 
 async def test_a_client_that_takes_no_answers_is_cut_off_and_others_go_on(rig: Rig) -> None:
     hostile, honest = await rig.started(1), await rig.started(2)
-    packet = pb.ExecuteRequest(layer=hostile.layer(0, 2)).SerializeToString()
-    honest_layer = pb.ExecuteRequest(layer=honest.layer(0, 2)).SerializeToString()
+    packet = hostile.packet(hostile.layer(0, 2))
+    honest_layer = honest.packet(honest.layer(0, 2))
     with pytest.raises(OSError) as ended:
         for i in range(100_000):
             try:

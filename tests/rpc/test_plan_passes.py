@@ -194,7 +194,7 @@ async def test_a_late_layer_of_an_earlier_pass_is_refused(rig: Any, way: str) ->
                         layers.layer(0, QUERY[3:4], KEY[3:4], VALUE[3:4], options)
                     else:
                         await layer(left, 0, 3)
-                assert caught.value.field == "pass_index"
+                assert caught.value.field == "layer.pass_index"
             for index in LAYERS:
                 output = await layer(execution, index, of_pass)
             outputs.append(output)

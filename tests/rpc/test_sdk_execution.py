@@ -148,6 +148,36 @@ async def test_a_stream_that_breaks_in_a_pass_presents_the_pass_again(
     assert await execution.layer(0, QUERY, KV, KV) == QUERY
     presented = [each for each in plane.requests if each.HasField("plan")]
     assert [each.pass_index for each in presented] == [3, 3]
+    layers = [each.layer for each in plane.requests if each.HasField("layer")]
+    assert [(layer.plan_number, layer.pass_index) for layer in layers] == [(1, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["start", "begin"])
+async def test_each_layer_names_the_plan_that_was_presented(plane, execution, begins) -> None:
+    for number in (1, 2):
+        if begins:
+            await execution.begin(plan_of(number), 2)
+        else:
+            await execution.start(plan_of(number))
+        for index in execution.layers:
+            await execution.layer(index, QUERY, KV, KV)
+    layers = [each.layer for each in plane.requests if each.HasField("layer")]
+    assert [layer.plan_number for layer in layers] == [1, 1, 1, 2, 2, 2]
+    assert not any(layer.HasField("pass_index") for layer in layers)
+
+
+async def test_a_plan_that_is_answered_as_another_one_has_no_layers(plane, execution) -> None:
+    started = pb.PlanStarted(plan_number=7, num_tokens=2)
+    plane.script = on("plan", lambda _: [pb.ExecuteResponse(started=started)])
+    await execution.begin(plan_of(1), 2)
+    with pytest.raises(InternalError, match="plan 1 was started as plan 7"):
+        await execution.layer(0, QUERY, KV, KV)
+
+
+async def test_what_is_begun_has_to_be_a_plan(execution) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await execution.begin(payload(b"no plan"), 2)
+    assert caught.value.field == "plan.payload"
 
 
 async def test_a_plan_that_was_begun_and_dropped_answers_for_no_other(plane, execution) -> None:

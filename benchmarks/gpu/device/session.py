@@ -35,7 +35,9 @@ class Session:
             device=device,
             kernels=kernels,
         )
-        self._key, self._number = signing.new_key(), 0
+        self._key = signing.new_key()
+        self.number = 0
+        """Of the plan that was started last."""
         self.executor.install(SESSION.incarnation, self._key)
         grant = pb.SessionGrant(
             **self._heading(),
@@ -50,13 +52,13 @@ class Session:
         """Start a plan that computes the token at one position of each sequence. The first plan
         makes the tables; their blocks hold whatever was in memory.
         """
-        self._number += 1
+        self.number += 1
         ids = range(1, self._batch + 1)
         plan = pb.Plan(
             **self._heading(),
-            number=self._number,
-            previous=self._number - 1,
-            changes=self._tables() if self._number == 1 else pb.TableChanges(),
+            number=self.number,
+            previous=self.number - 1,
+            changes=self._tables() if self.number == 1 else pb.TableChanges(),
             spans=pb.Spans(
                 sequence_ids=columns.pack(columns.INT64, ids),
                 first_positions=columns.pack(columns.INT64, positions),

@@ -65,7 +65,7 @@ class KnownLayers:
         native, stream, expected = self._native, self._stream, self._expected
         if expected is not None and stream.is_usual:
             first = stream.num_ran
-            native.begin(expected.batches, first, expected.num_threads)
+            native.begin(expected.batches, first, expected.num_threads, stream.tail)
             serve = partial(native.serve, epoll, waits)
             try:
                 self._expectations.run(expected, first, serve, self._take_times)
@@ -114,7 +114,7 @@ class KnownLayers:
         layers = zip(self._usual, self._calls, self._bound or (), strict=False)
         for layer, call, bound in layers:
             self._native.add(
-                packet=layer.request,
+                head=layer.request,
                 answer=layer.packet,
                 layer=bound.bound.native,
                 query=call.query.data_ptr(),

@@ -157,16 +157,18 @@ class LocalConnection:
         """Whether ``call`` can be used."""
         return self._native is not None
 
-    def call(self, layer: LayerCall, addresses: Addresses, timeout_s: float) -> bytes | None:
+    def call(
+        self, layer: LayerCall, tail: bytes, addresses: Addresses, timeout_s: float
+    ) -> bytes | None:
         """Put a layer's tensors into the region, send its packet and wait for an answer. If that is
         the usual one, take the output from the region and return None; otherwise return the answer.
-        ``addresses``: of query, key, value and output, each contiguous. Raises as ``send`` and
-        ``receive``.
+        ``tail``: of the packet. ``addresses``: of query, key, value and output, each contiguous.
+        Raises as ``send`` and ``receive``.
         """
         try:
             self._open_peer()
             assert self._native is not None
-            return self._native.call(layer, *addresses, timeout_s)
+            return self._native.call(layer, tail, *addresses, timeout_s)
         except OSError as error:
             self.close()
             raise _translated(error, timeout_s) from error

@@ -41,11 +41,13 @@ class Room(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalLayer:
-    """A layer's packet, and its tensors' places in the region: query, key, value and output, by
-    offset and shape; the first and the last are None without a query.
+    """A layer of any plan and pass: the first part of its packet, and its tensors' places in the
+    region: query, key, value and output, by offset and shape; the first and the last are None
+    without a query.
     """
 
-    packet: bytes
+    head: bytes
+    """The packet without ``packets.tail_of``, which names the plan and the pass."""
     usual: bytes
     """The expected answer, without a receipt."""
     dtype: str
@@ -66,7 +68,7 @@ class LocalLayer:
             return first + there[0], Tensor.size_bytes(self.dtype, there[1])
 
         return kvplane_kernels.LayerCall(
-            packet=self.packet,
+            head=self.head,
             usual=self.usual,
             query=at(self.query),
             key=at(self.key),
@@ -107,11 +109,11 @@ class LocalLayer:
             answer.output.CopyFrom(_message(dtype, output_there, room.region_id))
         for name, there in messages.items():
             getattr(request, name).CopyFrom(_message(dtype, there, room.region_id))
-        packet = pb.ExecuteRequest(layer=request).SerializeToString()
-        if len(packet) > packets.MAX_PACKET_BYTES:
+        head = pb.ExecuteRequest(layer=request).SerializeToString()
+        if len(head) + packets.MAX_TAIL_BYTES > packets.MAX_PACKET_BYTES:
             return None
         usual = pb.ExecuteResponse(output=answer).SerializeToString()
-        return cls(packet, usual, dtype, query_there, key_there, value_there, output_there)
+        return cls(head, usual, dtype, query_there, key_there, value_there, output_there)
 
 
 def _message(dtype: str, there: tuple[int, Shape], region_id: int) -> tpb.Tensor:

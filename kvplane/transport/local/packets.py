@@ -12,10 +12,13 @@ from typing import Final, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kvplane.errors import InvalidRequestError
+from kvplane.wire.v1 import data_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 MAX_PACKET_BYTES: Final = 131_072
+MAX_TAIL_BYTES: Final = 24
+"""How long ``tail_of`` is at most: two tags and the length, and two integers of up to 10 bytes."""
 SECRET_BYTES: Final = 32
 ALIGNMENT_BYTES: Final = 64
 """Alignment of every range in a region."""
@@ -93,6 +96,27 @@ def receive_file(peer: socket.socket) -> tuple[bytes, int]:
 def send(peer: socket.socket, packet: bytes) -> None:
     """Send a packet without waiting. Raises OSError, also for a peer that does not read."""
     peer.send(packet, NO_WAIT)
+
+
+def tail_of(plan_number: int, pass_index: int | None) -> bytes:
+    """Return the second part of a layer's packet. It names the plan and the pass, and protobuf
+    merges it into the first part, which is the same in each step: see ``LocalOffer``.
+    """
+    layer = data_pb2.LayerInput(plan_number=plan_number, pass_index=pass_index)
+    return data_pb2.ExecuteRequest(layer=layer).SerializeToString()
+
+
+def head_of(packet: bytes, tail: bytes) -> bytes:
+    """Return the first part of a layer's packet that ends with ``tail``; empty if it has no such
+    parts. With another tail, the head is then the same layer of another plan or pass.
+    """
+    head = packet.removesuffix(tail)
+    try:
+        alone = data_pb2.ExecuteRequest.FromString(head)
+    except DecodeError:  # what looks like the tail is the end of something else
+        return b""
+    names_plan = alone.layer.plan_number or alone.layer.HasField("pass_index")
+    return head if alone.HasField("layer") and not names_plan else b""
 
 
 def parse(kind: type[MessageT], packet: bytes) -> MessageT:

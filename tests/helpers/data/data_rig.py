@@ -12,6 +12,7 @@ import torch
 from data_plane import Executor, StartedPlan
 from kvplane.errors import KvplaneError
 from kvplane.wire.v1 import types_pb2 as pb
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     LAYOUT,
     POOL_ID,
@@ -66,7 +67,14 @@ class Rig:
     ) -> torch.Tensor:
         """Run one layer of the latest plan with random queries (4 heads), keys and values."""
         key, value = tokens(num_tokens, seed=seed + 1), tokens(num_tokens, seed=seed + 2)
-        output = self.executor.layer(session_id, layer, tokens(num_tokens, 4), key, value)
+        output = self.executor.layer(
+            session_id,
+            layer,
+            tokens(num_tokens, 4),
+            key,
+            value,
+            **of_latest(self.executor, session_id),
+        )
         assert output is not None
         return output
 

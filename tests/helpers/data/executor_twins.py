@@ -17,6 +17,7 @@ from data_plane import Executor
 from kvplane.layout import Layout
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.data_rig import stored
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
@@ -67,7 +68,9 @@ class Side:
 
     def layer(self, session_id: int, layer: int, *qkv: torch.Tensor) -> None:
         there = (tensor.to(self.executor.device) for tensor in qkv)
-        output = self.executor.layer(session_id, layer, *there)
+        output = self.executor.layer(
+            session_id, layer, *there, **of_latest(self.executor, session_id)
+        )
         assert output is not None
         self.outputs[session_id].append(output)
 

@@ -24,6 +24,7 @@ from kvplane.wire import columns, protocol
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import LAYOUT
 
 BLOCK, WINDOW, TENANT, POOL = 8, 20, "tenant", "pool"
@@ -180,7 +181,9 @@ class World:
                 group = next(g for g in GROUPS if layer in g.layers)
                 shape = len(values), group.num_kv_heads, group.head_size
                 key = torch.tensor(values, dtype=torch.float32)[:, None, None].expand(shape) + layer
-                receipt = executor.write_layer(session_id, layer, key.contiguous(), -key)
+                receipt = executor.write_layer(
+                    session_id, layer, key.contiguous(), -key, **of_latest(executor, session_id)
+                )
         assert receipt is not None
         self.receipts.append(receipt)
 

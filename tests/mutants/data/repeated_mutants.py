@@ -66,9 +66,9 @@ def repeated_layers_keep_their_batch() -> None:
     """They go on with the pass that was begun first."""
     begin = repeated_layers.RepeatedLayers.begin
 
-    def first(self: Any) -> None:
+    def first(self: Any, *named: Any, **by_name: Any) -> None:
         before = self._begun
-        begin(self)
+        begin(self, *named, **by_name)
         if before is not None:
             self._begun.batches = before.batches
 

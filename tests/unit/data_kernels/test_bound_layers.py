@@ -20,6 +20,7 @@ from kvplane.errors import BlockNotWritableError, InvalidRequestError
 from kvplane.layout import Layout
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.kernel_faults import with_operations
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import LAYOUT, set_blocks, span, tokens, trim
 
 PROMPTS = {1: 11, 2: 5}
@@ -61,7 +62,9 @@ def outputs(kernels: Kernels, layout: Layout, options: Sequence[AttentionOptions
             query = tokens(num, 4, seed=seed).to(dtype)
             key, value = (tokens(num, seed=seed + i).to(dtype) for i in (10, 20))
             chosen = options[number % len(options)]
-            out = rig.executor.layer(1, layer, query, key, value, options=chosen)
+            out = rig.executor.layer(
+                1, layer, query, key, value, options=chosen, **of_latest(rig.executor)
+            )
             assert out is not None
             made.append(out)
         assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == number
@@ -123,7 +126,10 @@ def test_a_layer_is_bound_for_one_token_and_for_several() -> None:
             query, key, value = (tokens(len(spans), n, seed=number) for n in (4, 2, 2))
             if is_single:
                 query = query.as_strided(query.shape, (7, *query.stride()[1:]))
-            assert rig.executor.layer(1, layer, query, key, value) is not None
+            assert (
+                rig.executor.layer(1, layer, query, key, value, **of_latest(rig.executor))
+                is not None
+            )
         assert rig.executor.receipt(1) is not None
     assert counting.num_calls == 2 * len(LAYERS)
     rig.executor.check_integrity()
@@ -159,13 +165,15 @@ def test_tensors_that_differ_from_those_checked_are_checked(
 ) -> None:
     given = {"query": tokens(1, 4), "key": tokens(1), "value": tokens(1), **change}
     with decoding.refuses(InvalidRequestError, field):
-        decoding.executor.layer(1, 0, **given)
+        decoding.executor.layer(1, 0, **given, **of_latest(decoding.executor))
 
 
 def test_a_bound_layer_does_not_write_a_block_that_was_published(decoding: Rig) -> None:
     decoding.publish(1)
     with decoding.refuses(BlockNotWritableError, "plan.spans.sequence_ids[0]"):
-        decoding.executor.layer(1, 0, tokens(1, 4), tokens(1), tokens(1))
+        decoding.executor.layer(
+            1, 0, tokens(1, 4), tokens(1), tokens(1), **of_latest(decoding.executor)
+        )
 
 
 def test_a_bound_layer_does_not_look_behind_what_was_trimmed() -> None:
@@ -178,7 +186,7 @@ def test_a_bound_layer_does_not_look_behind_what_was_trimmed() -> None:
     for number in (2, 3):
         rig.start(number, spans=[span(1, 8 + number, 1)])
         for layer in LAYERS:
-            rig.executor.layer(1, layer, *given, options=wide)
+            rig.executor.layer(1, layer, *given, options=wide, **of_latest(rig.executor))
     rig.start(4, changes=[trim(1, 1)], spans=[span(1, 15, 1)])
     with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
-        rig.executor.layer(1, 0, *given, options=wide, field="in.")
+        rig.executor.layer(1, 0, *given, options=wide, field="in.", **of_latest(rig.executor))

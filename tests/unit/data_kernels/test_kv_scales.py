@@ -11,6 +11,7 @@ from data_plane import Executor
 from data_plane.execution.shards.shard_kernels import layer_scales
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor, set_blocks, span, tokens
 
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def run(layout: Layout, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     query = tokens(12, 4)[:, 2 * first : 2 * end]
     key, value = (tokens(12, seed=seed)[:, first:end] for seed in (1, 2))
     for layer in executor.layers:
-        output = executor.layer(1, layer, query, key, value)
+        output = executor.layer(1, layer, query, key, value, **of_latest(executor))
     assert output is not None
     return output, executor.read_blocks(1, 1, 0, 2)[0].view(torch.uint8)
 

@@ -11,6 +11,7 @@ import torch
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import ELEMENT_BYTES
 from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -41,7 +42,7 @@ def left_by_ann(**settings: Any) -> Rig:
     rig.start(1, 3, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     for layer in (0, 1):
         part = tokens(12, seed=layer).to(dtype)
-        rig.executor.layer(3, layer, None, part, part)
+        rig.executor.layer(3, layer, None, part, part, **of_latest(rig.executor, 3))
     rig.run(
         2,
         3,

@@ -19,6 +19,7 @@ from kvplane.slices import run_to_end
 from kvplane.wire import signing
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
@@ -61,7 +62,9 @@ def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
             rig.start(number, changes=grow, spans=[span(5, begin, end - begin)])
         for layer in (0, 1):
             own = slice(begin, end)
-            output = rig.executor.layer(1, layer, queries[own], keys[own], values[own])
+            output = rig.executor.layer(
+                1, layer, queries[own], keys[own], values[own], **of_latest(rig.executor)
+            )
         assert output is not None
         outputs.append(output)
     want = dense_attention(queries, keys, values)
@@ -79,7 +82,7 @@ def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) ->
     rig.start(1, changes=changes, spans=spans)
     total = sum(lens.values())
     key, value, query = tokens(total, seed=1), tokens(total, seed=2), tokens(total, 4, seed=3)
-    output = rig.executor.layer(1, 0, query, key, value)
+    output = rig.executor.layer(1, 0, query, key, value, **of_latest(rig.executor))
     assert output is not None
     begin = 0
     for num in lens.values():
@@ -109,17 +112,17 @@ def test_a_plan_without_spans_has_run_when_it_has_started(rig: Rig) -> None:
 def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
     key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
     rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 5)])
-    assert rig.executor.write_layer(1, 1, key, value) is None
-    receipt = rig.executor.write_layer(1, 0, key, value)
+    assert rig.executor.write_layer(1, 1, key, value, **of_latest(rig.executor)) is None
+    receipt = rig.executor.write_layer(1, 0, key, value, **of_latest(rig.executor))
     assert rig.author.read_receipt(receipt).plan_number == 1
     want = dense_attention(query, key, value)
-    got = run_to_end(rig.executor.attend(1, 1, query))
+    got = run_to_end(rig.executor.attend(1, 1, query, **of_latest(rig.executor)))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_no_query_writes_and_answers_nothing(rig: Rig) -> None:
     rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
-    assert rig.executor.layer(1, 0, None, tokens(2), tokens(2)) is None
+    assert rig.executor.layer(1, 0, None, tokens(2), tokens(2), **of_latest(rig.executor)) is None
 
 
 def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
@@ -275,7 +278,9 @@ def test_a_shard_holds_its_own_layers_and_heads(rig: Rig) -> None:
     session = executor.open(author.grant(**epochs))
     plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)], **epochs)
     executor.start(session, plan)
-    executor.layer(session, 1, tokens(2, 1), tokens(2, 1), tokens(2, 1))
+    executor.layer(
+        session, 1, tokens(2, 1), tokens(2, 1), tokens(2, 1), **of_latest(executor, session)
+    )
     receipt = author.read_receipt(executor.receipt(session))
     assert receipt.shard_index == 1
 
@@ -288,7 +293,7 @@ def test_half_precision_pools_hold_rounded_keys() -> None:
     executor.open(author.grant())
     executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)]))
     key, value = tokens(8, seed=1), tokens(8, seed=2)
-    output = executor.layer(1, 0, tokens(8, 4), key, value)
+    output = executor.layer(1, 0, tokens(8, 4), key, value, **of_latest(executor))
     assert output is not None
     assert output.dtype == torch.float32
     blocks, _ = executor.read_blocks(1, 1, 0, 1, num_layers=1)
@@ -363,8 +368,20 @@ def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig)
     before = rig.snapshot()
     for layer, output in enumerate(outputs):
         assert torch.equal(rig.layer(layer, 12), output)
-        assert rig.executor.layer(1, layer, None, tokens(12, seed=8), tokens(12, seed=9)) is None
-        other = rig.executor.layer(1, layer, tokens(12, 4), tokens(12, seed=8), tokens(12, seed=9))
+        assert (
+            rig.executor.layer(
+                1, layer, None, tokens(12, seed=8), tokens(12, seed=9), **of_latest(rig.executor)
+            )
+            is None
+        )
+        other = rig.executor.layer(
+            1,
+            layer,
+            tokens(12, 4),
+            tokens(12, seed=8),
+            tokens(12, seed=9),
+            **of_latest(rig.executor),
+        )
         assert other is not None
         assert torch.equal(other, output), "what was written first counts"
     assert rig.snapshot() == before

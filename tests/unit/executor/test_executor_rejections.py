@@ -25,6 +25,7 @@ from kvplane.wire import columns, signing
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.bad_plans import BAD_PLANS, HUGE
 from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     HOST,
     PlanAuthor,
@@ -186,7 +187,7 @@ def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig
     with rig.refuses(BlockNotWritableError):
         rig.layer(0, 1)
     with rig.refuses(BlockNotWritableError):
-        rig.executor.write_layer(1, 0, tokens(1), tokens(1))
+        rig.executor.write_layer(1, 0, tokens(1), tokens(1), **of_latest(rig.executor))
     with rig.refuses(BlockNotWritableError):
         rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16))
 
@@ -216,7 +217,7 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     values: dict[str, Any] = {"layer": 0, "query": Q, "key": K, "value": K, **arguments}
     with rig.refuses(InvalidRequestError, field):
-        rig.executor.layer(1, **values)
+        rig.executor.layer(1, **values, **of_latest(rig.executor))
     rig.layer(0, 1)
     rig.layer(1, 1)
 
@@ -224,12 +225,12 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
 def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, "layer"):
-        run_to_end(rig.executor.attend(1, 0, Q))
+        run_to_end(rig.executor.attend(1, 0, Q, **of_latest(rig.executor)))
 
 
 def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
-    with rig.refuses(PlanOutOfOrderError, "plan.number"):
+    with rig.refuses(PlanOutOfOrderError, "plan_number"):
         rig.executor.layer(1, 0, Q, K, K, plan_number=1)
 
 

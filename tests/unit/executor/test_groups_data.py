@@ -17,6 +17,7 @@ from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
 from kvplane.wire.v1 import control_pb2 as cpb
 from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -50,7 +51,7 @@ def run(rig: Rig, seed: int, num_tokens: int) -> dict[int, torch.Tensor]:
             torch.randn(num_tokens, heads, group.head_size, generator=made)
             for heads in (4, group.num_kv_heads, group.num_kv_heads)
         )
-        output = rig.executor.layer(1, layer, query, key, value)
+        output = rig.executor.layer(1, layer, query, key, value, **of_latest(rig.executor))
         assert output is not None
         outputs[layer] = output.clone()
     return outputs

@@ -23,6 +23,7 @@ from kvplane.errors import (
 )
 from kvplane.wire import signing
 from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     HOST,
     PlanAuthor,
@@ -147,7 +148,12 @@ def test_9_a_receipted_plan_returns_its_receipt_and_writes_nothing(rig: Rig) -> 
     state = rig.snapshot()
     again = rig.executor.start(1, plan)
     assert (again.receipt, again.had_run) == (receipt, True)
-    assert rig.executor.write_layer(1, 0, tokens(2, seed=9), tokens(2, seed=9)) == receipt
+    assert (
+        rig.executor.write_layer(
+            1, 0, tokens(2, seed=9), tokens(2, seed=9), **of_latest(rig.executor)
+        )
+        == receipt
+    )
     blocks = torch.ones(2, 1, 2, 2, 8, 16)
     assert rig.executor.write_blocks(1, 2, 1, blocks) == receipt
     assert rig.snapshot() == state
@@ -248,6 +254,7 @@ def test_11_attention_is_bit_for_bit_the_same_whatever_else_is_in_the_batch(rig:
             torch.cat([other_query, query]),
             torch.cat([other, key]),
             torch.cat([other, value]),
+            **of_latest(rig.executor),
         )
         assert output is not None
         return output[-1]

@@ -14,6 +14,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -50,7 +51,10 @@ def admit(rig: Rig) -> tuple[torch.Tensor, list[torch.Tensor]]:
     changes = [set_blocks(1, [(5, 1), (2, 1)])]
     rig.start(1, changes=changes, spans=[span(1, 0, NUM_TOKENS)])
     query, latent = rows(NUM_TOKENS, 6), rows(NUM_TOKENS, 1, seed=1)
-    outputs = [rig.executor.layer(1, i, query, latent, None, options=OPTIONS) for i in (0, 1)]
+    outputs = [
+        rig.executor.layer(1, i, query, latent, None, options=OPTIONS, **of_latest(rig.executor))
+        for i in (0, 1)
+    ]
     assert rig.executor.receipt(1) is not None
     return latent, [out for out in outputs if out is not None]
 
@@ -88,7 +92,7 @@ def test_tokens_one_by_one_give_the_bits_of_the_whole_prompt(rig: Rig) -> None:
         rig.start(2 + i, changes=changes, spans=[span(2, i, 1)])
         for layer, wanted in enumerate(outputs):
             one = query[i : i + 1], latent[i : i + 1], None
-            got = rig.executor.layer(1, layer, *one, options=OPTIONS)
+            got = rig.executor.layer(1, layer, *one, options=OPTIONS, **of_latest(rig.executor))
             assert torch.equal(got, wanted[i : i + 1])
         assert rig.executor.receipt(1) is not None
 
@@ -117,7 +121,11 @@ def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
     rig.start(4, changes=[set_blocks(2, [(3, 1), (4, 1)])], spans=[span(2, 0, NUM_TOKENS)])
     assert rig.executor.write_blocks(1, 2, 0, before) is not None
     for layer, wanted in enumerate(outputs):
-        got = run_to_end(rig.executor.attend(1, layer, rows(NUM_TOKENS, 6), options=OPTIONS))
+        got = run_to_end(
+            rig.executor.attend(
+                1, layer, rows(NUM_TOKENS, 6), options=OPTIONS, **of_latest(rig.executor)
+            )
+        )
         assert torch.equal(got, wanted)
 
 
@@ -130,7 +138,9 @@ def test_a_value_and_a_default_scale_are_refused_before_anything_is_written(rig:
         (None, AttentionOptions(), "options.scale"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            rig.executor.layer(1, 0, query, latent, value, options=options)
+            rig.executor.layer(
+                1, 0, query, latent, value, options=options, **of_latest(rig.executor)
+            )
         assert caught.value.field == field
     assert torch.equal(rig.executor.pools.device_tier.view(torch.uint8), before.view(torch.uint8))
 
@@ -139,7 +149,7 @@ def test_a_pool_of_keys_and_values_wants_both() -> None:
     rig = Rig()
     rig.start(1, changes=[set_blocks(1, [(5, 1)])], spans=[span(1, 0, 2)])
     with rig.refuses(InvalidRequestError, "value"):
-        rig.executor.layer(1, 0, tokens(2, 4), tokens(2), None)
+        rig.executor.layer(1, 0, tokens(2, 4), tokens(2), None, **of_latest(rig.executor))
 
 
 class GpuKernels(CpuKernels):

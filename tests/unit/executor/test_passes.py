@@ -22,6 +22,7 @@ from kvplane.runtime.embedded import EmbeddedBackend
 from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import LAYERS, Rig, stored
 from tests.helpers.data.kernel_sets import late_kernels
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
@@ -59,7 +60,12 @@ def run_layer(rig: Rig, layer: int, rows: list[int]) -> torch.Tensor:
     total = sum(COUNTS.values())
     key, value = tokens(total, seed=10 + layer), tokens(total, seed=20 + layer)
     output = rig.executor.layer(
-        1, layer, tokens(total, 4, seed=layer)[rows], key[rows], value[rows]
+        1,
+        layer,
+        tokens(total, 4, seed=layer)[rows],
+        key[rows],
+        value[rows],
+        **of_latest(rig.executor),
     )
     assert output is not None
     return output
@@ -292,3 +298,18 @@ def test_an_embedded_engine_goes_on_in_the_pass_that_it_began(rig: Rig) -> None:
         backend.layer(0, *late_parts(), options=options)
     assert backend.start(plan, pass_index=1).num_tokens == 2
     backend.layer(0, *late_parts(), options=options)
+
+
+def test_an_embedded_engine_writes_to_the_plan_that_it_started(rig: Rig) -> None:
+    """Another client of its session may have started the next one."""
+    prompts(rig)
+    sequences = [*COUNTS][:2]
+    first = rig.author.plan(2, previous=1, spans=[span(i, FIRST[i], 1) for i in sequences])
+    backend = EmbeddedBackend.__new__(EmbeddedBackend)
+    backend._executor, backend._session_id, backend._repeated = rig.executor, 1, None
+    assert backend.start(first).num_tokens == 2
+    for layer in LAYERS:
+        backend.layer(layer, *late_parts(), options=AttentionOptions())
+    rig.start(3, previous=2, spans=[span(i, FIRST[i] + 1, 1) for i in sequences])
+    with rig.refuses(PlanOutOfOrderError, "plan_number"):
+        backend.layer(0, *late_parts(), options=AttentionOptions())

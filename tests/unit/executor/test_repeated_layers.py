@@ -21,6 +21,7 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 PLAIN = AttentionOptions()
@@ -44,11 +45,11 @@ class Twins:
     def start(self, number: int, **plan: Any) -> None:
         for rig in self.rigs:
             rig.start(number, **plan)
-        self.repeated.begin()
+        self.repeated.begin(**of_latest(self.rig.executor))
 
     def begin_pass(self, index: int) -> int:
         nums = [rig.executor.begin_pass(1, index) for rig in self.rigs]
-        self.repeated.begin()
+        self.repeated.begin(**of_latest(self.rig.executor))
         return nums[0]
 
     def layer(
@@ -59,9 +60,13 @@ class Twins:
         out = self.repeated.layer(layer, query, key, value, options)
         self.num_repeated += out is not None
         rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors]
-        wanted = self.other.executor.layer(1, layer, *rows, options=options)
+        wanted = self.other.executor.layer(
+            1, layer, *rows, options=options, **of_latest(self.other.executor)
+        )
         if out is None:
-            out = self.rig.executor.layer(1, layer, *rows, options=options)
+            out = self.rig.executor.layer(
+                1, layer, *rows, options=options, **of_latest(self.rig.executor)
+            )
             assert out is not None
             out = out.view(query.shape[0], query.shape[2], HEADS, SIZE)
         assert wanted is not None
@@ -180,7 +185,7 @@ def refused(twins: Twins, error: type[KvplaneError], layer: int = 0) -> None:
     rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in made(1, 1, 40)]
     before = twins.rig.executor.pools.device_tier.clone()
     with pytest.raises(error):
-        twins.rig.executor.layer(1, layer, *rows)
+        twins.rig.executor.layer(1, layer, *rows, **of_latest(twins.rig.executor))
     assert torch.equal(twins.rig.executor.pools.device_tier, before)
 
 
@@ -230,7 +235,7 @@ def test_a_plan_that_was_not_begun_here_goes_another_way(twins: Twins) -> None:
     for rig in twins.rigs:
         rig.start(5, previous=4, spans=[span(1, 8, 1)])
     assert call() is None
-    twins.repeated.begin()
+    twins.repeated.begin(**of_latest(twins.rig.executor))
     assert call() is not None
 
 
@@ -296,5 +301,5 @@ def test_layers_are_counted_though_a_plan_ends_within(twins: Twins) -> None:
     before = counters.num_written_tokens
     assert call() is not None
     twins.rig.start(5, previous=4, resync=True, changes=[set_blocks(1, [(6, 1)])], spans=[])
-    twins.repeated.begin()
+    twins.repeated.begin(**of_latest(twins.rig.executor))
     assert counters.num_written_tokens == before + 1

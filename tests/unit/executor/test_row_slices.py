@@ -13,6 +13,7 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import SessionExpiredError, StaleGenerationError
 from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import set_blocks, span, tokens
 
 SLICE_S = 1e-9  # as short as slices get
@@ -44,9 +45,13 @@ def test_slices_give_the_bits_of_the_whole(rig: Rig) -> None:
     options = AttentionOptions()
     slices = rig.executor.layer_slices(1, 0, TENSORS, options, 1, None, "", SLICE_S)
     assert sum(1 for _ in slices) >= NUM_TOKENS // 64 - 2
-    in_slices = run_to_end(rig.executor.attend(1, 0, TENSORS[0], slice_s=SLICE_S))
-    assert torch.equal(in_slices, run_to_end(rig.executor.attend(1, 0, TENSORS[0])))
-    whole = rig.executor.layer(1, 0, *TENSORS)
+    in_slices = run_to_end(
+        rig.executor.attend(1, 0, TENSORS[0], slice_s=SLICE_S, **of_latest(rig.executor))
+    )
+    assert torch.equal(
+        in_slices, run_to_end(rig.executor.attend(1, 0, TENSORS[0], **of_latest(rig.executor)))
+    )
+    whole = rig.executor.layer(1, 0, *TENSORS, **of_latest(rig.executor))
     assert whole is not None
     assert torch.equal(in_slices, whole)
 

@@ -20,6 +20,7 @@ from data_plane.kernels.backends.bound_layers import BoundLayers
 from data_plane.kernels.backends.cpu import CpuKernels
 from tests.helpers.data.data_rig import Rig as Executing
 from tests.helpers.data.kernel_faults import with_operations
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import set_blocks, span
 
 LONG_S = 2.0  # after which a sleep that nothing ends is ended by the test
@@ -99,19 +100,21 @@ def test_layers_that_are_asked_for_ahead_are_run_a_while_at_a_time(hurried: Rig)
         changes = [set_blocks(1, [(0, 1)])] if number == 1 else []
         executing.start(number, changes=changes, spans=[span(1, number - 1, 1)])
         for layer in range(2):
-            out = executing.executor.layer(1, layer, query, key, value)
+            out = executing.executor.layer(
+                1, layer, query, key, value, **of_latest(executing.executor)
+            )
     assert out is not None
     bound, (_, batch) = layers._last[0].native, layers._batches[0]
     addresses = {"query": query, "key": key, "value": value, "out": out}
     for number in range(3):
         hurried.served.add(
-            packet=b"%d" % number,
+            head=b"%d" % number,
             answer=b"ran %d" % number,
             layer=bound,
             **{name: tensor.data_ptr() for name, tensor in addresses.items()},
         )
-        hurried.client.send(b"%d" % number)
-    hurried.served.begin([batch] * 3, 0, 1)
+        hurried.client.send(b"%d of a plan" % number)
+    hurried.served.begin([batch] * 3, 0, 1, b" of a plan")
     for number in range(3):
         assert hurried.served.look(hurried.ready.fileno(), True)
         hurried.served.serve(hurried.ready.fileno(), True)

@@ -11,6 +11,7 @@ from data_plane.memory.pages import PageShape
 from kvplane.errors import InvalidRequestError
 from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -41,7 +42,10 @@ def admit(rig: Rig) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     rig.start(1, changes=changes, spans=[span(1, 0, NUM_TOKENS)])
     query, key = tokens(NUM_TOKENS, 4), tokens(NUM_TOKENS, seed=1)
     value = tokens(NUM_TOKENS, seed=2)[..., :VALUE_SIZE]
-    outputs = [rig.executor.layer(1, layer, query, key, value) for layer in (0, 1)]
+    outputs = [
+        rig.executor.layer(1, layer, query, key, value, **of_latest(rig.executor))
+        for layer in (0, 1)
+    ]
     assert all(out is not None for out in outputs)
     return key, value, [out for out in outputs if out is not None]
 
@@ -94,7 +98,12 @@ def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
     for got, want in zip(heads(copied), heads(before), strict=True):
         assert torch.equal(got[..., :NUM_TOKENS, :].float(), want[..., :NUM_TOKENS, :].float())
     for layer, wanted in enumerate(outputs):
-        assert torch.equal(run_to_end(rig.executor.attend(1, layer, tokens(NUM_TOKENS, 4))), wanted)
+        assert torch.equal(
+            run_to_end(
+                rig.executor.attend(1, layer, tokens(NUM_TOKENS, 4), **of_latest(rig.executor))
+            ),
+            wanted,
+        )
 
 
 def heads(blocks: torch.Tensor) -> list[torch.Tensor]:
@@ -108,6 +117,8 @@ def test_a_value_of_another_size_is_refused_before_it_is_written(rig: Rig, size:
     rig.start(1, changes=[set_blocks(1, [(5, 1), (2, 1)])], spans=[span(1, 0, 2)])
     before = rig.executor.pools.device_tier.clone()
     with pytest.raises(InvalidRequestError, match=r"must be \[2, 2, 8\]") as caught:
-        rig.executor.layer(1, 0, tokens(2, 4), tokens(2), tokens(2)[..., :size])
+        rig.executor.layer(
+            1, 0, tokens(2, 4), tokens(2), tokens(2)[..., :size], **of_latest(rig.executor)
+        )
     assert caught.value.field == "value"
     assert torch.equal(rig.executor.pools.device_tier.view(torch.uint8), before.view(torch.uint8))

@@ -1,0 +1,105 @@
+"""The tests of late layers notice a planted fault, in each way in which a layer comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.source_faults import Fault, assert_noticed
+
+LATE = "tests/rpc/test_late_layers.py"
+SDK = "tests/rpc/test_sdk_execution.py"
+EXECUTOR = "tests/unit/executor/test_passes.py"
+PLANS = "data_plane/execution/plan_runner.py"
+SESSIONS = "data_plane/plans/sessions.py"
+STREAM = "data_plane/server/execute_stream.py"
+REPEATED = "data_plane/execution/repeated_layers.py"
+EXECUTION = "kvplane/clients/execution.py"
+
+WAYS = ("gRPC", "shared", "known", "embedded", "repeated")
+
+FAULTS = {
+    **{
+        f"any_plan_is_the_present_one, {way}": Fault(
+            PLANS,
+            "if plan_number is not None and run.number != plan_number:",
+            "if False:",
+            LATE,
+            f"another_plan and {way}",
+        )
+        for way in WAYS
+    },
+    **{
+        f"any_pass_is_the_present_one, {way}": Fault(
+            SESSIONS, "if index != self.pass_index:", "if False:", LATE, f"another_pass and {way}"
+        )
+        for way in WAYS
+    },
+    "a_stream_forgets_what_its_layers_name": Fault(
+        STREAM,
+        "self._run(layer, _belongs(request.layer))",
+        "self._run(layer, self._begun)",
+        LATE,
+        "another_plan and gRPC",
+    ),
+    "a_socket_forgets_what_its_layers_name": Fault(
+        STREAM,
+        "self._read(request.layer, is_local=True), _belongs(request.layer)",
+        "self._read(request.layer, is_local=True), self._begun",
+        LATE,
+        "another_pass and shared",
+    ),
+    "what_a_packet_names_is_absent": Fault(
+        STREAM,
+        'layer.pass_index if layer.HasField("pass_index") else None',
+        "self_pass if (self_pass := layer.pass_index) else None",
+        LATE,
+        "in_no_pass and gRPC",
+    ),
+    "packets_are_known_by_any_tail": Fault(
+        STREAM,
+        "if belongs is not None and packet.endswith(self._tail):",
+        "if belongs is not None:",
+        LATE,
+        "another_pass and known",
+    ),
+    "what_names_a_plan_already_is_known": Fault(
+        "kvplane/transport/local/packets.py",
+        'return head if alone.HasField("layer") and not names_plan else b""',
+        "return head",
+        LATE,
+        "names_twice",
+    ),
+    "repeated_layers_go_on_under_the_next_plan": Fault(
+        REPEATED, "session.latest is run", "True", LATE, "voided and repeated"
+    ),
+    "repeated_layers_go_on_in_the_next_pass": Fault(
+        REPEATED,
+        "and run.pass_index == begun.pass_index",
+        "",
+        LATE,
+        "another_pass and repeated",
+    ),
+    "an_embedded_engine_forgets_its_plan": Fault(
+        "kvplane/runtime/embedded.py",
+        "plan_number=self._plan_number,\n            pass_index",
+        "plan_number=executor._sessions.get(1).latest.number,\n            pass_index",
+        EXECUTOR,
+        "it_started",
+    ),
+    "the_sdk_names_no_plan": Fault(
+        EXECUTION, "plan_number=plan.number,", "", SDK, "names_the_plan"
+    ),
+    "the_sdk_names_no_pass": Fault(
+        EXECUTION, "pass_index=plan.pass_index,", "", SDK, "presents_the_pass"
+    ),
+    "the_sdk_takes_any_plan_for_its_own": Fault(
+        EXECUTION, "if started.plan_number != number:", "if False:", SDK, "as_another_one"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_test_of_late_layers_notices(name: str, tmp_path: Path) -> None:
+    assert_noticed(FAULTS[name], tmp_path)

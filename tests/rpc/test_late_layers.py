@@ -1,0 +1,305 @@
+"""Layers that come late, early or twice, in each way in which layers come to a data plane: none is
+taken for one of another plan or pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import grpc.aio
+import pytest
+import torch
+
+from data_plane.execution.repeated_layers import RepeatedLayers
+from data_plane.server.server import DataPlaneServer
+from data_plane.server.tensor_codec import tensor_to_message
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import PlanOutOfOrderError
+from kvplane.wire.error_messages import from_wire
+from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.data.data_server import author_of, serving
+from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span, tokens
+from tests.helpers.local_peer import LocalPeer
+
+LAYERS = (0, 1)
+NUM_PLANS = 4  # of two tokens each, in one block
+NUM_PASSES = 5
+OTHER_SEED = 900
+"""Of tensors that are not those of the layer that is named."""
+
+
+class Named(NamedTuple):
+    """The plan and the pass that a layer names."""
+
+    plan_number: int
+    pass_index: int | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+class Caller(Protocol):
+    """One way to a data plane. ``layer`` raises what it is answered, and returns the output."""
+
+    async def start(self, plan: tpb.SignedPayload, named: Named) -> None: ...
+
+    async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor: ...
+
+
+class ByGrpc:
+    """A stream, on which a layer is one message."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
+        request = pb.ExecuteRequest(plan=plan, pass_index=named.pass_index)
+        await self._ask(request)
+
+    async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
+        request = pb.LayerInput(
+            layer=layer,
+            query=tensor_to_message(tokens(num_tokens, 4, seed=seed)),
+            key=tensor_to_message(tokens(num_tokens, seed=seed + 1)),
+            value=tensor_to_message(tokens(num_tokens, seed=seed + 2)),
+            **named.fields,
+        )
+        output = (await self._ask(pb.ExecuteRequest(layer=request))).output.output
+        return torch.frombuffer(bytearray(output.data), dtype=torch.float32)
+
+    async def _ask(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:
+        await self._call.write(request)
+        answer: pb.ExecuteResponse = await self._call.read()
+        if answer.HasField("error"):
+            raise from_wire(answer.error)
+        return answer
+
+
+class ByMemory:
+    """Shared memory. ``in_parts``: a layer's packet ends with what it names, and native code knows
+    the part before; otherwise it is one message, which Python reads.
+    """
+
+    def __init__(self, peer: LocalPeer, *, in_parts: bool) -> None:
+        self._peer = peer
+        self._in_parts = in_parts
+
+    async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
+        fields = {} if named.pass_index is None else {"pass_index": named.pass_index}
+        assert (await self._peer.ask(plan=plan, **fields)).HasField("started")
+
+    async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
+        packet = self._peer.packet(self._peer.layer(layer, num_tokens, seed), **named.fields)
+        if not self._in_parts:
+            packet = pb.ExecuteRequest.FromString(packet).SerializeToString()
+        answer = await self._peer.ask(packet)
+        if answer.HasField("error"):
+            raise from_wire(answer.error)
+        return self._peer.output(num_tokens)
+
+
+class Embedded:
+    """An engine in the data plane's process. ``repeats``: its layers are known again."""
+
+    def __init__(self, server: DataPlaneServer, *, repeats: bool) -> None:
+        self._executor = server.executor
+        self._repeats = repeats
+        self._begun: dict[Named, RepeatedLayers] = {}
+
+    async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
+        self._executor.start(1, plan)
+        if named.pass_index is not None:
+            self._executor.begin_pass(1, named.pass_index, plan_number=named.plan_number)
+        if self._repeats:
+            repeated = self._executor.repeated_layers(1)
+            assert repeated is not None
+            repeated.begin(**named.fields)
+            self._begun[named] = repeated
+
+    async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
+        query = tokens(num_tokens, 4, seed=seed)
+        key, value = tokens(num_tokens, seed=seed + 1), tokens(num_tokens, seed=seed + 2)
+        options = AttentionOptions()
+        if named in self._begun:
+            rows = [tensor[None].transpose(1, 2) for tensor in (query, key, value)]
+            output = self._begun[named].layer(layer, *rows, options)
+            if output is not None:
+                return output[0]
+        output = self._executor.layer(1, layer, query, key, value, options=options, **named.fields)
+        assert output is not None
+        return output
+
+
+WAYS = ("gRPC", "shared memory", "known packets", "embedded", "repeated")
+
+
+class Rig:
+    """A data plane with an open session, and a caller."""
+
+    def __init__(self, server: DataPlaneServer, author: PlanAuthor, caller: Caller) -> None:
+        self.server = server
+        self.author = author
+        self.caller = caller
+
+    @property
+    def memory(self) -> bytes:
+        return self.server.executor.pools.device_tier.numpy().tobytes()
+
+    async def start(self, number: int) -> None:
+        changes = [set_blocks(1, [(0, 1)])] if number == 1 else []
+        plan = self.author.plan(number, changes=changes, spans=[span(1, 2 * (number - 1), 2)])
+        await self.caller.start(plan, Named(number))
+
+    async def begin_pass(self, index: int) -> None:
+        spans = [span(1, 0, NUM_PASSES)]
+        plan = self.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=spans)
+        await self.caller.start(plan, Named(1, index))
+
+    async def layer(self, layer: int, named: Named, seed: int | None = None) -> torch.Tensor:
+        """A layer with as many tokens as the plan or the pass that it names."""
+        num_tokens = 2 if named.pass_index is None else 1
+        own = 10 * named.plan_number + 100 * (named.pass_index or 0) + layer
+        return await self.caller.layer(layer, named, num_tokens, own if seed is None else seed)
+
+    async def run(self, named: Named) -> None:
+        for layer in LAYERS:
+            await self.layer(layer, named)
+
+    async def refuses(self, layer: int, named: Named, field: str, *numbers: int) -> None:
+        """A layer is refused for what it names, and writes nothing."""
+        before = self.memory
+        for seed in (None, OTHER_SEED):
+            with pytest.raises(PlanOutOfOrderError) as caught:
+                await self.layer(layer, named, seed)
+            assert caught.value.field.removeprefix("layer.") == field
+            assert all(str(number) in str(caught.value) for number in numbers)
+        assert self.memory == before
+
+    async def repeats(self, layer: int, named: Named) -> None:
+        """A layer that is written is answered again, and changes nothing."""
+        before = self.memory
+        first, second = [await self.layer(layer, named) for _ in range(2)]
+        assert torch.equal(first, second)
+        assert self.memory == before
+
+
+@asynccontextmanager
+async def rig_of(way: str, folder: Path) -> AsyncIterator[Rig]:
+    async with (
+        serving(folder, local_region_bytes=1 << 20, local_spin_s=1.0) as (server, side),
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        author = author_of(server, side)
+        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        if way == "gRPC":
+            call = stub.Execute()
+            opening = pb.OpenExecution(grant=author.grant())
+            await call.write(pb.ExecuteRequest(open=opening))
+            assert (await call.read()).HasField("opened")
+            yield Rig(server, author, ByGrpc(call))
+        elif way in ("embedded", "repeated"):
+            server.executor.open(author.grant())
+            yield Rig(server, author, Embedded(server, repeats=way == "repeated"))
+        else:
+            peer = await LocalPeer.joined(stub, author.grant())
+            yield Rig(server, author, ByMemory(peer, in_parts=way == "known packets"))
+            connection = next(iter(server.local._connections.values()))
+            num_known = await server._worker.run(lambda: connection._known.num_served)
+            assert (num_known > 0) is (way == "known packets")
+            peer.close()
+            peer.memory = None
+        server.executor.check_integrity()
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_layer_of_another_plan_is_refused(way: str, tmp_path: Path) -> None:
+    """The shapes of all plans are the same: only what a layer names tells them apart."""
+    async with rig_of(way, tmp_path) as rig:
+        for number in range(1, NUM_PLANS):
+            await rig.start(number)
+            await rig.run(Named(number))
+        await rig.start(NUM_PLANS)
+        for layer in LAYERS:
+            for other in (0, 1, NUM_PLANS - 1, NUM_PLANS + 1):
+                await rig.refuses(layer, Named(other), "plan_number", other, NUM_PLANS)
+            await rig.layer(layer, Named(NUM_PLANS))
+            await rig.repeats(layer, Named(NUM_PLANS))
+        for layer in LAYERS:
+            await rig.refuses(layer, Named(NUM_PLANS - 1), "plan_number", NUM_PLANS)
+            before = rig.memory
+            await rig.layer(layer, Named(NUM_PLANS), OTHER_SEED)
+            assert rig.memory == before, "the plan has run"
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_layer_of_a_plan_that_was_voided_is_refused(way: str, tmp_path: Path) -> None:
+    """It came to its layer 1, which comes next under the plan that voids it too."""
+    async with rig_of(way, tmp_path) as rig:
+        for number in (1, 2, 3):
+            await rig.start(number)
+            await rig.run(Named(number)) if number < 3 else await rig.layer(0, Named(number))
+        voids = rig.author.plan(
+            4, resync=True, changes=[set_blocks(1, [(1, 1)])], spans=[span(1, 0, 2)]
+        )
+        await rig.caller.start(voids, Named(4))
+        for layer in LAYERS:
+            await rig.refuses(layer, Named(3), "plan_number", 3, 4)
+            await rig.layer(layer, Named(4))
+            await rig.refuses(layer, Named(3), "plan_number", 3, 4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_layer_of_another_pass_is_refused(way: str, tmp_path: Path) -> None:
+    async with rig_of(way, tmp_path) as rig:
+        for index in (0, 1):
+            await rig.begin_pass(index)
+            await rig.run(Named(1, index))
+        for index in range(2, NUM_PASSES):
+            await rig.begin_pass(index)
+            for layer in LAYERS:
+                for other in {*range(NUM_PASSES), -1} - {index}:
+                    await rig.refuses(layer, Named(1, other), "pass_index", 1, index, other)
+                await rig.refuses(layer, Named(1), "pass_index", index)
+                await rig.layer(layer, Named(1, index))
+                await rig.repeats(layer, Named(1, index))
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_plan_that_computes_all_at_once_is_in_no_pass(way: str, tmp_path: Path) -> None:
+    async with rig_of(way, tmp_path) as rig:
+        for number in (1, 2, 3):
+            await rig.start(number)
+            for layer in LAYERS:
+                for index in (-1, 0, 1):
+                    await rig.refuses(layer, Named(number, index), "pass_index", index)
+                await rig.layer(layer, Named(number))
+
+
+async def test_a_packet_that_names_twice_is_read_as_one_message(tmp_path: Path) -> None:
+    """As protobuf merges it: its first part is no layer of any plan, so it is not known again."""
+    async with rig_of("known packets", tmp_path) as rig:
+        assert isinstance(rig.caller, ByMemory)
+        peer = rig.caller._peer
+        plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
+        await rig.caller.start(plan, Named(1, 0))
+        for layer in LAYERS:
+            merged = pb.ExecuteRequest.FromString(peer.packet(peer.layer(layer, 1)))
+            first = merged.SerializeToString()
+            assert (await peer.ask(first)).output.layer == layer
+        for number in (2, 3, 4):
+            later = rig.author.plan(number, spans=[span(1, number - 1, 1)])
+            await rig.caller.start(later, Named(number))
+            before = rig.memory
+            naming = pb.LayerInput(plan_number=number)
+            tail = pb.ExecuteRequest(layer=naming).SerializeToString()
+            error = from_wire((await peer.ask(first + tail)).error)  # the pass of the first part
+            assert (type(error), error.field) == (PlanOutOfOrderError, "layer.pass_index")
+            assert rig.memory == before
+            for layer in LAYERS:
+                await peer.ask(layer=peer.layer(layer, 1))
