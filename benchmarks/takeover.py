@@ -39,8 +39,8 @@ from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
 from kvplane.errors import KvplaneError
 from kvplane.transport.health import check
 from kvplane.transport.tls import open_channel
-from kvplane.wire.v1.control_pb2 import DescribeControlPlaneRequest
-from kvplane.wire.v1.control_pb2_grpc import ControlPlaneServiceStub
+from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
+from kvplane.wire.v1.pool_pb2_grpc import ServerServiceStub
 from tests.helpers.etcd_cluster import EtcdCluster
 
 KILL_GOAL_S = 0.05  # for the p95; after "stop" it is the lease and STOP_GOAL_S
@@ -75,7 +75,7 @@ class ControlPlanes:
             for i, address in enumerate(self._binds):
                 async with ControlClient(address, timeout_s=0.2) as client:
                     try:
-                        await client.describe()
+                        await client.get_server_info()
                         return i
                     except KvplaneError:
                         await asyncio.sleep(0.05)
@@ -116,16 +116,16 @@ async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
         ControlClient(planes.addresses) as client,
         open_channel(planes.addresses, None, health_of=CONTROL_PLANE_SERVICE) as channel,
     ):
-        describe = ControlPlaneServiceStub(channel).DescribeControlPlane
-        request = DescribeControlPlaneRequest()
+        ask = ServerServiceStub(channel).GetServerInfo
+        request = GetServerInfoRequest()
         await client.wait_ready("pool", 60)
         await planes.wait_for_standby(1 - leader)
-        before = (await describe(request)).incarnation
+        before = (await ask(request)).incarnation
         os.kill(planes.processes[leader].pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         began_s = time.monotonic()
         while True:
             try:
-                if (await describe(request, timeout=0.25)).incarnation > before:
+                if (await ask(request, timeout=0.25)).incarnation > before:
                     break
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.002)

@@ -40,7 +40,7 @@ for file in "$source"/*.proto; do
   sed -E -e 's/^package kvplane\.v1;/package kvplane.wire.v1;/' \
     -e 's#^import "kvplane/v1/#import "kvplane/wire/v1/#' \
     -e "s/repeated (sfixed32|sfixed64|bool|uint32|$enums) (\w+ =)/bytes \2/" \
-    -e '/^extend /,/^}/d' -e '/option \(callers\)/d' \
+    -e '/^extend /,/^}/d' -e '/option \((audience|callers)\)/d' \
     "$file" >"$twin/kvplane/wire/v1/${file##*/}"
 done
 # A push holds messages of the contract, and its methods have the contract's option.

@@ -23,7 +23,7 @@ from google.protobuf.descriptor_pb2 import (
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = {
-    **{name: f"kvplane/v1/{name}.proto" for name in ("types", "control", "data")},
+    **{name: f"kvplane/v1/{name}.proto" for name in ("types", "pool", "control", "data")},
     "push": "integrations/push/push.proto",
 }
 
@@ -65,9 +65,13 @@ def messages(file: FileDescriptorProto) -> Iterator[DescriptorProto]:
 
 
 def uncommented(file: FileDescriptorProto) -> list[tuple[int, ...]]:
-    """Descriptor paths of everything declared in ``file`` that has no leading comment."""
+    """Descriptor paths of everything declared in ``file`` that has no comment, neither before it
+    nor behind it on its line. The comment of a method is also that of its request and response.
+    """
     commented = {
-        tuple(p.path) for p in file.source_code_info.location if p.leading_comments.strip()
+        tuple(p.path)
+        for p in file.source_code_info.location
+        if p.leading_comments.strip() or p.trailing_comments.strip()
     }
 
     def walk(message: DescriptorProto, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -77,8 +81,15 @@ def uncommented(file: FileDescriptorProto) -> list[tuple[int, ...]]:
             yield from walk(nested, (*path, 3, i))
 
     wanted: list[tuple[int, ...]] = []
+    of_methods = {
+        type_name.rpartition(".")[2]
+        for service in file.service
+        for method in service.method
+        for type_name in (method.input_type, method.output_type)
+    }
     for i, message in enumerate(file.message_type):
-        wanted += walk(message, (4, i))
+        paths = list(walk(message, (4, i)))
+        wanted += paths[1:] if message.name in of_methods else paths
     for i, enum in enumerate(file.enum_type):
         wanted += [(5, i), *((5, i, 2, j) for j in range(len(enum.value)))]
     for i, service in enumerate(file.service):
@@ -162,11 +173,10 @@ def test_every_rpc_has_a_request_and_a_response_of_its_own(
     assert wrong == []
 
 
-def test_services_are_named_as_services_and_a_file_of_the_contract_has_one_at_most(
-    files: dict[str, FileDescriptorProto],
-) -> None:
+def test_services_are_named_as_services(files: dict[str, FileDescriptorProto]) -> None:
     assert {name: [s.name for s in files[name].service] for name in PROTOS} == {
         "types": [],
+        "pool": ["ServerService"],
         "control": ["ControlPlaneService"],
         "data": ["DataPlaneService"],
         "push": ["PushService", "BlockPushService"],
@@ -177,10 +187,24 @@ PLANTED = """
 syntax = "proto3";
 package kvplane.v1;
 // Commented.
+service Planting {
+  // Commented.
+  rpc Plant(PlantRequest) returns (PlantResponse);
+}
+message PlantRequest {
+  string name = 1;  // Commented.
+}
+message PlantResponse {
+  string name = 1;
+}
+message PlantError {}
+// Commented.
 message Planted {
   int64 buffer_size = 1;
   // Commented, and measured in bytes.
   int64 buffer_size_bytes = 2;
+  bool is_full = 3;  // Commented behind it.
+  bool is_open = 4;
   // Commented.
   message Inner {
     string name = 1;
@@ -192,11 +216,17 @@ message Planted {
 def test_a_field_with_no_comment_or_no_unit_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "kvplane" / "v1"
     folder.mkdir(parents=True)
-    for name in ("control", "data"):
+    for name in ("pool", "control", "data"):
         (folder / f"{name}.proto").write_text('syntax = "proto3";\npackage kvplane.v1;\n')
     (folder / "types.proto").write_text(PLANTED)
     (tmp_path / "integrations" / "push").mkdir(parents=True)
     (tmp_path / PROTOS["push"]).write_text('syntax = "proto3";\n')
     file = describe(tmp_path, folder=tmp_path)["types"]
-    assert uncommented(file) == [(4, 0, 2, 0), (4, 0, 3, 0, 2, 0)]
+    assert uncommented(file) == [
+        (4, 1, 2, 0),
+        (4, 2),
+        (4, 3, 2, 0),
+        (4, 3, 2, 3),
+        (4, 3, 3, 0, 2, 0),
+    ]
     assert without_units(file) == ["Planted.buffer_size"]

@@ -25,7 +25,7 @@ from benchmarks.control_plane import gc_pauses, messages
 from benchmarks.control_plane.engine import Engine
 from kvplane.transport.tls import open_channel
 from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2_grpc
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 30.0
@@ -69,11 +69,13 @@ class Connection:
         self.address = address
         self.key = key
         self.stub: Any = None
+        self.server: Any = None
         self._next_engine = first_engine
 
     async def __aenter__(self) -> Connection:
         self._channel = open_channel(self.address, None)
         self.stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
+        self.server = pool_pb2_grpc.ServerServiceStub(self._channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -16,6 +16,7 @@ from benchmarks.control_plane.report import MICROSECONDS, Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 
 _NAME = "rebuild_1M_blocks"
 _FIRST_BLOCK = prompt(0, BLOCK_SIZE_TOKENS)  # of all prompts
@@ -66,9 +67,9 @@ async def _over_grpc(
             DataPlane(server.address, messages.hello(num_blocks, 0)) as data_plane,
             Connection(server.address, data_plane.key) as connection,
         ):
-            await connection.stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
+            await connection.server.GetServerInfo(GetServerInfoRequest())
             server.count_pauses()
-            async with resume.waits_of_another(connection.stub) as waits_s:
+            async with resume.waits_of_another(connection.server) as waits_s:
                 began = time.perf_counter()
                 await data_plane.report(parts)
                 description = await connection.wait_ready()

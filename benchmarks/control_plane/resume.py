@@ -19,6 +19,7 @@ from benchmarks.control_plane.report import MICROSECONDS, Row
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 
 _NAME: Final = "resume_1M_blocks"
 
@@ -55,7 +56,7 @@ async def over_grpc(
     hello = _hello(num_blocks, data_plane.welcome.incarnation, data_plane.key)
     drop_leftovers()
     async with (
-        waits_of_another(connection.stub) as waits_s,
+        waits_of_another(connection.server) as waits_s,
         DataPlane(connection.address, hello) as again,
     ):
         began = time.perf_counter()
@@ -71,10 +72,10 @@ async def over_grpc(
 
 
 @asynccontextmanager
-async def waits_of_another(stub: Any) -> AsyncIterator[list[float]]:
+async def waits_of_another(server: Any) -> AsyncIterator[list[float]]:
     """Collect the seconds that another caller, who asks all the time, waits for each answer."""
     waits_s: list[float] = []
-    asking = asyncio.create_task(_ask_again_and_again(stub, waits_s))
+    asking = asyncio.create_task(_ask_again_and_again(server, waits_s))
     try:
         yield waits_s
     finally:
@@ -83,11 +84,11 @@ async def waits_of_another(stub: Any) -> AsyncIterator[list[float]]:
             await asking  # or its last wait would include this process's next work
 
 
-async def _ask_again_and_again(stub: Any, waits_s: list[float]) -> None:
+async def _ask_again_and_again(server: Any, waits_s: list[float]) -> None:
     while True:
         began = time.perf_counter()
         try:
-            await stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
+            await server.GetServerInfo(GetServerInfoRequest())
         finally:
             waits_s.append(time.perf_counter() - began)
 

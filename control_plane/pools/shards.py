@@ -105,10 +105,10 @@ class ShardState:
         if not self.complete:
             self.ask_again(self._reports)
 
-    def info(self) -> cpb.ShardInfo:
+    def info(self) -> tpb.ShardInfo:
         """Return its description for clients."""
         hello = self.hello
-        return cpb.ShardInfo(
+        return tpb.ShardInfo(
             shard=hello.shard,
             epoch=hello.epoch,
             address=hello.address,
@@ -302,7 +302,7 @@ class PoolShards:
         """The shards' epochs, by shard index. All have registered."""
         return [self.states[i].hello.epoch for i in range(self.num_shards)]
 
-    def infos(self) -> list[cpb.ShardInfo]:
+    def infos(self) -> list[tpb.ShardInfo]:
         """Return each shard's description, by shard index."""
         return [self.states[i].info() for i in sorted(self.states)]
 

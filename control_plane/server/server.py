@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
@@ -30,10 +31,13 @@ from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.serving import event_loop
 from kvplane.serving.observability import logs
 from kvplane.serving.observability.logs import frames_of
-from kvplane.serving.plane_server import PlaneServer
+from kvplane.serving.plane_server import PlaneServer, Service
 from kvplane.serving.server import wait_for_signal
+from kvplane.serving.server_service import SERVER, ServerService
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
+from kvplane.wire.v1.pool_pb2_grpc import add_ServerServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 0.25
@@ -110,20 +114,25 @@ class ControlPlaneServer(PlaneServer):
             asyncio.get_running_loop(),
             lambda: (core.observe_pools(), registrar.heartbeat_ages()),
         )
-        self._servicer = ControlPlaneService(core, registrar, self.metrics, __version__)
-        add_service = add_ControlPlaneServiceServicer_to_server
+        self._servicer = servicer = ControlPlaneService(core, registrar, self.metrics)
+        about = ServerService(self._describe)
         max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.max_operations)
         super().__init__(
             config,
-            SERVICE,
-            self._servicer,
-            add_service,
+            [
+                Service(SERVER, partial(add_ServerServiceServicer_to_server, about)),
+                Service(
+                    SERVICE,
+                    partial(add_ControlPlaneServiceServicer_to_server, servicer),
+                    servicer.stop,
+                ),
+            ],
             self.metrics,
             max_counts=max_counts,
             also_bind=config.plane_bind,
         )
-        about = {"version": __version__, "incarnation": str(incarnation)}
-        self._page = PageServer(core.view_pools, self._access, about)
+        shown = {"version": __version__, "incarnation": str(incarnation)}
+        self._page = PageServer(core.view_pools, self._access, shown)
 
     @classmethod
     async def start(cls, config: ControlPlaneConfig) -> ControlPlaneServer:
@@ -177,6 +186,11 @@ class ControlPlaneServer(PlaneServer):
             self.leading.cancel()
             await asyncio.gather(self.leading, return_exceptions=True)
         await super().stop()
+
+    def _describe(self) -> pool_pb2.GetServerInfoResponse:
+        return pool_pb2.GetServerInfoResponse(
+            version=__version__, incarnation=self.core.incarnation
+        )
 
     async def _lead(self, elector: Elector) -> None:
         """Stand by, lead, and stand by again at the end."""

@@ -36,7 +36,7 @@ from kvplane.wire.error_codec import to_wire
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc
 
-SERVICE: Final = contract.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
+SERVICE: Final = contract.DESCRIPTOR.services_by_name["ControlPlaneService"]
 _LOGGER: Final = logging.getLogger(__name__)
 
 _FAILED_WORK_DELAY_S: Final = 1.0
@@ -115,12 +115,11 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     """Serves one core."""
 
     def __init__(
-        self, core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics, version: str
+        self, core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics
     ) -> None:
         self._core = core
         self._registrar = registrar
         self._metrics = metrics
-        self._version = version
         self._watches = _WatchServer(core)
         self._streams = RequestStreams("control plane")
         self._long = LongRequests(ended=self.flush)
@@ -174,15 +173,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                 await asyncio.sleep(_FAILED_WORK_DELAY_S)
             for _ in range(TURNS_OF_A_CALL):
                 await asyncio.sleep(0)
-
-    async def DescribeControlPlane(
-        self, request: pb.DescribeControlPlaneRequest, context: _Context
-    ) -> pb.DescribeControlPlaneResponse:
-        return pb.DescribeControlPlaneResponse(
-            protocol=protocol.supported(),
-            incarnation=self._core.incarnation,
-            version=self._version,
-        )
 
     async def ListPools(
         self, request: pb.ListPoolsRequest, context: _Context

@@ -44,12 +44,15 @@ from kvplane.models.hf import layout_from_hf
 from kvplane.serving import event_loop
 from kvplane.serving.observability import logs
 from kvplane.serving.observability.logs import frames_of
-from kvplane.serving.plane_server import PlaneServer
+from kvplane.serving.plane_server import PlaneServer, Service
 from kvplane.serving.server import wait_for_signal
+from kvplane.serving.server_service import SERVER, ServerService
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from kvplane.shard import Shard
 from kvplane.sync.short_thread import call_in_short_thread
+from kvplane.wire.v1 import pool_pb2, types_pb2
 from kvplane.wire.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
+from kvplane.wire.v1.pool_pb2_grpc import add_ServerServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LOST: Final = "the device has failed for good: only a new process can use it again"
@@ -93,6 +96,7 @@ class DataPlaneServer(PlaneServer):
     def __init__(self, config: DataPlaneConfig, kernels: Kernels | None = None) -> None:
         """Allocate the pools and bind the address; ``start`` then serves."""
         self.metrics = DataPlaneMetrics(config.pool_id)
+        self._advertise = config.advertise
         self.executor = call_in_short_thread(
             partial(build_executor, config, self.metrics.observe_command, kernels)
         )
@@ -132,23 +136,24 @@ class DataPlaneServer(PlaneServer):
         service = DataPlaneService(
             self.executor,
             self._worker,
-            version=__version__,
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
             local=self.local,
             files=self.files,
             knows_callers=config.knows_callers,
         )
+        about = ServerService(self._describe)
         super().__init__(
             config,
-            SERVICE,
-            service,
-            add_DataPlaneServiceServicer_to_server,
+            [
+                Service(SERVER, partial(add_ServerServiceServicer_to_server, about)),
+                Service(
+                    SERVICE, partial(add_DataPlaneServiceServicer_to_server, service), service.stop
+                ),
+                *(Service(plug_in.service, plug_in.add_to) for plug_in in self.plug_ins),
+            ],
             self.metrics,
-            also_serve=[plug_in.service for plug_in in self.plug_ins],
         )
-        for plug_in in self.plug_ins:
-            plug_in.add_to(self._server.grpc_server)
 
     @classmethod
     async def start(
@@ -174,7 +179,7 @@ class DataPlaneServer(PlaneServer):
             executor,
             self._worker,
             config.control_plane,
-            address=config.advertise or self.address,
+            address=self._advertised,
             tls=config.control_tls,
             on_change=self._on_registration,
             files=self.files,
@@ -221,6 +226,28 @@ class DataPlaneServer(PlaneServer):
         self._registration.cancel()
         await asyncio.gather(self._registration, return_exceptions=True)
         await super().stop()
+
+    def _describe(self) -> pool_pb2.GetServerInfoResponse:
+        executor = self.executor
+        shard = types_pb2.ShardInfo(
+            shard=executor.shard.to_proto(),
+            epoch=executor.epoch,
+            address=self._advertised,
+            connected=self.metrics.registered,
+            has_file_tier=executor.published.is_watched,
+        )
+        return pool_pb2.GetServerInfoResponse(
+            version=__version__,
+            incarnation=executor.incarnation,
+            pool_id=executor.pool_id,
+            shard=shard,
+            device=str(executor.device),
+        )
+
+    @property
+    def _advertised(self) -> str:
+        """The address at which clients reach this data plane, "host:port"."""
+        return self._advertise or self.address
 
     async def _finish(self) -> None:
         if self.local is not None:

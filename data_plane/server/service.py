@@ -36,13 +36,12 @@ from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
 from kvplane.slices import Slices, whole
 from kvplane.v1 import data_pb2 as contract
-from kvplane.wire import protocol
 from kvplane.wire.error_codec import to_wire
 from kvplane.wire.v1 import data_pb2 as pb
 from kvplane.wire.v1 import data_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
 
-SERVICE: Final = contract.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
+SERVICE: Final = contract.DESCRIPTOR.services_by_name["DataPlaneService"]
 _LOGGER: Final = logging.getLogger(__name__)
 # Upper bounds on a response's size without its tensor: in all, and for each block.
 _OVERHEAD_BYTES: Final = 1024
@@ -60,7 +59,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         executor: Executor,
         worker: WorkerThread,
         *,
-        version: str,
         max_message_bytes: int,
         rejected: Counts,
         local: LocalEndpoint | None = None,
@@ -74,7 +72,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         """
         self._executor = executor
         self._worker = worker
-        self._version = version
         self._max_message_bytes = max_message_bytes
         self._rejected = rejected
         self._local = local
@@ -85,23 +82,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     def stop(self) -> None:
         """End the streams that wait for a request, and every other one after its current answer."""
         self._streams.stop()
-
-    async def DescribeDataPlane(
-        self, request: pb.DescribeDataPlaneRequest, context: _Context
-    ) -> pb.DescribeDataPlaneResponse:
-        executor = self._executor
-        return pb.DescribeDataPlaneResponse(
-            protocol=protocol.supported(),
-            version=self._version,
-            pool_id=executor.pool_id,
-            shard=executor.shard.to_proto(),
-            epoch=executor.epoch,
-            incarnation=executor.incarnation,
-            layout=executor.layout.to_proto(),
-            num_device_blocks=executor.pools.device_tier.shape[0],
-            num_host_blocks=executor.pools.host_tier.shape[0],
-            device=str(executor.device),
-        )
 
     async def Execute(
         self, request_iterator: Requests, context: _Context

@@ -12,7 +12,6 @@ from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire.v1 import types_pb2 as pb
-from kvplane.wire.v1.control_pb2 import ShardInfo
 
 from ..config import EngineConfig
 
@@ -87,5 +86,5 @@ class _OfShard:
     """A session for the client of one shard only."""
 
     grant: pb.SignedPayload
-    shards: Sequence[ShardInfo]
+    shards: Sequence[pb.ShardInfo]
     layout: Layout

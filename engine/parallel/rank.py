@@ -52,7 +52,7 @@ class SharedSession:
     """A session that rank 0 opened, as other ranks need it."""
 
     grant: tpb.SignedPayload
-    shards: Sequence[cpb.ShardInfo]
+    shards: Sequence[tpb.ShardInfo]
     layout: Layout
 
     def encode(self) -> bytes:

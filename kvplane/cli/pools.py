@@ -24,7 +24,7 @@ async def describe(client: ControlClient) -> Pools:
 async def status(context: Context) -> int:
     """Show the control plane and its pools. Returns 0 if all of them are ready."""
     async with context.client() as client:
-        plane = await client.describe()
+        plane = await client.get_server_info()
         pools = await describe(client)
     rows = [
         {

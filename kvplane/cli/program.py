@@ -206,11 +206,8 @@ async def ping(context: Context, address: str | None) -> int:
 async def version(context: Context) -> int:
     """Versions of this client and of the control plane."""
     async with context.client() as client:
-        plane = await client.describe()
-    low, high = plane.protocol.oldest, plane.protocol.newest
-    context.show(
-        [{"client": __version__, "control_plane": plane.version, "protocol": f"{low} to {high}"}]
-    )
+        plane = await client.get_server_info()
+    context.show([{"client": __version__, "control_plane": plane.version}])
     return 0
 
 

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from kvplane import ops
 from kvplane.clients.prefix_feed import PrefixEvent, follow
+from kvplane.clients.server_info import get_server_info
 from kvplane.errors import (
     DeadlineExceededError,
     KvplaneError,
@@ -25,7 +26,7 @@ from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire.protocol import check_chosen, supported
 from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2
 
 _POLL_S: Final = 0.2
 CONTROL_PLANE_SERVICE: Final = "kvplane.v1.ControlPlaneService"
@@ -61,12 +62,11 @@ class ControlClient:
     ) -> None:
         await self.close()
 
-    async def describe(self, *, timeout_s: float | None = None) -> pb.DescribeControlPlaneResponse:
-        """Describe the control plane."""
-        response: pb.DescribeControlPlaneResponse = await self._connection.call(
-            self._stub.DescribeControlPlane, pb.DescribeControlPlaneRequest(), timeout_s
-        )
-        return response
+    async def get_server_info(
+        self, *, timeout_s: float | None = None
+    ) -> pool_pb2.GetServerInfoResponse:
+        """Get the release and the incarnation of the control plane."""
+        return await get_server_info(self._connection, timeout_s)
 
     async def list_pools(self, *, timeout_s: float | None = None) -> list[str]:
         """List the ids of the pools that have registered, ascending."""

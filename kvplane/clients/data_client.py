@@ -8,11 +8,12 @@ from types import TracebackType
 from kvplane import ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.execution import Execution
+from kvplane.clients.server_info import get_server_info
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import data_pb2_grpc, pool_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
@@ -50,12 +51,13 @@ class DataClient:
     ) -> None:
         await self.close()
 
-    async def describe(self, *, timeout_s: float | None = None) -> pb.DescribeDataPlaneResponse:
-        """Describe the data plane."""
-        response: pb.DescribeDataPlaneResponse = await self._connection.call(
-            self._stub.DescribeDataPlane, pb.DescribeDataPlaneRequest(), timeout_s
-        )
-        return response
+    async def get_server_info(
+        self, *, timeout_s: float | None = None
+    ) -> pool_pb2.GetServerInfoResponse:
+        """Get the release of the data plane, its part of a pool, its device, and the control plane
+        that it is registered with.
+        """
+        return await get_server_info(self._connection, timeout_s)
 
     async def open(self, grant: SignedPayload, *, timeout_s: float | None = None) -> Execution:
         """Open an execution, which runs the plans of the session of ``grant``."""

@@ -22,8 +22,7 @@ from kvplane.layout import Layout
 from kvplane.shard import QueryHeads, Shard
 from kvplane.tensor import Tensor, join_heads
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1.control_pb2 import ShardInfo
-from kvplane.wire.v1.types_pb2 import SignedPayload
+from kvplane.wire.v1.types_pb2 import ShardInfo, SignedPayload
 
 T = TypeVar("T")
 

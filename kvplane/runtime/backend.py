@@ -17,7 +17,6 @@ from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire.v1 import types_pb2 as pb
-from kvplane.wire.v1.control_pb2 import ShardInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class OpenedSession(Protocol):
         ...
 
     @property
-    def shards(self) -> Sequence[ShardInfo]:
+    def shards(self) -> Sequence[pb.ShardInfo]:
         """The pool's shards, by index."""
         ...
 

@@ -1,4 +1,4 @@
-"""The base of both planes' servers: one service, its health and metrics, from binding the port to
+"""The base of both planes' servers: services, their health and metrics, from binding the port to
 answering the last call.
 """
 
@@ -7,14 +7,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import ServiceDescriptor
 
+from kvplane import __version__
 from kvplane.serving import server as serving
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
@@ -28,23 +29,39 @@ from kvplane.serving.requests import Admission
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
-_OURS: Final = "/kvplane."
-_CONTRACT: Final = "/kvplane.v1."
+_OURS: Final = "kvplane."
+_CONTRACT: Final = "kvplane.v1."
+_PLANES: Final = {
+    "ControlPlaneService": "the control plane",
+    "DataPlaneService": "a data plane",
+}
+"""Who serves a service of the contract that only one of the planes has."""
 
 
-class Service(Protocol):
-    """A servicer."""
+def _no_streams() -> None:
+    """Do nothing: the service has no streams to end."""
 
-    def stop(self) -> None:
-        """End the streams that are open, and refuse new ones."""
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service and its servicer. ``add_to`` adds the servicer to a server. ``stop`` ends the
+    service's open streams, and refuses new ones.
+    """
+
+    descriptor: ServiceDescriptor
+    add_to: Callable[[grpc.aio.Server], None]
+    stop: Callable[[], None] = _no_streams
 
 
 class _WrongServiceInterceptor(grpc.aio.ServerInterceptor):
-    """Answers calls of the other plane's service, UNIMPLEMENTED here, with what is served here."""
+    """Tells callers of a service or method that is UNIMPLEMENTED here what they should do."""
 
-    def __init__(self, service_name: str) -> None:
-        """``service_name``: the full name of the service that is served."""
-        self._served = service_name.rpartition(".")[2]
+    def __init__(self, services: Iterable[ServiceDescriptor]) -> None:
+        """``services``: those that are served."""
+        self._served = {service.full_name for service in services}
+        self._plane = next(
+            plane for name, plane in _PLANES.items() if _CONTRACT + name in self._served
+        )
 
     async def intercept_service(
         self,
@@ -52,16 +69,10 @@ class _WrongServiceInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        wanted = handler_call_details.method
+        wanted = handler_call_details.method.removeprefix("/")
         if handler is not None or not wanted.startswith(_OURS):
             return handler
-        service = wanted.rpartition("/")[0].rpartition(".")[2]
-        if service == self._served:
-            text = f"{service} has no such method here: update this server"
-        elif wanted.startswith(_CONTRACT):
-            text = f"{self._served} is served here: are the planes' addresses swapped?"
-        else:
-            text = f"{service} is a plug-in's, which was not loaded here"
+        text = self._explain(*wanted.rpartition("/")[::2])
 
         async def refuse(requests: Any, context: Any) -> AsyncIterator[bytes]:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
@@ -69,6 +80,20 @@ class _WrongServiceInterceptor(grpc.aio.ServerInterceptor):
 
         # A stream, for unary methods too: on the wire a refused call looks the same.
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _explain(self, service: str, method: str) -> str:
+        name = service.removeprefix(_CONTRACT)
+        if service not in self._served and name in _PLANES:
+            return (
+                f"{name} is served by {_PLANES[name]}, and this is {self._plane}: are the planes' "
+                "addresses swapped?"
+            )
+        if service in self._served or service.startswith(_CONTRACT):
+            return (
+                f"this server speaks kvplane.v1 of release {__version__}, which has no "
+                f"{name}/{method}: update the client, or the server if it is the older one"
+            )
+        return f"{service.rpartition('.')[2]} is a plug-in's, which was not loaded here"
 
 
 class PlaneServer:
@@ -79,33 +104,28 @@ class PlaneServer:
     def __init__(
         self,
         config: ServingConfig,
-        service_name: str,
-        service: Service,
-        add_service: Callable[[Any, grpc.aio.Server], None],
+        services: Sequence[Service],
         metrics: PlaneMetrics,
         *,
-        also_serve: Sequence[ServiceDescriptor] = (),
         max_counts: Mapping[str, int] | None = None,
         also_bind: str = "",
     ) -> None:
-        """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
-        one. ``add_service``: the generated function that adds the servicer. ``also_serve``:
-        services whose servicers the caller adds to the server, with the same checks as the first.
-        ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
-        ``also_bind``: a second address, or empty.
+        """Bind the addresses of ``config``, on the running event loop. ``services``: all that the
+        plane serves. ``max_counts``: bounds of requests other than those of
+        ``message_bounds.MAX_COUNTS``. ``also_bind``: a second address, or empty.
 
         Raises OSError when an address cannot be bound or a TLS file cannot be read, and
         InvalidRequestError for a wrong access list.
         """
         self._config = config
-        self._service = service
-        services = [descriptor_pool.Default().FindServiceByName(service_name), *also_serve]
-        self._service_names = [each.full_name for each in services]
+        self._services = services
+        descriptors = [service.descriptor for service in services]
+        self._service_names = [each.full_name for each in descriptors]
         self._access = AccessList(config.access_file)
-        self._gate = Gate(self._access, services)
+        self._gate = Gate(self._access, descriptors)
         bounds = {
             f"/{each.full_name}/{method.name}": MessageBounds(method.input_type, max_counts)
-            for each in services
+            for each in descriptors
             for method in each.methods
         }
         budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
@@ -120,11 +140,12 @@ class PlaneServer:
             max_connections=config.max_connections or serving.most_connections(),
             max_connection_calls=config.max_connection_calls,
             interceptors=[
-                _WrongServiceInterceptor(service_name),
+                _WrongServiceInterceptor(descriptors),
                 ErrorInterceptor(metrics.rpc, admission),
             ],
         )
-        add_service(service, self._server.grpc_server)
+        for service in services:
+            service.add_to(self._server.grpc_server)
         self._metrics = metrics
         self._serving = False
         self._endpoint = None
@@ -155,7 +176,8 @@ class PlaneServer:
         """
         _LOGGER.info("stopping grace_s=%g", self._config.grace_s)
         self._serving = False
-        self._service.stop()
+        for service in self._services:
+            service.stop()
         await self._server.stop(self._config.grace_s)
         self._lag.cancel()
         await self._finish()

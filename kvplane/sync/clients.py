@@ -19,8 +19,7 @@ from kvplane.session import session as sessions
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1.control_pb2 import ShardInfo
-from kvplane.wire.v1.types_pb2 import SessionRef, SignedPayload
+from kvplane.wire.v1.types_pb2 import SessionRef, ShardInfo, SignedPayload
 
 Wrapped = TypeVar("Wrapped")
 Result = TypeVar("Result")
@@ -166,7 +165,7 @@ class ControlClient(Portal[control_client.ControlClient]):
     ) -> None:
         super().__init__(lambda: control_client.ControlClient(target, tls=tls, timeout_s=timeout_s))
 
-    describe = blocking(control_client.ControlClient.describe)
+    get_server_info = blocking(control_client.ControlClient.get_server_info)
     list_pools = blocking(control_client.ControlClient.list_pools)
     describe_pool = blocking(control_client.ControlClient.describe_pool)
     list_sessions = blocking(control_client.ControlClient.list_sessions)
@@ -236,7 +235,7 @@ class DataClient(Portal[data_client.DataClient]):
             )
         )
 
-    describe = blocking(data_client.DataClient.describe)
+    get_server_info = blocking(data_client.DataClient.get_server_info)
     open = wrapping(data_client.DataClient.open, _execution)
     reshape_and_cache = blocking(data_client.DataClient.reshape_and_cache)
     paged_attention = blocking(data_client.DataClient.paged_attention)

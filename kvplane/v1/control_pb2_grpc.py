@@ -49,11 +49,6 @@ class ControlPlaneServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.DescribeControlPlane = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/DescribeControlPlane',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.DescribeControlPlaneRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.DescribeControlPlaneResponse.FromString,
-                _registered_method=True)
         self.ListPools = channel.unary_unary(
                 '/kvplane.v1.ControlPlaneService/ListPools',
                 request_serializer=kvplane_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
@@ -168,13 +163,6 @@ class ControlPlaneServiceServicer(object):
 
     A request that names a session renews its lease.
     """
-
-    def DescribeControlPlane(self, request, context):
-        """Says who is answering. Safe to repeat.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def ListPools(self, request, context):
         """Lists the pools that have registered.
@@ -321,11 +309,6 @@ class ControlPlaneServiceServicer(object):
 
 def add_ControlPlaneServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'DescribeControlPlane': grpc.unary_unary_rpc_method_handler(
-                    servicer.DescribeControlPlane,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.DescribeControlPlaneRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.DescribeControlPlaneResponse.SerializeToString,
-            ),
             'ListPools': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPools,
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.ListPoolsRequest.FromString,
@@ -446,33 +429,6 @@ class ControlPlaneService(object):
 
     A request that names a session renews its lease.
     """
-
-    @staticmethod
-    def DescribeControlPlane(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/DescribeControlPlane',
-            kvplane_dot_v1_dot_control__pb2.DescribeControlPlaneRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.DescribeControlPlaneResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def ListPools(request,

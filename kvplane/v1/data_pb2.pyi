@@ -7,34 +7,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class DescribeDataPlaneRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class DescribeDataPlaneResponse(_message.Message):
-    __slots__ = ("protocol", "version", "pool_id", "shard", "epoch", "incarnation", "layout", "num_device_blocks", "num_host_blocks", "device")
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    protocol: _types_pb2.ProtocolRange
-    version: str
-    pool_id: str
-    shard: _types_pb2.Shard
-    epoch: int
-    incarnation: int
-    layout: _types_pb2.Layout
-    num_device_blocks: int
-    num_host_blocks: int
-    device: str
-    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., version: _Optional[str] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
-
 class ExecuteRequest(_message.Message):
     __slots__ = ("open", "plan", "layer", "join", "share", "pass_index")
     OPEN_FIELD_NUMBER: _ClassVar[int]

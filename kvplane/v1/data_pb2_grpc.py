@@ -28,10 +28,10 @@ if _version_not_supported:
 class DataPlaneServiceStub(object):
     """Carries out plans.
 
-    Every call but DescribeDataPlane presents the session's signed grant, and every call that writes presents a signed plan. A plan is
-    started by the first call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and
-    generations, changes its block tables and runs the transfers. It has run when every layer of every span was written; then there is
-    a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
+    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
+    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
+    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
+    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
     A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
@@ -45,11 +45,6 @@ class DataPlaneServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.DescribeDataPlane = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/DescribeDataPlane',
-                request_serializer=kvplane_dot_v1_dot_data__pb2.DescribeDataPlaneRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_data__pb2.DescribeDataPlaneResponse.FromString,
-                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/kvplane.v1.DataPlaneService/Execute',
                 request_serializer=kvplane_dot_v1_dot_data__pb2.ExecuteRequest.SerializeToString,
@@ -100,23 +95,16 @@ class DataPlaneServiceStub(object):
 class DataPlaneServiceServicer(object):
     """Carries out plans.
 
-    Every call but DescribeDataPlane presents the session's signed grant, and every call that writes presents a signed plan. A plan is
-    started by the first call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and
-    generations, changes its block tables and runs the transfers. It has run when every layer of every span was written; then there is
-    a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
+    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
+    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
+    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
+    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
     A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
     (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
     NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
     """
-
-    def DescribeDataPlane(self, request, context):
-        """Describes the process.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
         """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one
@@ -191,11 +179,6 @@ class DataPlaneServiceServicer(object):
 
 def add_DataPlaneServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'DescribeDataPlane': grpc.unary_unary_rpc_method_handler(
-                    servicer.DescribeDataPlane,
-                    request_deserializer=kvplane_dot_v1_dot_data__pb2.DescribeDataPlaneRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_data__pb2.DescribeDataPlaneResponse.SerializeToString,
-            ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
                     request_deserializer=kvplane_dot_v1_dot_data__pb2.ExecuteRequest.FromString,
@@ -252,43 +235,16 @@ def add_DataPlaneServiceServicer_to_server(servicer, server):
 class DataPlaneService(object):
     """Carries out plans.
 
-    Every call but DescribeDataPlane presents the session's signed grant, and every call that writes presents a signed plan. A plan is
-    started by the first call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and
-    generations, changes its block tables and runs the transfers. It has run when every layer of every span was written; then there is
-    a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
+    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
+    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
+    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
+    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
     A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
     (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
     NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
     """
-
-    @staticmethod
-    def DescribeDataPlane(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.DataPlaneService/DescribeDataPlane',
-            kvplane_dot_v1_dot_data__pb2.DescribeDataPlaneRequest.SerializeToString,
-            kvplane_dot_v1_dot_data__pb2.DescribeDataPlaneResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Execute(request_iterator,

@@ -171,7 +171,7 @@ for name in ("types", "control", "data"):
 
 async def ask():
     async with kvplane.ControlClient(sys.argv[1]) as client:
-        return await client.describe()
+        return await client.get_server_info()
 
 print(metadata.version("protobuf"), metadata.version("grpcio"), asyncio.run(ask()).incarnation)
 """

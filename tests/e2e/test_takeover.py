@@ -169,9 +169,9 @@ async def test_the_death_of_etcds_own_leader_changes_nothing(model, tmp_path) ->
     ):
         leader = await fleet.leader()
         async with ControlClient(fleet.addresses) as control:
-            before = (await control.describe()).incarnation
+            before = (await control.get_server_info()).incarnation
             etcd.kill_raft_leader()
             end_s = time.monotonic() + 7
             while time.monotonic() < end_s:
-                assert (await control.describe(timeout_s=1)).incarnation == before
+                assert (await control.get_server_info(timeout_s=1)).incarnation == before
         assert await fleet.leader() is leader

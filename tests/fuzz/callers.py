@@ -20,6 +20,7 @@ from kvplane.shard import Shard
 from kvplane.wire import protocol, signing
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import data_pb2 as dpb
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import (
     HOST,
@@ -76,7 +77,7 @@ class Engine:
         """One call that the control plane would answer."""
         ref_, numbered = self.opened.session, self._numbered
         made: dict[str, Callable[[], list[Message]]] = {
-            "DescribeControlPlane": lambda: [cpb.DescribeControlPlaneRequest()],
+            "GetServerInfo": lambda: [pool_pb2.GetServerInfoRequest()],
             "ListPools": lambda: [cpb.ListPoolsRequest()],
             "DescribePool": lambda: [cpb.DescribePoolRequest(pool_id="pool")],
             "OpenSession": lambda: [self.opening()],
@@ -216,7 +217,7 @@ class Client:
         """One call that the data plane would answer."""
         grant = self.grant
         made: dict[str, Callable[[], list[Message]]] = {
-            "DescribeDataPlane": lambda: [dpb.DescribeDataPlaneRequest()],
+            "GetServerInfo": lambda: [pool_pb2.GetServerInfoRequest()],
             "Execute": lambda: self._execution(rng),
             "ReshapeAndCache": lambda: [self._write(rng)],
             "PagedAttention": lambda: [

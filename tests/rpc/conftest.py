@@ -13,9 +13,8 @@ import pytest
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Layout
-from kvplane.wire.v1 import control_pb2_grpc
 from tests.helpers.both_planes import POOL, Planes
-from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
+from tests.helpers.planning.control_wire import RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.operations_world import World
 from tests.helpers.planning.registration_messages import LAYOUT
 
@@ -63,7 +62,7 @@ async def connect() -> AsyncIterator[Callable[[ControlPlaneServer], Stub]]:
     def make(server: ControlPlaneServer) -> Stub:
         channel = grpc.aio.insecure_channel(server.address)
         channels.append(channel)
-        return control_pb2_grpc.ControlPlaneServiceStub(channel)
+        return stub_of(channel)
 
     yield make
     for channel in channels:

@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
 
-from kvplane import ops
+from kvplane import __version__, ops
 from kvplane.errors import (
     KvplaneError,
     NotPermittedError,
@@ -22,6 +23,7 @@ from kvplane.errors import (
 from kvplane.serving import requests
 from kvplane.serving.callers import access
 from kvplane.transport.connection import typed_errors
+from kvplane.v1 import data_pb2
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.wire.v1 import data_pb2 as pb
@@ -85,11 +87,36 @@ async def test_a_role_may_what_the_contract_says(peers: Peers, name: str) -> Non
                     await call()
 
 
-def raw(peers: Peers, name: str) -> grpc.aio.Channel:
+def raw(peers: Peers, name: str, address: str = "") -> grpc.aio.Channel:
     options = [("grpc.ssl_target_name_override", "kvplane.test")]
     return grpc.aio.secure_channel(
-        peers.control.address, peers.tls(name).credentials(), options=options
+        address or peers.control.address, peers.tls(name).credentials(), options=options
     )
+
+
+@pytest.mark.parametrize("name", ["engine-a", "router", "operator", "plane"])
+async def test_only_engines_compute_and_everybody_known_may_ask_who_answers(
+    peers: Peers, name: str
+) -> None:
+    [service] = data_pb2.DESCRIPTOR.services_by_name.values()
+    async with raw(peers, name, peers.data.address) as channel:
+        for method in service.methods:
+            call: Any = channel.stream_stream(f"/{service.full_name}/{method.name}")
+            answers = call(iter([b""]), timeout=PATIENCE_S)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                assert [_ async for _ in answers]  # of Execute, which answers with an Error
+            refused = await answers.code() == grpc.StatusCode.PERMISSION_DENIED
+            assert refused is (name != "engine-a"), method.name
+    async with peers.client(name) as control, peers.data_client(name) as data:
+        for plane in (control, data):
+            assert (await plane.get_server_info()).version == __version__
+
+
+async def test_a_caller_that_is_not_listed_may_not_ask_who_answers(peers: Peers) -> None:
+    async with peers.client("nobody") as control, peers.data_client("nobody") as data:
+        for plane in (control, data):
+            with pytest.raises(UnauthenticatedError):
+                await plane.get_server_info()
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Newcomer:
 
 async def nobody_listens(_: Newcomer) -> None:
     async with ControlClient("127.0.0.1:9", timeout_s=0.3) as control:
-        await control.describe()
+        await control.get_server_info()
 
 
 async def a_target_without_a_port(_: Newcomer) -> None:
@@ -171,11 +171,13 @@ MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], 
     ),
     control_client_for_a_data_plane: (
         ProtocolMismatchError,
-        "DataPlaneService is served here: are the planes' addresses swapped?",
+        "ControlPlaneService is served by the control plane, and this is a data plane: are the "
+        "planes' addresses swapped?",
     ),
     data_client_for_a_control_plane: (
         ProtocolMismatchError,
-        "ControlPlaneService is served here: are the planes' addresses swapped?",
+        "DataPlaneService is served by a data plane, and this is the control plane: are the "
+        "planes' addresses swapped?",
     ),
     a_pool_that_is_not_there: (
         PoolNotFoundError,

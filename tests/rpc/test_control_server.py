@@ -22,21 +22,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from control_plane.server.server import ControlPlaneServer
-from control_plane.server.service import SERVICE
-from kvplane import ops
+from kvplane import __version__, ops
 from kvplane.errors import InternalError, SessionNotFoundError
 from kvplane.serving import server as serving
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
+from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
-DESCRIBE = pb.DescribeControlPlaneRequest()
+ABOUT = pool_pb2.GetServerInfoRequest()
+SERVICE = "kvplane.v1.ControlPlaneService"
+SERVICES = {"kvplane.v1.ServerService", SERVICE}
 
 
 async def scrape(server: ControlPlaneServer) -> dict[str, float]:
@@ -56,7 +57,7 @@ async def test_health_is_told_for_each_service(control_server: ControlPlaneServe
     serving = health_pb2.HealthCheckResponse.SERVING
     async with grpc.aio.insecure_channel(control_server.address) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
-        for service in ("", SERVICE):
+        for service in ("", *SERVICES):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == serving
         with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -71,10 +72,40 @@ async def test_reflection_lists_the_services(control_server: ControlPlaneServer)
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
         names = {service.name for service in answer.list_services_response.service}
-        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
-        assert (await call.read()).file_descriptor_response.file_descriptor_proto
+        for service in SERVICES:
+            await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=service))
+            assert (await call.read()).file_descriptor_response.file_descriptor_proto
         call.cancel()
-    assert {SERVICE, "grpc.health.v1.Health"} <= names
+    assert {name for name in names if name.startswith("kvplane.")} == SERVICES
+    assert "grpc.health.v1.Health" in names
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (
+            "kvplane.v1.ControlPlaneService/DescribeControlPlane",
+            f"this server speaks kvplane.v1 of release {__version__}, which has no "
+            "ControlPlaneService/DescribeControlPlane: update the client, or the server if it is "
+            "the older one",
+        ),
+        (
+            "kvplane.v1.LaterService/Ask",
+            f"this server speaks kvplane.v1 of release {__version__}, which has no "
+            "LaterService/Ask: update the client, or the server if it is the older one",
+        ),
+        ("kvplane.push.v1.PushService/SendBlocks", "PushService is a plug-in's, which was not"),
+    ],
+)
+async def test_a_caller_of_a_method_that_is_not_there_is_told_what_to_do(
+    control_server: ControlPlaneServer, method: str, text: str
+) -> None:
+    async with grpc.aio.insecure_channel(control_server.address) as channel:
+        call: Any = channel.unary_unary(f"/{method}")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call(b"")
+    assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert (failure.value.details() or "").startswith(text)
 
 
 async def test_truncated_and_garbage_requests_are_the_callers_error(
@@ -93,8 +124,7 @@ async def test_truncated_and_garbage_requests_are_the_callers_error(
         call = channel.stream_stream(f"/{SERVICE}/Register")()
         await call.write(b"\xff" * 20)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        describe: Any = channel.unary_unary(f"/{SERVICE}/DescribeControlPlane")
-        assert pb.DescribeControlPlaneResponse.FromString(await describe(b"")).incarnation
+        assert (await stub_of(channel).GetServerInfo(ABOUT)).incarnation
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_next_is_served(
@@ -253,10 +283,10 @@ async def test_a_tenant_is_whom_the_client_certificate_names(start_control_plane
     known, unknown = grpc.ssl_channel_credentials(*files), grpc.ssl_channel_credentials(files[0])
     async with grpc.aio.secure_channel(server.address, unknown, options) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await control_pb2_grpc.ControlPlaneServiceStub(channel).DescribeControlPlane(DESCRIBE)
+            await stub_of(channel).GetServerInfo(ABOUT)
         assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
     async with grpc.aio.secure_channel(server.address, known, options) as channel:
-        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        stub = stub_of(channel)
         shard = RawShard(stub)
         await shard.register()
         await shard.report()
@@ -290,7 +320,7 @@ async def test_stopping_answers_what_is_in_flight_and_ends_idle_streams_at_once(
     failure = from_rpc_error(await shard.failure())
     assert (failure.reason, failure.retry_delay_s) == ("PLANE_UNAVAILABLE", 1.0)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.DescribeControlPlane(DESCRIBE)
+        await stub.GetServerInfo(ABOUT)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -387,8 +417,8 @@ def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path
             assert lines[-1], lines
         address = f"127.0.0.1:{int(port_file.read_text())}"
         with grpc.insecure_channel(address) as channel:
-            stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
-            assert stub.DescribeControlPlane(DESCRIBE, timeout=PATIENCE_S).incarnation
+            stub = stub_of(channel)
+            assert stub.GetServerInfo(ABOUT, timeout=PATIENCE_S).incarnation
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
         lines += process.stderr.read().splitlines()
@@ -414,7 +444,7 @@ async def test_a_control_plane_that_slept_past_a_lease_does_not_end_it(tmp_path:
         async with grpc.aio.insecure_channel(
             f"127.0.0.1:{port_file.read_text().strip()}"
         ) as channel:
-            stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+            stub = stub_of(channel)
             shard = RawShard(stub)
             await shard.register()
             await shard.report()

@@ -82,8 +82,6 @@ async def test_a_row_for_each_token_is_stored_attended_to_and_read(
     blocks = received(read.blocks)
     rows = blocks.view(2, 2 * LAYOUT.block_size_tokens, LATENT_SIZE)[:, :NUM_TOKENS]
     assert torch.equal(rows, latent[:, 0].expand(2, -1, -1))
-    described = await client.describe()
-    assert Layout.from_proto(described.layout) == LATENTS
 
 
 async def test_unary_calls_take_one_tensor_too(peer: tuple[PlanAuthor, DataClient]) -> None:

@@ -197,7 +197,7 @@ async def test_a_malformed_publication_does_not_end_the_data_plane(tmp_path: Pat
         await side.until(lambda: len(side.hellos) == 2)
         await side.until(side.accepted.is_set)
         async with DataClient(server.address) as client:
-            assert (await client.describe()).epoch == server.executor.epoch
+            assert (await client.get_server_info()).shard.epoch == server.executor.epoch
 
 
 async def test_an_embedded_data_plane_registers_and_serves_from_a_thread(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ async def test_an_embedded_data_plane_registers_and_serves_from_a_thread(tmp_pat
     try:
         assert side.hellos[0].epoch == executor.epoch
         async with DataClient(plane.address) as client:
-            assert (await client.describe()).epoch == executor.epoch
+            assert (await client.get_server_info()).shard.epoch == executor.epoch
     finally:
         await asyncio.to_thread(plane.stop)
         await side.stop()

@@ -13,6 +13,7 @@ import torch
 
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane import __version__
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import (
     BadSignatureError,
@@ -105,13 +106,13 @@ def layer_input(layer: int, num_tokens: int, **parts: torch.Tensor) -> pb.LayerI
     return pb.LayerInput(layer=layer, **messages)
 
 
-async def test_describe_says_what_runs_here(peer: Peer) -> None:
-    described = await peer.client.describe()
-    executor = peer.server.executor
-    assert (described.epoch, described.incarnation) == (executor.epoch, 1)
-    assert (described.num_device_blocks, described.num_host_blocks) == (8, 4)
-    assert described.layout.fingerprint == executor.layout.fingerprint
-    assert described.device == "cpu"
+async def test_its_server_info_says_what_runs_here(peer: Peer) -> None:
+    info, executor = await peer.client.get_server_info(), peer.server.executor
+    assert (info.version, info.incarnation, info.device) == (__version__, 1, "cpu")
+    assert info.pool_id == executor.pool_id
+    assert info.shard.shard == executor.shard.to_proto()
+    assert (info.shard.epoch, info.shard.address) == (executor.epoch, peer.server.address)
+    assert (info.shard.connected, info.shard.has_file_tier) == (True, False)
 
 
 async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(
@@ -371,7 +372,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(peer:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await peer.stub.ReshapeAndCache(request)
     assert type(from_rpc_error(caught.value)) is QuotaExceededError
-    assert (await peer.client.describe()).epoch == peer.server.executor.epoch
+    assert (await peer.client.get_server_info()).shard.epoch == peer.server.executor.epoch
 
 
 async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:

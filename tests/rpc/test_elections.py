@@ -291,16 +291,16 @@ async def test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost(tmp_p
         ControlClient(second.address, timeout_s=0.2) as standby,
         grpc.aio.insecure_channel(second.address) as channel,
     ):
-        before = await both.describe()
+        before = await both.get_server_info()
         assert await check(second.address) == "NOT_SERVING"
         with pytest.raises(PlaneUnavailableError, match="stands by"):
-            await standby.describe()
+            await standby.get_server_info()
         error = from_rpc_error(await RawShard(ControlPlaneServiceStub(channel)).failure())
         assert (error.reason, "stands by" in str(error)) == ("PLANE_UNAVAILABLE", True)
         with pytest.raises(PlaneUnavailableError):
             await standby.wait_ready("pool", 0.1)
         await first.stop()
-        after = await both.describe()
+        after = await both.get_server_info()
         assert after.incarnation > before.incarnation
         assert await check(second.address) == "SERVING"
         path.rename(tmp_path / "other")  # somebody else may lock another file there

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, Execution, Layout, Session, Shard, Tensor, ops
+from kvplane import ControlClient, DataClient, Execution, Session, Shard, Tensor, ops
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -83,11 +83,10 @@ async def test_the_quickstart_finds_its_prompt_cached(planes: Planes, capsys: An
 
 
 async def test_the_data_plane_describes_itself(data: DataClient, planes: Planes) -> None:
-    description = await data.describe()
-    assert description.pool_id == POOL
-    assert Layout.from_proto(description.layout) == LAYOUT
-    assert Shard.from_proto(description.shard) == Shard.whole(LAYOUT)
-    assert description.incarnation == planes.control.core.incarnation
+    info = await data.get_server_info()
+    assert info.pool_id == POOL
+    assert Shard.from_proto(info.shard.shard) == Shard.whole(LAYOUT)
+    assert info.incarnation == planes.control.core.incarnation
 
 
 async def test_a_lossy_network_changes_no_bit_of_the_attention(

@@ -35,8 +35,8 @@ from kvplane.integrations.ray.placement import FleetShape
 from kvplane.integrations.ray.server_actor import Status
 from kvplane.integrations.ray.supervisor import Supervisor
 from kvplane.transport.tls import open_channel
-from kvplane.wire.v1.control_pb2 import DescribeControlPlaneRequest
-from kvplane.wire.v1.control_pb2_grpc import ControlPlaneServiceStub
+from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
+from kvplane.wire.v1.pool_pb2_grpc import ServerServiceStub
 from tests.helpers.etcd_cluster import EtcdCluster
 
 MODEL = Path(__file__).parents[3] / "models" / "recall"
@@ -122,21 +122,21 @@ class TakeoverClock:
             for each in control:
                 try:
                     async with ControlClient(each.address, timeout_s=0.5) as client:
-                        await client.describe()
+                        await client.get_server_info()
                         return each
                 except KvplaneError:
                     continue
 
     async def _until_another_leads(self, end: Callable[[], None]) -> float:
         async with open_channel(self._addresses, None, health_of=CONTROL_PLANE_SERVICE) as channel:
-            describe = ControlPlaneServiceStub(channel).DescribeControlPlane
-            request = DescribeControlPlaneRequest()
-            before = (await describe(request, wait_for_ready=True, timeout=30)).incarnation
+            ask = ServerServiceStub(channel).GetServerInfo
+            request = GetServerInfoRequest()
+            before = (await ask(request, wait_for_ready=True, timeout=30)).incarnation
             end()
             began_s = time.monotonic()
             while True:
                 try:
-                    now = (await describe(request, wait_for_ready=True, timeout=60)).incarnation
+                    now = (await ask(request, wait_for_ready=True, timeout=60)).incarnation
                 except grpc.aio.AioRpcError:  # the call was on its way to the ended one
                     continue
                 if now > before:

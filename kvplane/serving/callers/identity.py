@@ -43,10 +43,12 @@ class Gate:
 
     def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
         self._access = access
-        extension: Any = contract.callers
+        audience: Any = contract.audience
+        callers: Any = contract.callers
         self._roles: dict[str, frozenset[int]] = {
             f"/{service.full_name}/{method.name}": frozenset(
-                method.GetOptions().Extensions[extension].roles
+                method.GetOptions().Extensions[callers].roles
+                or service.GetOptions().Extensions[audience].roles
             )
             for service in services
             for method in service.methods

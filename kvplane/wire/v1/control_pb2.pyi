@@ -52,20 +52,6 @@ SHORTAGE_REASON_LINE: ShortageReason
 SHORTAGE_REASON_GROWTH: ShortageReason
 SHORTAGE_REASON_QUOTA: ShortageReason
 
-class DescribeControlPlaneRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class DescribeControlPlaneResponse(_message.Message):
-    __slots__ = ("protocol", "incarnation", "version")
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    protocol: _types_pb2.ProtocolRange
-    incarnation: int
-    version: str
-    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
-
 class ListPoolsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -92,27 +78,13 @@ class DescribePoolResponse(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     layout: _types_pb2.Layout
-    shards: _containers.RepeatedCompositeFieldContainer[ShardInfo]
+    shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardInfo]
     ready: bool
     usage: PoolUsage
     num_sessions: int
     num_sequences: int
     counters: PoolCounters
-    def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., ready: bool = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
-
-class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "connected", "has_file_tier")
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    CONNECTED_FIELD_NUMBER: _ClassVar[int]
-    HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
-    shard: _types_pb2.Shard
-    epoch: int
-    address: str
-    connected: bool
-    has_file_tier: bool
-    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ..., has_file_tier: bool = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.ShardInfo, _Mapping]]] = ..., ready: bool = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
 
 class PoolUsage(_message.Message):
     __slots__ = ("tiers",)
@@ -198,11 +170,11 @@ class OpenSessionResponse(_message.Message):
     time_to_live: _duration_pb2.Duration
     max_plans_in_flight: int
     grant: _types_pb2.SignedPayload
-    shards: _containers.RepeatedCompositeFieldContainer[ShardInfo]
+    shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardInfo]
     layout: _types_pb2.Layout
     num_device_blocks: int
     num_host_blocks: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., protocol_version: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., protocol_version: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
     __slots__ = ("session",)

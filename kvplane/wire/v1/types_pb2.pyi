@@ -146,6 +146,20 @@ class Shard(_message.Message):
     copy: int
     def __init__(self, index: _Optional[int] = ..., num_shards: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., copy: _Optional[int] = ...) -> None: ...
 
+class ShardInfo(_message.Message):
+    __slots__ = ("shard", "epoch", "address", "connected", "has_file_tier")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    HAS_FILE_TIER_FIELD_NUMBER: _ClassVar[int]
+    shard: Shard
+    epoch: int
+    address: str
+    connected: bool
+    has_file_tier: bool
+    def __init__(self, shard: _Optional[_Union[Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ..., has_file_tier: bool = ...) -> None: ...
+
 class BlockRef(_message.Message):
     __slots__ = ("tier", "index", "generation")
     TIER_FIELD_NUMBER: _ClassVar[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -12,12 +13,22 @@ from kvplane import ops
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, hello, report
 
 PATIENCE_S = 30.0
 
-Stub = Any  # a ControlPlaneServiceStub; grpc generates no types for it
+Stub = Any  # grpc generates no types for stubs
+
+
+def stub_of(channel: grpc.aio.Channel | grpc.Channel) -> Stub:
+    """Return the methods of all services of a control plane."""
+    stubs: list[Any] = [
+        control_pb2_grpc.ControlPlaneServiceStub(channel),
+        pool_pb2_grpc.ServerServiceStub(channel),
+    ]
+    return SimpleNamespace(**{name: call for stub in stubs for name, call in vars(stub).items()})
 
 
 class RawShard:

@@ -96,8 +96,8 @@ async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready
 async def test_the_client_knows_its_plane_and_its_sessions_terms(
     control_server: ControlPlaneServer, client: ControlClient, session: Session, shard: RawShard
 ) -> None:
-    description = await client.describe()
-    assert description.incarnation == session.incarnation == control_server.core.incarnation
+    info = await client.get_server_info()
+    assert info.incarnation == session.incarnation == control_server.core.incarnation
     assert await client.list_pools() == [POOL]
     pool = await client.wait_ready(POOL)
     assert Layout.from_proto(pool.layout) == session.layout == LAYOUT

@@ -14,11 +14,12 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ops
+from kvplane import __version__, ops
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -45,10 +46,9 @@ async def refused(
 async def test_it_says_who_it_is_and_which_pools_have_registered(
     stub: Stub, control_server: ControlPlaneServer
 ) -> None:
-    answer = await stub.DescribeControlPlane(pb.DescribeControlPlaneRequest())
-    assert answer.protocol == protocol.supported()
-    assert answer.incarnation == control_server.core.incarnation > 0
-    assert answer.version
+    info = await stub.GetServerInfo(pool_pb2.GetServerInfoRequest())
+    assert info.incarnation == control_server.core.incarnation > 0
+    assert info == pool_pb2.GetServerInfoResponse(version=__version__, incarnation=info.incarnation)
     assert list((await stub.ListPools(pb.ListPoolsRequest())).pool_ids) == []
     shards = [RawShard(stub, pool_id=name) for name in ("b", "a")]
     for shard in shards:
