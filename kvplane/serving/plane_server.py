@@ -33,6 +33,7 @@ _OURS: Final = "kvplane."
 _CONTRACT: Final = "kvplane.v1."
 _PLANES: Final = {
     "ControlPlaneService": "the control plane",
+    "PrefixService": "the control plane",
     "DataPlaneService": "a data plane",
 }
 """Who serves a service of the contract that only one of the planes has."""

@@ -15,9 +15,9 @@ from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission
-from kvplane.v1 import control_pb2, data_pb2
+from kvplane.v1 import control_pb2, data_pb2, prefix_pb2
 from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, prefix_pb2_grpc
 from kvplane.wire.v1 import data_pb2 as dpb
 from kvplane.wire.v1.types_pb2 import SessionRef, SignedPayload
 
@@ -30,7 +30,9 @@ class Hangup(Exception):
     """Raised by a script: the call breaks as if the connection did."""
 
 
-class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
+class ScriptedControlPlane(
+    control_pb2_grpc.ControlPlaneServiceServicer, prefix_pb2_grpc.PrefixServiceServicer
+):
     """Answers every request with what ``script(request)`` returns, and remembers the requests.
     A script may return several answers to a request of a stream.
 
@@ -78,9 +80,9 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
         return await self._answer(request, context)
 
     AbortPlan = SubmitReceipts = DescribeSequence = DescribePool = Resync
-    CheckOperations = ExplainPrefix = FindPrefix = Resync
+    CheckOperations = FindPrefix = RetainPrefix = ForgetPrefixes = Resync
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def WatchPrefixes(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
         for response in self.script(request):
             if isinstance(response, Exception):
@@ -96,7 +98,11 @@ def interceptor() -> ErrorInterceptor:
     """Return the interceptor of a server without an access list."""
     services = [
         file.DESCRIPTOR.services_by_name[name]
-        for file, name in ((control_pb2, "ControlPlaneService"), (data_pb2, "DataPlaneService"))
+        for file, name in (
+            (control_pb2, "ControlPlaneService"),
+            (prefix_pb2, "PrefixService"),
+            (data_pb2, "DataPlaneService"),
+        )
     ]
     admission = Admission(Gate(AccessList(None), services), {}, ReceiveBudget())
     return ErrorInterceptor(RpcMetrics(), admission)
@@ -107,6 +113,7 @@ async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
     """Serve ``plane`` on a loopback port; yield its address."""
     server = grpc.aio.server(interceptors=[interceptor()])
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    prefix_pb2_grpc.add_PrefixServiceServicer_to_server(plane, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"
