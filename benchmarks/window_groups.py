@@ -71,7 +71,7 @@ class _Core:
         return answer, 0.0
 
     async def abort(self, request: cpb.AbortPlansRequest) -> float:
-        self._core.abort_plan(request, _TENANT)
+        self._core.abort_plans(request, _TENANT)
         return 0.0
 
     def num_held(self) -> dict[int, int]:

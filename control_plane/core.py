@@ -1,8 +1,8 @@
 """The control plane's core: the metadata of every pool, behind one interface of messages.
 
 Imports neither grpc nor torch. Single-threaded: it is only called from the event loop, and every
-call but ``run``, which stops between slices, runs to its end. Invariant: ``check_integrity`` holds
-after every call and every slice, also after one that raises.
+call but those that return ``Slices`` runs to its end. Invariant: ``check_integrity`` holds after
+every call and every slice, also after one that raises.
 
     registration   register, report, disconnect, fence_done, files_forgotten, announce,
                    take_notified, take_outgoing, take_missed
@@ -10,9 +10,9 @@ after every call and every slice, also after one that raises.
     sessions       open_session, renew_session, close_session, tick
     requests       step, abort_plans: in the order of their numbers, each
                    applying its receipts first; run in slices, for either of them
-    queries        check_operations, block_table, find_prefix, lookup_prefix, explain_prefix,
-                   describe_sequence, pool_ids, list_pools, get_pool, list_sessions,
-                   observe_pool, check_integrity
+    prefixes       find_prefix, retain_prefix, forget_prefixes, follow: without a session
+    queries        check_operations, block_table, describe_sequence, pool_ids, list_pools, get_pool,
+                   list_sessions, observe_pool, check_integrity
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from control_plane import checks, queries
+from control_plane import checks, prefixes, queries
 from control_plane.admission.decisions import AdmissionConfig
 from control_plane.config import CoreConfig
 from control_plane.observing import PoolObservation, observe
@@ -58,6 +58,7 @@ from kvplane.wire import signing
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import pool_pb2 as ppb
+from kvplane.wire.v1 import prefix_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -262,6 +263,47 @@ class ControlPlane:
         if self._sessions.get(session.id) is not session:
             raise self._ended.error(session.id, session.tenant)
 
+    # Prefixes
+
+    def find_prefix(
+        self, request: prefix_pb2.FindPrefixRequest, tenant: str
+    ) -> Slices[prefix_pb2.FindPrefixResponse]:
+        """Return how much of a prompt each pool has cached. Between the slices any call may come.
+        Raises PoolNotFoundError, and as ``prefixes.find``.
+        """
+        if not request.pool_ids:
+            pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
+        else:
+            named = [self._pool(i, f"pool_ids[{n}]") for n, i in enumerate(request.pool_ids)]
+            pools = sorted(set(named), key=lambda pool: pool.id)
+        now_s = self._clock()
+        for pool in pools:
+            pool.set_time(now_s)
+        return (yield from prefixes.find(pools, request, tenant))
+
+    def retain_prefix(
+        self, request: prefix_pb2.RetainPrefixRequest, tenant: str
+    ) -> prefix_pb2.RetainPrefixResponse:
+        """Retain a prompt's cached prefix, or end its retention. Raises PoolNotFoundError, and as
+        ``prefixes.retain``.
+        """
+        return prefixes.retain(self._changing(request.pool_id), request, tenant)
+
+    def forget_prefixes(
+        self, request: prefix_pb2.ForgetPrefixesRequest, tenant: str
+    ) -> prefix_pb2.ForgetPrefixesResponse:
+        """Take prefixes out of the index. Raises PoolNotFoundError, and as ``prefixes.forget``."""
+        pool = self._changing(request.pool_id)
+        response = prefixes.forget(pool, request, tenant)
+        self._sharing_of(pool).serve()
+        return response
+
+    def follow(
+        self, request: prefix_pb2.WatchPrefixesRequest, tenant: str, wake: Callable[[], None]
+    ) -> Follower:
+        """Follow a pool's prefix index until ``unfollow``; see ``Followers.add``."""
+        return self._followers.add(self._pool(request.pool_id), request, tenant, wake)
+
     # Queries
 
     def check_operations(
@@ -307,31 +349,6 @@ class ControlPlane:
         """Describe a sequence's positions and blocks."""
         return queries.describe_sequence(self._session(request.session, tenant), request)
 
-    def lookup_prefix(
-        self, request: cpb.LookupPrefixRequest, tenant: str
-    ) -> cpb.LookupPrefixResponse:
-        """Return how much of a prompt an admission would find cached now. Nothing is held."""
-        return queries.lookup_prefix(self._session(request.session, tenant), request)
-
-    def explain_prefix(
-        self, request: cpb.ExplainPrefixRequest, tenant: str
-    ) -> cpb.ExplainPrefixResponse:
-        """Describe the cached blocks of a prompt's prefix. Nothing is held."""
-        return queries.explain_prefix(self._session(request.session, tenant), request)
-
-    def find_prefix(self, request: cpb.FindPrefixRequest, tenant: str) -> cpb.FindPrefixResponse:
-        """Return how much of a prompt each pool has cached. Raises PoolNotFoundError."""
-        if not request.pool_ids:
-            pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
-        else:
-            named = [self._pool(i, f"pool_ids[{n}]") for n, i in enumerate(request.pool_ids)]
-            pools = sorted(set(named), key=lambda pool: pool.id)
-        return queries.find_prefix(pools, request, tenant)
-
-    def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:
-        """Follow a pool's prefix index until ``unfollow``; see ``Followers.add``."""
-        return self._followers.add(self._pool(request.pool_id), request, tenant, wake)
-
     def pool_ids(self) -> list[str]:
         """Ids of the pools that have registered, ascending."""
         return sorted(self._pools)
@@ -376,6 +393,13 @@ class ControlPlane:
         pool = self._pools.get(pool_id)
         if pool is None:
             raise PoolNotFoundError(f"{pool_id!r} is not registered: see ListPools", field=field)
+        return pool
+
+    def _changing(self, pool_id: str) -> Pool:
+        """Return a pool that is about to change, at the present time."""
+        pool = self._pool(pool_id)
+        self._touch(pool)
+        pool.set_time(self._clock())
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:

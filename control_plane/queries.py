@@ -1,20 +1,14 @@
-"""Read-only queries about sequences and cached prefixes, and the check of a pool's invariants."""
+"""Read-only queries about sequences, and the check of a pool's invariants."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from control_plane import checks
 from control_plane.pages import page_of
 from control_plane.pools.pool import Pool
-from control_plane.pools.publications import (
-    HASH_BYTES,
-    MAX_NAMESPACE_CHARACTERS,
-    root_of,
-)
 from control_plane.sessions.session import Session
-from kvplane.errors import InvalidRequestError, SequenceNotFoundError
+from kvplane.errors import SequenceNotFoundError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import duration_of
@@ -100,87 +94,6 @@ def list_sessions(
             sequences=states(session) if request.session_id else None,
         )
     return response
-
-
-def lookup_prefix(session: Session, request: cpb.LookupPrefixRequest) -> cpb.LookupPrefixResponse:
-    """Return how much of a prompt is cached. Raises InvalidRequestError."""
-    token_ids, size = request.token_ids, session.pool.block_size
-    checks.token_ids(token_ids, at_least=1, field="token_ids")
-    num_device, num_host, hashes = session.native.match(session.root, token_ids)
-    num_cached = _num_cached(num_device + num_host, size, token_ids)
-    return cpb.LookupPrefixResponse(
-        num_cached_tokens=num_cached,
-        hashes=hashes,
-        num_host_tokens=max(0, num_cached - num_device * size),
-    )
-
-
-def explain_prefix(
-    session: Session, request: cpb.ExplainPrefixRequest
-) -> cpb.ExplainPrefixResponse:
-    """Describe the cached blocks of a prompt's prefix. Raises InvalidRequestError."""
-    token_ids = request.token_ids
-    checks.token_ids(token_ids, at_least=1, field="token_ids")
-    (
-        tiers,
-        indices,
-        generations,
-        ref_counts,
-        num_hits,
-        ages_ms,
-        idle_ms,
-        priorities,
-    ) = session.pool.primary.explain(session.root, token_ids)
-    num_device, num_host, _ = session.native.match(session.root, token_ids)
-    return cpb.ExplainPrefixResponse(
-        tiers=tiers,
-        indices=indices,
-        generations=generations,
-        ref_counts=ref_counts,
-        num_hits=num_hits,
-        ages_ms=ages_ms,
-        idle_ms=idle_ms,
-        priorities=priorities,
-        num_cached_tokens=_num_cached(num_device + num_host, session.pool.block_size, token_ids),
-    )
-
-
-def find_prefix(
-    pools: Iterable[Pool], request: cpb.FindPrefixRequest, tenant: str
-) -> cpb.FindPrefixResponse:
-    """Return the longest match in each pool. Raises InvalidRequestError."""
-    what = request.WhichOneof("prefix")
-    if what is None:
-        raise InvalidRequestError("must be token_ids or hashes", field="prefix")
-    if what == "token_ids":
-        checks.token_ids(request.token_ids, at_least=1, field="token_ids")
-    elif not request.hashes or len(request.hashes) % HASH_BYTES:
-        raise InvalidRequestError(
-            f"must hold {HASH_BYTES} bytes for each block, at least one", field="hashes"
-        )
-    if len(request.namespace) > MAX_NAMESPACE_CHARACTERS:
-        raise InvalidRequestError(
-            f"must have at most {MAX_NAMESPACE_CHARACTERS} characters", field="namespace"
-        )
-    response = cpb.FindPrefixResponse()
-    for pool in pools:
-        root = root_of(pool.layout.fingerprint, tenant, request.namespace)
-        if what == "token_ids":
-            num_device, num_host, _ = pool.native.match(root, request.token_ids)
-        else:
-            num_device, num_host, _ = pool.primary.match_hashes(root, request.hashes)
-        response.matches.add(
-            pool_id=pool.id,
-            num_device_tokens=num_device * pool.block_size,
-            num_host_tokens=num_host * pool.block_size,
-            revision=pool.revision(),
-        )
-    return response
-
-
-def _num_cached(num_blocks: int, block_size: int, token_ids: bytes) -> int:
-    """Return the cached tokens of a prompt, of which at least the last token is computed."""
-    return min(num_blocks * block_size, len(token_ids) // 4 - 1)
 
 
 def _require_live(session: Session, sequence_id: int, field: str) -> None:

@@ -4,9 +4,9 @@ A follower has no queue. It keeps its position in the core's log of changes and 
 when it has sent those before, so a slow one costs nothing. When the log does not reach back to its
 position any more, it has to start again.
 
-    snapshot ──► changes made meanwhile ──► end of the snapshot ──► changes ...
-       ▲                                                               │
-       └────────── cleared: a data plane has restarted ◄───────────────┘
+    cleared ──► snapshot ──► changes made meanwhile ──► end of the snapshot ──► changes ...
+       ▲                                                                           │
+       └───────────────────── a data plane has restarted ◄─────────────────────────┘
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from itertools import groupby
 from typing import Final
 
 from control_plane.pools.pool import Pool
-from control_plane.pools.publications import HASH_BYTES, MAX_NAMESPACE_CHARACTERS, root_of
+from control_plane.pools.publications import HASH_BYTES, root_of
+from control_plane.prefixes import check_namespace
 from kvplane.errors import InvalidRequestError, QuotaExceededError, RevisionTooOldError
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import prefix_pb2 as pb
 
 # Blocks or changes of one message.
 _MAX_ELEMENTS: Final = 1024
 # Changes of others after which a follower gets the revision, to resume from it.
 _MAX_UNNOTIFIED: Final = 4096
 _END: Final = -1
-_STORED, _REMOVED, _CLEARED = 1, 2, 3
+_STORED: Final = pb.PREFIX_EVENT_KIND_STORED
+_REMOVED: Final = pb.PREFIX_EVENT_KIND_REMOVED
+_CLEARED: Final = pb.PREFIX_EVENT_KIND_CLEARED
+# The kinds of the core's log.
+_KINDS: Final = {1: _STORED, 2: _REMOVED, 3: _CLEARED}
 
 
 class Follower:
@@ -39,6 +44,7 @@ class Follower:
         "_notified",
         "_revision",
         "_scope",
+        "_was_cleared",
         "pool",
         "wake",
     )
@@ -47,7 +53,7 @@ class Follower:
         self,
         pool: Pool,
         scope: tuple[str, str],
-        request: cpb.WatchRequest,
+        request: pb.WatchPrefixesRequest,
         incarnation: int,
         wake: Callable[[], None],
     ) -> None:
@@ -67,29 +73,27 @@ class Follower:
         self._incarnation = incarnation
         self._native = pool.native
         self._in_snapshot = not since
+        self._was_cleared = bool(since)
         self._cursor = _END if since else 0
         self._revision = self._notified = since
         self.wake = wake
 
-    def take(self) -> cpb.WatchResponse | None:
+    def take(self) -> pb.WatchPrefixesResponse | None:
         """Return the next message, None when there is none now. Raises RevisionTooOldError."""
         pool = self.pool
         if self._native is not pool.native:
             self._native = pool.native
-            self._in_snapshot, self._cursor = True, 0
-            if self._notified:
-                self._notified = 0
-                cleared = cpb.Change(cleared=cpb.Cleared())
-                return self._response(
-                    changes=cpb.Changes(changes=[cleared], revision=pool.revision())
-                )
+            self._in_snapshot, self._was_cleared, self._cursor = True, False, 0
+        if not self._was_cleared:
+            self._was_cleared = True
+            return self._response([pb.PrefixEvent(kind=_CLEARED)])
         if self._cursor != _END:
             # Blocks that are being forgotten may still be there.
             return self._part() if pool.built and not pool.is_forgetting else None
         return self._changes()
 
-    def _part(self) -> cpb.WatchResponse:
-        """Return the next part of the snapshot, marked as the last if it is the only one."""
+    def _part(self) -> pb.WatchPrefixesResponse:
+        """Return the next part of the snapshot, which ends with it if it is the only one."""
         pool, is_first = self.pool, self._cursor == 0
         self._cursor, revision, tiers, hashes, parents, token_ids = pool.primary.snapshot(
             self._root, self._cursor, _MAX_ELEMENTS
@@ -98,10 +102,12 @@ class Follower:
             self._revision = pool.revision_of(revision)
         if is_first and self._cursor == _END:
             self._in_snapshot = False
-        stored = cpb.Stored(hashes=hashes, parent_hashes=parents, token_ids=token_ids, tiers=tiers)
-        return self._snapshot(stored)
+        stored = pb.PrefixEvent(
+            kind=_STORED, hashes=hashes, tiers=tiers, parent_hashes=parents, token_ids=token_ids
+        )
+        return self._response([stored] if hashes else [])
 
-    def _changes(self) -> cpb.WatchResponse | None:
+    def _changes(self) -> pb.WatchPrefixesResponse | None:
         pool = self.pool
         found = pool.primary.changes_since(
             pool.native_revision_of(self._revision), self._root, _MAX_ELEMENTS
@@ -114,29 +120,25 @@ class Follower:
             )
         revision, *columns = found
         self._revision = pool.revision_of(revision)
-        changes = _messages(*columns, block_bytes=4 * pool.block_size)
-        if not changes and self._in_snapshot:
+        events = _events(*columns, block_bytes=4 * pool.block_size)
+        if not events and self._in_snapshot:
             self._in_snapshot = False
-            return self._snapshot(cpb.Stored())
-        if not changes and self._revision - self._notified < _MAX_UNNOTIFIED:
+        elif not events and self._revision - self._notified < _MAX_UNNOTIFIED:
             return None
-        return self._response(changes=cpb.Changes(changes=changes, revision=self._revision))
+        return self._response(events)
 
     @property
     def _root(self) -> bytes:
         return root_of(self.pool.layout.fingerprint, *self._scope)
 
-    def _snapshot(self, stored: cpb.Stored) -> cpb.WatchResponse:
-        last = not self._in_snapshot
-        return self._response(
-            snapshot=cpb.Snapshot(stored=stored, last=last, revision=self._revision)
-        )
-
-    def _response(
-        self, *, snapshot: cpb.Snapshot | None = None, changes: cpb.Changes | None = None
-    ) -> cpb.WatchResponse:
+    def _response(self, events: list[pb.PrefixEvent]) -> pb.WatchPrefixesResponse:
+        """Return a message of these events, with the revision that they complete, if they do."""
         self._notified = self._revision
-        return cpb.WatchResponse(incarnation=self._incarnation, snapshot=snapshot, changes=changes)
+        return pb.WatchPrefixesResponse(
+            incarnation=self._incarnation,
+            events=events,
+            revision=0 if self._in_snapshot else self._revision,
+        )
 
 
 class Followers:
@@ -149,17 +151,14 @@ class Followers:
         self._num = 0
 
     def add(
-        self, pool: Pool, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]
+        self, pool: Pool, request: pb.WatchPrefixesRequest, tenant: str, wake: Callable[[], None]
     ) -> Follower:
         """Follow a tenant's namespace in a pool's prefix index, until ``remove``.
 
         ``wake`` is called when there may be something to take. Raises InvalidRequestError,
         QuotaExceededError, RevisionTooOldError.
         """
-        if len(request.namespace) > MAX_NAMESPACE_CHARACTERS:
-            raise InvalidRequestError(
-                f"must have at most {MAX_NAMESPACE_CHARACTERS} characters", field="namespace"
-            )
+        check_namespace(request.namespace)
         if self._num >= self._most:
             raise QuotaExceededError(f"{self._most} streams follow prefix indexes: end one first")
         follower = Follower(pool, (tenant, request.namespace), request, self._incarnation(), wake)
@@ -174,7 +173,7 @@ class Followers:
         self._num -= 1
 
 
-def _messages(
+def _events(
     kinds: bytes,
     tiers: bytes,
     hashes: bytes,
@@ -182,29 +181,22 @@ def _messages(
     token_ids: bytes,
     *,
     block_bytes: int,
-) -> list[cpb.Change]:
-    """Return changes from columns: one message for each run of a kind."""
-    messages: list[cpb.Change] = []
+) -> list[pb.PrefixEvent]:
+    """Return changes from columns: one event for each run of a kind."""
+    events: list[pb.PrefixEvent] = []
     begin = first_stored = 0
-    for kind, run in groupby(kinds):
+    for number, run in groupby(kinds):
         num = sum(1 for _ in run)
-        end, message = begin + num, cpb.Change()
+        end, event = begin + num, pb.PrefixEvent(kind=_KINDS[number])
         of_run = slice(begin * HASH_BYTES, end * HASH_BYTES)
-        if kind == _STORED:
-            message.stored.hashes = hashes[of_run]
-            message.stored.parent_hashes = parent_hashes[of_run]
-            message.stored.tiers = tiers[begin:end]
+        if event.kind != _CLEARED:
+            event.hashes = hashes[of_run]
+            event.tiers = tiers[begin:end]
+        if event.kind == _STORED:
+            event.parent_hashes = parent_hashes[of_run]
             last_stored = first_stored + num
-            message.stored.token_ids = token_ids[
-                first_stored * block_bytes : last_stored * block_bytes
-            ]
+            event.token_ids = token_ids[first_stored * block_bytes : last_stored * block_bytes]
             first_stored = last_stored
-        elif kind == _REMOVED:
-            message.removed.hashes = hashes[of_run]
-            message.removed.tiers = tiers[begin:end]
-        else:
-            assert kind == _CLEARED, kind
-            message.cleared.SetInParent()
-        messages.append(message)
+        events.append(event)
         begin = end
-    return messages
+    return events

@@ -29,11 +29,11 @@ async def main(control_plane: str) -> None:
                 output = await execution.layer(layer, *qkv)
             print(f"plan {started.plan_number} ran, attention {list(output.shape)} in each layer")
 
-            before = await session.lookup_prefix(prompt)
+            (before,) = await control.find_prefix(prompt, pool_ids=[pool_id])
             if execution.receipt is not None:
                 session.add_receipt(execution.receipt)
             await session.submit_receipts()
-            after = await session.lookup_prefix(prompt)
+            (after,) = await control.find_prefix(prompt, pool_ids=[pool_id])
             print(f"cached before the receipt: {before.num_cached_tokens} tokens")
             print(f"cached after the receipt: {after.num_cached_tokens} of {len(prompt)} tokens")
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from enum import Enum
-from typing import Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import control_pb2 as pb
 
 Column = Iterable[int] | bytes
@@ -24,15 +21,6 @@ Numbers = int | Column
 """A column, or the one number that it has for each sequence."""
 Tokens = Column
 """Token ids: an int32 column."""
-DEFAULT_PRIORITY: Final = 50
-"""Priority of a retained prefix, halfway between the first and the last to be evicted."""
-
-
-class Scope(Enum):
-    """Prefixes to forget: all of the session's namespace, or all of the caller's tenant."""
-
-    NAMESPACE = "namespace"
-    TENANT = "tenant"
 
 
 def admit(
@@ -142,40 +130,6 @@ def swap_in(sequence_ids: Numbers) -> pb.Operation:
     """Move sequences back to the device tier, all or none."""
     column = pack_each(INT64, sequence_ids, "sequence_ids")
     return pb.Operation(swap_in=pb.SwapIn(sequence_ids=column))
-
-
-def retain(
-    token_ids: Tokens, *, time_to_live_s: float, priority: int = DEFAULT_PRIORITY
-) -> pb.Operation:
-    """Keep a prompt's cached prefix longer than others; it never stands in a sequence's way.
-
-    ``priority``: among retained prefixes, from 1, evicted first, to 100.
-    """
-    return pb.Operation(
-        retain=pb.Retain(
-            token_ids=pack_tokens(token_ids),
-            time_to_live=duration_of(time_to_live_s),
-            priority=priority,
-        )
-    )
-
-
-def release(token_ids: Tokens) -> pb.Operation:
-    """End the retention of a prompt's prefix."""
-    return pb.Operation(release=pb.Release(token_ids=pack_tokens(token_ids)))
-
-
-def forget(what: Tokens | Scope, *, force: bool = False) -> pb.Operation:
-    """Take prefixes out of the index: those that begin with the tokens of these whole blocks, or
-    all of a scope.
-
-    ``force``: also those that sequences refer to; these keep reading their blocks.
-    """
-    if what is Scope.NAMESPACE:
-        return pb.Operation(forget=pb.Forget(namespace_contents=True, force=force))
-    if what is Scope.TENANT:
-        return pb.Operation(forget=pb.Forget(tenant_contents=True, force=force))
-    return pb.Operation(forget=pb.Forget(token_ids=pack_tokens(what), force=force))
 
 
 def deferred_tokens(

@@ -1,9 +1,9 @@
-"""Results of a step: failed items as errors, and columns as values."""
+"""Answers of the control plane: failed items as errors, and columns as values."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +12,12 @@ from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_messages import from_wire, seconds_of
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
+
+HASH_BYTES: Final = 16
+"""Bytes of a block's chained hash."""
 
 
 class StepResult:
@@ -115,14 +119,16 @@ def sequence_states(message: pb.SequenceStates) -> list[SequenceState]:
 
 
 @dataclass(frozen=True, slots=True)
-class ExplainedBlock:
-    """A cached block; an element of the message ExplainPrefixResponse.
+class CachedBlock:
+    """A cached block of a prefix; an element of the message PrefixBlocks.
 
-    ``tier``: a ``types_pb2.Tier``. ``ref_count``: block tables that refer to it. ``num_hits``:
-    admissions that found it. ``age_s``: since it was published. ``idle_s``: since a sequence last
-    referred to it. ``priority``: of its retention, 0 when it is not retained.
+    ``block_hash``: its chained hash. ``tier``: a ``types_pb2.Tier``. ``ref_count``: block tables
+    that refer to it. ``num_hits``: admissions that found it. ``age_s``: since it was published.
+    ``idle_s``: since a sequence last referred to it. ``priority``: of its retention, 0 when it is
+    not retained.
     """
 
+    block_hash: bytes
     tier: int
     index: int
     generation: int
@@ -133,27 +139,67 @@ class ExplainedBlock:
     priority: int
 
 
-def explained_blocks(message: pb.ExplainPrefixResponse) -> list[ExplainedBlock]:
-    """The blocks, in order. Raises InvalidRequestError when columns differ in length."""
-    num_blocks = len(message.tiers)
+@dataclass(frozen=True, slots=True)
+class PoolMatch:
+    """The longest cached prefix of a prompt in one pool; the message of the same name.
+
+    ``num_device_tokens``: leading tokens cached on the device, whole blocks. ``num_host_tokens``:
+    tokens that follow them, cached in the host tier. ``revision``: of the pool's prefix index.
+    ``blocks``: the blocks found, if they were asked for.
+    """
+
+    pool_id: str
+    num_device_tokens: int
+    num_host_tokens: int
+    revision: int
+    blocks: tuple[CachedBlock, ...] = ()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Leading tokens cached in either tier, whole blocks."""
+        return self.num_device_tokens + self.num_host_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetResult:
+    """``num_forgotten_blocks``: taken out of the index. ``num_blocks_in_use``: of these, blocks
+    that sequences still refer to.
+    """
+
+    num_forgotten_blocks: int
+    num_blocks_in_use: int
+
+
+def pool_match(message: ppb.PoolMatch) -> PoolMatch:
+    """Read a match. Raises InvalidRequestError when columns differ in length."""
+    return PoolMatch(
+        message.pool_id,
+        message.num_device_tokens,
+        message.num_host_tokens,
+        message.revision,
+        tuple(_cached_blocks(message.blocks)),
+    )
+
+
+def _cached_blocks(message: ppb.PrefixBlocks) -> Iterator[CachedBlock]:
+    hashes = columns.fixed(message.hashes, HASH_BYTES)
 
     def column(kind: str, name: str) -> array[int]:
-        return columns.read(kind, getattr(message, name), name, length=num_blocks)
+        return columns.read(kind, getattr(message, name), name, length=len(hashes))
 
-    return [
-        ExplainedBlock(*each)
-        for each in zip(
-            column(UINT8, "tiers"),
-            column(INT32, "indices"),
-            column(INT64, "generations"),
-            column(INT32, "ref_counts"),
-            column(INT64, "num_hits"),
-            (ms / 1000 for ms in column(INT64, "ages_ms")),
-            (ms / 1000 for ms in column(INT64, "idle_ms")),
-            column(UINT8, "priorities"),
-            strict=True,
-        )
-    ]
+    for each in zip(
+        hashes,
+        column(UINT8, "tiers"),
+        column(INT32, "indices"),
+        column(INT64, "generations"),
+        column(INT32, "ref_counts"),
+        column(INT64, "num_hits"),
+        (ms / 1000 for ms in column(INT64, "ages_ms")),
+        (ms / 1000 for ms in column(INT64, "idle_ms")),
+        column(UINT8, "priorities"),
+        strict=True,
+    ):
+        yield CachedBlock(*each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from google.protobuf.descriptor_pb2 import (
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = {
-    **{name: f"kvplane/v1/{name}.proto" for name in ("types", "pool", "control", "data")},
+    **{name: f"kvplane/v1/{name}.proto" for name in ("types", "pool", "prefix", "control", "data")},
     "push": "integrations/push/push.proto",
 }
 
@@ -179,6 +179,7 @@ def test_services_are_named_as_services(files: dict[str, FileDescriptorProto]) -
     assert {name: [s.name for s in files[name].service] for name in PROTOS} == {
         "types": [],
         "pool": ["ServerService", "PoolService"],
+        "prefix": ["PrefixService"],
         "control": ["ControlPlaneService"],
         "data": ["DataPlaneService"],
         "push": ["PushService", "BlockPushService"],
@@ -218,7 +219,7 @@ message Planted {
 def test_a_field_with_no_comment_or_no_unit_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "kvplane" / "v1"
     folder.mkdir(parents=True)
-    for name in ("pool", "control", "data"):
+    for name in ("pool", "prefix", "control", "data"):
         (folder / f"{name}.proto").write_text('syntax = "proto3";\npackage kvplane.v1;\n')
     (folder / "types.proto").write_text(PLANTED)
     (tmp_path / "integrations" / "push").mkdir(parents=True)

@@ -7,7 +7,7 @@ the notified sessions, and serialise the answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
@@ -17,9 +17,11 @@ from benchmarks.control_plane.gc_pauses import Pauses
 from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
+from kvplane import ops
 from kvplane.slices import run_to_end
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import prefix_pb2 as ppb
 
 TENANT: Final = "tenant"
 
@@ -56,7 +58,17 @@ class CorePool:
 
     def follow(self) -> None:
         """Follow the index from now on."""
-        self.core.follow(cpb.WatchRequest(pool_id=POOL), TENANT, lambda: None)
+        self.core.follow(ppb.WatchPrefixesRequest(pool_id=POOL), TENANT, lambda: None)
+
+    def forget(self, token_ids: Sequence[int]) -> float:
+        """Forget a prefix; return the call's seconds."""
+        request = ppb.ForgetPrefixesRequest(
+            pool_id=POOL, scope=ppb.FORGET_SCOPE_PREFIX, token_ids=ops.pack_tokens(token_ids)
+        )
+        began = time.perf_counter()
+        self.core.forget_prefixes(request, TENANT)
+        self.core.take_notified()
+        return time.perf_counter() - began
 
     async def engine(self) -> Engine:
         session = self.core.open_session(messages.open_session(), TENANT).session

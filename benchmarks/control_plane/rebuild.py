@@ -44,8 +44,7 @@ async def _in_process(
         seconds.append(slice_s)
     _check(pool.description(), num_entries)
     resumed = resume.in_process(pool, num_blocks, num_entries)
-    engine = await pool.engine()
-    forget_s = await engine.step(ops.forget(_FIRST_BLOCK))
+    forget_s = pool.forget(_FIRST_BLOCK)
     slices_s = list(iter(pool.work, None))
     if num_left := pool.description().usage[0].num_cached_blocks:
         raise RuntimeError(f"{num_left} blocks were not forgotten")

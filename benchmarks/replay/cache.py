@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from control_plane.config import EVICTION_POLICIES, CoreConfig
 from control_plane.core import ControlPlane
 from kvplane import ops
-from kvplane.clients.prefix_feed import FeedReader, PrefixEvent
+from kvplane.clients.prefix_feed import PrefixEvent, read_events
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import protocol, signing
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 BLOCK_SIZE_TOKENS = 16
@@ -98,15 +99,14 @@ class Cache:
 
     def follow(self) -> None:
         """Begin to collect the index's changes for ``changes``."""
-        self._reader = FeedReader()
-        request = cpb.WatchRequest(pool_id=_POOL)
+        request = ppb.WatchPrefixesRequest(pool_id=_POOL)
         self._follower = self._core.follow(request, _TENANT, lambda: None)
 
     def changes(self) -> list[PrefixEvent]:
         """Return the changes that followers of the pool were sent since the last call."""
         events: list[PrefixEvent] = []
         while (message := self._follower.take()) is not None:
-            events += self._reader.read(message)
+            events += read_events(message)
         return events
 
     def _step(self, operation: cpb.Operation) -> cpb.StepResponse:

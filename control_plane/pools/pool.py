@@ -97,7 +97,7 @@ class Pool:
         self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_times: list[float] = []
-        self._earlier_revision = 0
+        self._earlier_revision = 1  # followers say 0 where they have none
         self._usage: list[tpb.TierUsage] = []
         self._counted: dict[int, tuple[int, ...]] = {}
         self.groups = []
@@ -287,13 +287,25 @@ class Pool:
             )
         roots.add(root)
 
-    def open(self, session_id: int, tenant: str, root: bytes) -> int:
-        """Add a session; returns its handle. Raises QuotaExceededError."""
+    def require_built(self) -> None:
+        """Raise PoolNotReadyError while shards have blocks that they have not reported."""
+        if not self.built:
+            raise PoolNotReadyError(
+                f"not all data planes of pool {self.id!r} have reported their blocks",
+                retry_delay_s=_RETRY_DELAY_S,
+            )
+
+    def owner(self, tenant: str) -> int:
+        """Return the tenant's number, which the cores count by. Raises QuotaExceededError."""
         owner = self._owners.setdefault(tenant, len(self._owners))
         if owner >= _MAX_TENANTS:
             del self._owners[tenant]
             raise QuotaExceededError(f"{_MAX_TENANTS} tenants have used the pool: restart it")
-        handle = self._handles[session_id] = self.native.open_session(root, owner)
+        return owner
+
+    def open(self, session_id: int, tenant: str, root: bytes) -> int:
+        """Add a session; returns its handle. Raises QuotaExceededError."""
+        handle = self._handles[session_id] = self.native.open_session(root, self.owner(tenant))
         return handle
 
     def end(self, session: tpb.SessionRef, ordinal: int, *, lacks_receipt: bool = False) -> None:
@@ -380,7 +392,7 @@ class Pool:
     # Descriptions
 
     def revision(self) -> int:
-        """Return the number of changes to the prefix index so far."""
+        """Return the number of changes to the prefix index so far, plus 1."""
         return self._earlier_revision + self._revision
 
     @property

@@ -25,6 +25,7 @@ from control_plane.server.election.kubernetes_elector import KubernetesApi, Kube
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.pool_service import POOLS, PoolService
+from control_plane.server.prefix_service import PREFIX, PrefixService
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
 from kvplane import tracing
@@ -43,6 +44,7 @@ from kvplane.wire.v1.pool_pb2_grpc import (
     add_PoolServiceServicer_to_server,
     add_ServerServiceServicer_to_server,
 )
+from kvplane.wire.v1.prefix_pb2_grpc import add_PrefixServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 0.25
@@ -119,6 +121,7 @@ class ControlPlaneServer(PlaneServer):
         )
         self._servicer = servicer = ControlPlaneService(core, registrar, self.metrics)
         about = ServerService(self._describe)
+        of_prefixes = PrefixService(core, servicer.flush)
         max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.max_operations)
         super().__init__(
             config,
@@ -129,6 +132,11 @@ class ControlPlaneServer(PlaneServer):
                     SERVICE,
                     partial(add_ControlPlaneServiceServicer_to_server, servicer),
                     servicer.stop,
+                ),
+                Service(
+                    PREFIX,
+                    partial(add_PrefixServiceServicer_to_server, of_prefixes),
+                    of_prefixes.stop,
                 ),
             ],
             self.metrics,

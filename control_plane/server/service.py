@@ -28,7 +28,7 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.requests import Requests
-from kvplane.serving.streams import RequestStreams, stopping_error
+from kvplane.serving.streams import RequestStreams
 from kvplane.slices import Slices
 from kvplane.v1 import control_pb2 as contract
 from kvplane.wire.error_codec import to_wire
@@ -119,7 +119,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._core = core
         self._registrar = registrar
         self._metrics = metrics
-        self._watches = _WatchServer(core)
         self._streams = RequestStreams("control plane")
         self._long = LongRequests(ended=self.flush)
         self._long_checks = asyncio.Lock()  # one at a time, or many would leave others little
@@ -132,7 +131,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         """End streams that wait for a request now, the others after their current answer."""
         self._streams.stop()
         self._registrar.stop()
-        self._watches.stop()
 
     def flush(self) -> None:
         """Send what the core has for data planes, and push news to sessions."""
@@ -257,11 +255,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.GetBlockTableResponse:
         return self._core.block_table(request, caller().tenant)
 
-    async def LookupPrefix(
-        self, request: pb.LookupPrefixRequest, context: _Context
-    ) -> pb.LookupPrefixResponse:
-        return self._core.lookup_prefix(request, caller().tenant)
-
     async def DescribeSequence(
         self, request: pb.DescribeSequenceRequest, context: _Context
     ) -> pb.DescribeSequenceResponse:
@@ -284,19 +277,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                         next(slices)
         except StopIteration as end:
             return cast(pb.CheckOperationsResponse, end.value)
-
-    async def FindPrefix(
-        self, request: pb.FindPrefixRequest, context: _Context
-    ) -> pb.FindPrefixResponse:
-        return self._core.find_prefix(request, caller().tenant)
-
-    async def ExplainPrefix(
-        self, request: pb.ExplainPrefixRequest, context: _Context
-    ) -> pb.ExplainPrefixResponse:
-        return self._core.explain_prefix(request, caller().tenant)
-
-    def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
-        return self._watches.serve(request, caller().tenant)
 
     def Register(
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
@@ -344,41 +324,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             return await self._long.run(session_id, slices, has_begun=has_begun)
         finally:  # a request that failed as a whole may have applied its receipts
             self._flush_soon()
-
-
-class _WatchServer:
-    """The streams of all followers of prefix indexes. A follower is woken when the index has
-    changed, and takes the changes when its stream has room again; see ``control_plane.watching``.
-    """
-
-    def __init__(self, core: ControlPlane) -> None:
-        self._core = core
-        self._wakes: set[asyncio.Event] = set()
-        self._stopping = False
-
-    async def serve(self, request: pb.WatchRequest, tenant: str) -> AsyncIterator[pb.WatchResponse]:
-        """Serve one follower until it leaves. Raises what ``ControlPlane.follow`` and
-        ``Follower.take`` raise, and PlaneUnavailableError when the control plane stops.
-        """
-        changed = asyncio.Event()
-        follower = self._core.follow(request, tenant, changed.set)
-        self._wakes.add(changed)
-        try:
-            while not self._stopping:
-                changed.clear()
-                while (response := follower.take()) is not None:
-                    yield response
-                await changed.wait()
-            raise stopping_error("control plane")
-        finally:
-            self._wakes.remove(changed)
-            self._core.unfollow(follower)
-
-    def stop(self) -> None:
-        """End all streams; followers come back to the next control plane."""
-        self._stopping = True
-        for changed in self._wakes:
-            changed.set()
 
 
 class _StepStream:

@@ -18,7 +18,6 @@ from kvplane_blocks import ColumnError
 
 from control_plane import checks
 from control_plane.admission.decisions import MustWait
-from control_plane.pools.publications import owner_of
 from control_plane.sharing.member import Member
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.failures import (
@@ -37,23 +36,17 @@ from control_plane.steps.operation import (
 )
 from control_plane.steps.slices import SLICE_BLOCKS, SLICE_TOKENS, parts_of
 from kvplane.errors import (
-    BlockInUseError,
     InvalidRequestError,
     KvplaneError,
-    QuotaExceededError,
     TooManyPlansInFlightError,
 )
 from kvplane.slices import Slices
-from kvplane.wire.error_messages import seconds_of
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
-MAX_PRIORITY: Final = 100
 _ALL: Final = -1
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
-# Entries of a prefix that are counted when it is forgotten: a fraction of a millisecond.
-_MOST_COUNTED: Final = 4096
 
 
 class Step:
@@ -291,116 +284,6 @@ class SwapIn(_Swap):
         return None
 
 
-class _OfPrefix(OneSlice):
-    """Names no sequence, and needs no plan."""
-
-    is_one_item = True
-
-    def may_plan(self, message: Any) -> bool:
-        return False
-
-    def num_changes(self, message: Any) -> int:
-        return 1
-
-
-class Retain(_OfPrefix):
-    """Keeps the cached blocks of a prompt's prefix longer than others."""
-
-    name = "retain"
-
-    def do(self, step: Step, message: cpb.Retain, result: cpb.OperationResult) -> None:
-        checks.token_ids(message.token_ids, at_least=1, field="token_ids")
-        time_to_live_s = seconds_of(message.time_to_live)
-        if time_to_live_s <= 0:
-            raise InvalidRequestError("must be above 0", field="time_to_live")
-        if not 1 <= message.priority <= MAX_PRIORITY:
-            raise InvalidRequestError(f"must be from 1 to {MAX_PRIORITY}", field="priority")
-        pool = step.pool
-        done = step.native.retain(
-            step.handle,
-            message.token_ids,
-            message.priority,
-            pool.now_s + time_to_live_s,
-            pool.num_retainable_blocks(),
-            bool(step.check_as),
-        )
-        if len(done) == 5:
-            _, _, most, num, more = done
-            raise QuotaExceededError(
-                f"the tenant retains {num} blocks, and may retain {most}, {more} more are asked "
-                "for: release some first",
-                field="token_ids",
-            )
-        num_blocks, _ = done
-        result.retain.num_retained_blocks = num_blocks
-        result.retain.num_retained_tokens = num_blocks * pool.block_size
-
-
-class Release(_OfPrefix):
-    """Ends the retention of a prompt's prefix."""
-
-    name = "release"
-
-    def do(self, step: Step, message: cpb.Release, result: cpb.OperationResult) -> None:
-        checks.token_ids(message.token_ids, at_least=1, field="token_ids")
-        if not step.check_as:
-            result.release.num_released_blocks = step.native.release_retained(
-                step.handle, message.token_ids
-            )
-
-
-class Forget(_OfPrefix):
-    """Takes prefixes out of the index."""
-
-    name = "forget"
-
-    def do(self, step: Step, message: cpb.Forget, result: cpb.OperationResult) -> None:
-        what = message.WhichOneof("what")
-        _check_forget(message, what, step.pool.block_size)
-        session, native, force = step.member.session, step.native, message.force
-        only_check = bool(step.check_as)
-        if what == "token_ids":
-            num_forgotten, num_in_use = native.forget(
-                step.handle, message.token_ids, force, _MOST_COUNTED, only_check
-            )
-        elif what == "namespace_contents":
-            num_forgotten, num_in_use = native.forget_roots([session.root], force, only_check)
-        else:
-            roots = [root for root in step.pool.roots() if owner_of(root)[0] == session.tenant]
-            num_forgotten, num_in_use = native.forget_roots(roots, force, only_check)
-        if num_in_use and not force:
-            raise BlockInUseError(
-                f"sequences refer to {num_in_use} of the blocks: free them first, or force it",
-                field=what,
-            )
-        if only_check:
-            return
-        tenant, namespace = owner_of(session.root)
-        step.pool.shards.forget_files(
-            cpb.ForgetFiles(
-                tenant=tenant,
-                namespace=namespace,
-                token_ids=message.token_ids if what == "token_ids" else b"",
-                all_namespaces=what == "tenant_contents",
-            )
-        )
-        step.pool.forget_some()
-        result.forget.num_forgotten_blocks = num_forgotten
-        result.forget.num_blocks_in_use = num_in_use
-
-
-def _check_forget(message: cpb.Forget, what: str | None, block_size_tokens: int) -> None:
-    if what == "token_ids":
-        checks.token_ids(message.token_ids, field="token_ids")
-        num_bytes = len(message.token_ids)
-        if not num_bytes or num_bytes % (_TOKEN_BYTES * block_size_tokens):
-            raise InvalidRequestError(
-                f"must be one or more whole blocks of {block_size_tokens} tokens", field="token_ids"
-            )
-    elif what is None or not getattr(message, what):
-        raise InvalidRequestError("must say what to forget", field=what or "what")
-
-
 class _DeferredTokens(Refusable):
     """The tokens of slots that appends scheduled without them: no operation, but its items are
     refused as those of one.
@@ -428,9 +311,6 @@ OPERATIONS: Final[dict[str, Operation]] = {
         Truncate(),
         SwapOut(),
         SwapIn(),
-        Retain(),
-        Release(),
-        Forget(),
     )
 }
 """Every operation, by its field in ``kvplane.v1.Operation``."""

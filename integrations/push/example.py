@@ -50,7 +50,7 @@ async def main(address: str, pool_id: str, other_pool_id: str) -> None:
 
             read = await source.read_blocks(here.grant, 1, num_blocks=3)
             back = await target.read_blocks(there.grant, 1, num_blocks=3)
-            cached = await there.lookup_prefix([*prompt, 0])
+            (cached,) = await control.find_prefix(prompt, pool_ids=[other_pool_id])
             print(f"moved {moved.num_bytes} bytes, the same there: {back.blocks == read.blocks}")
             print(f"cached in {other_pool_id}: {cached.num_cached_tokens} tokens")
 

@@ -1,6 +1,7 @@
 """A router that sends each prompt to the pool that has most of it cached.
 
-It follows the index of every pool (`Watch`), so a decision costs no call. Start planes, then:
+It follows the index of every pool (`WatchPrefixes`), so a decision costs no call. Start planes,
+then:
 
     python integrations/router/example.py 127.0.0.1:50051 1,2,3,4,5,6,7,8,9
 """
@@ -28,7 +29,7 @@ class PoolIndex:
 
     async def follow(self, control: ControlClient, pool_id: str) -> None:
         """Apply the pool's changes until cancelled."""
-        async for event in control.watch(pool_id):
+        async for event in control.watch_prefixes(pool_id):
             match event:
                 case BlocksStored(blocks):
                     for block in blocks:

@@ -106,7 +106,7 @@ class PoolFeeds:
         description = await self._control.wait_ready(pool)
         layout = Layout.from_proto(description.layout)
         index = PoolIndex(layout.block_size_tokens)
-        async for event in self._control.watch(pool, self._namespace):
+        async for event in self._control.watch_prefixes(pool, self._namespace):
             index.apply(event)
             if isinstance(event, CaughtUp) and self._indexes.get(pool) is not index:
                 self._indexes[pool] = index  # only now: old data beats a part of the new

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvplane.clients.prefix_feed import (
-    HASH_BYTES,
     BlocksRemoved,
     BlocksStored,
     CaughtUp,
@@ -20,6 +19,7 @@ from kvplane.clients.prefix_feed import (
     PrefixEvent,
     StoredBlock,
 )
+from kvplane.results import HASH_BYTES
 
 _NO_PARENT: Final = bytes(HASH_BYTES)
 _Link = tuple[bytes, bytes]  # the hash before a block, and its tokens

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 
-from kvplane import ops
 from kvplane.cli.values import Context, only_pool, print_json
 from kvplane.clients.prefix_feed import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent
-from kvplane.layout import Layout
-from kvplane.session import Session
+from kvplane.clients.prefixes import ForgetScope
 from kvplane.wire.v1 import types_pb2 as tpb
-
-
-@asynccontextmanager
-async def session_on(context: Context, pool: str, namespace: str) -> AsyncIterator[Session]:
-    """Open a session for one query."""
-    async with context.client() as client:
-        pool_id = only_pool(await client.list_pools(), pool)
-        layout = Layout.from_proto((await client.get_pool(pool_id)).layout)
-        opened = await client.open_session(pool_id, layout, "kvplane command", namespace=namespace)
-        async with opened as session:
-            yield session
 
 
 async def lookup(context: Context, tokens: list[int], pool: str, namespace: str) -> int:
@@ -48,10 +33,17 @@ async def lookup(context: Context, tokens: list[int], pool: str, namespace: str)
 
 async def explain(context: Context, tokens: list[int], pool: str, namespace: str) -> int:
     """Show the cached blocks of a prompt's prefix."""
-    async with session_on(context, pool, namespace) as session:
-        blocks = await session.explain_prefix(tokens)
-    rows = [{**asdict(block), "tier": _tier(block.tier)} for block in blocks]
-    context.show(rows)
+    async with context.client() as client:
+        pool_id = only_pool(await client.list_pools(), pool)
+        (match,) = await client.find_prefix(
+            tokens, pool_ids=[pool_id], namespace=namespace, with_blocks=True
+        )
+    context.show(
+        [
+            {**asdict(each), "block_hash": each.block_hash.hex(), "tier": _tier(each.tier)}
+            for each in match.blocks
+        ]
+    )
     return 0
 
 
@@ -60,7 +52,7 @@ async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         shown = 0
-        async for event in client.watch(pool_id, namespace=namespace):
+        async for event in client.watch_prefixes(pool_id, namespace=namespace):
             for line in _lines(event):
                 if context.as_json:
                     print_json(line)
@@ -76,22 +68,27 @@ async def retain(
     context: Context, tokens: list[int], pool: str, namespace: str, ttl_s: float, priority: int
 ) -> int:
     """Keep a prompt's cached prefix longer."""
-    async with session_on(context, pool, namespace) as session:
-        result = await session.run(ops.retain(tokens, time_to_live_s=ttl_s, priority=priority))
-    retained = result.results[0].retain
-    context.show(
-        [{"retained_blocks": retained.num_retained_blocks, "for_s": ttl_s, "priority": priority}]
-    )
+    async with context.client() as client:
+        num_blocks = await client.retain_prefix(
+            only_pool(await client.list_pools(), pool),
+            tokens,
+            namespace=namespace,
+            time_to_live_s=ttl_s,
+            priority=priority,
+        )
+    context.show([{"retained_blocks": num_blocks, "for_s": ttl_s, "priority": priority}])
     return 0
 
 
 async def forget(
-    context: Context, what: list[int] | ops.Scope, pool: str, namespace: str, force: bool
+    context: Context, what: list[int] | ForgetScope, pool: str, namespace: str, force: bool
 ) -> int:
     """Take prefixes out of the index."""
-    async with session_on(context, pool, namespace) as session:
-        result = await session.run(ops.forget(what, force=force))
-    context.show([{"forgotten_blocks": result.results[0].forget.num_forgotten_blocks}])
+    async with context.client() as client:
+        forgotten = await client.forget_prefixes(
+            only_pool(await client.list_pools(), pool), what, namespace=namespace, force=force
+        )
+    context.show([{"forgotten_blocks": forgotten.num_forgotten_blocks}])
     return 0
 
 

@@ -17,10 +17,11 @@ from typing import Any, Final
 import click
 from click.shell_completion import get_completion_class
 
-from kvplane import __version__, ops
+from kvplane import __version__
 from kvplane.cli import pools as of_pools
 from kvplane.cli import prefixes
 from kvplane.cli.values import Context, read_tokens
+from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.release import release
 from kvplane.transport.health import check
@@ -31,7 +32,7 @@ EXIT_BAD_OPTIONS: Final = 2
 _PROGRAM: Final = "kvplane"
 _PATH: Final = click.Path(path_type=Path)
 _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
-_SCOPES: Final = {"namespace": ops.Scope.NAMESPACE, "tenant": ops.Scope.TENANT}
+_SCOPES: Final = {"namespace": ForgetScope.NAMESPACE, "tenant": ForgetScope.TENANT}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -153,7 +154,7 @@ async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
 @click.option("--ttl-s", default=3600.0, type=_POSITIVE, help="For how long.")
 @click.option(
     "--priority",
-    default=ops.DEFAULT_PRIORITY,
+    default=DEFAULT_PRIORITY,
     type=click.IntRange(1, 100),
     help="Among retained prefixes; 1 is evicted first.",
 )

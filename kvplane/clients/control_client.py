@@ -1,4 +1,4 @@
-"""A client of the control plane: its identity, its pools, and sessions on them."""
+"""A client of the control plane: its pools, their cached prefixes, and sessions on them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from kvplane import ops
 from kvplane.clients.prefix_feed import PrefixEvent, follow
+from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope, PrefixCalls
 from kvplane.clients.server_info import get_server_info
 from kvplane.errors import (
     DeadlineExceededError,
@@ -21,6 +22,7 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.results import ForgetResult, PoolMatch
 from kvplane.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
@@ -48,6 +50,7 @@ class ControlClient:
         )
         self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._connection.channel)
         self._pools = pool_pb2_grpc.PoolServiceStub(self._connection.channel)
+        self._prefixes = PrefixCalls(self._connection)
         # A session is kept alive by the task that renews its lease, not by the client.
         self._sessions: WeakSet[Session] = WeakSet()
 
@@ -149,25 +152,65 @@ class ControlClient:
         hashes: Iterable[bytes] = (),
         namespace: str = "",
         pool_ids: Iterable[str] = (),
+        with_blocks: bool = False,
         timeout_s: float | None = None,
-    ) -> list[pb.PoolMatch]:
+    ) -> list[PoolMatch]:
         """Get how much of a prompt each pool has cached, ids ascending: a hint, nothing is held.
 
         The prompt is given by its tokens or by the hashes of its leading full blocks, 16 bytes
-        each. ``pool_ids``: none means all. Raises PoolNotFoundError.
+        each. ``pool_ids``: none means all. ``with_blocks``: whether to get the blocks too. Raises
+        PoolNotFoundError.
         """
-        request = pb.FindPrefixRequest(namespace=namespace, pool_ids=pool_ids)
-        joined = b"".join(hashes)
-        if joined:
-            request.hashes = joined
-        else:
-            request.token_ids = ops.pack_tokens(token_ids)
-        response: pb.FindPrefixResponse = await self._connection.call(
-            self._stub.FindPrefix, request, timeout_s
+        return await self._prefixes.find(
+            token_ids, hashes, namespace, pool_ids, with_blocks, timeout_s
         )
-        return list(response.matches)
 
-    def watch(
+    async def retain_prefix(
+        self,
+        pool_id: str,
+        token_ids: ops.Tokens,
+        *,
+        namespace: str = "",
+        time_to_live_s: float | None,
+        priority: int = DEFAULT_PRIORITY,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Retain a prompt's cached prefix; returns the number of its leading blocks that are
+        retained now. With ``time_to_live_s`` None, end the retention of the same prompt; returns
+        the number of blocks that are not retained any more.
+
+        Retained blocks are evicted after all other idle ones, and never withheld from a sequence.
+        ``priority``: among retained blocks, from 1, evicted first, to 100. A repeat never shortens
+        the time or lowers the priority. A prefix is cached once the receipts of its plan are
+        submitted: a session that has just computed it calls ``Session.submit_receipts`` first.
+
+        Raises PoolNotFoundError, PoolNotReadyError, QuotaExceededError.
+        """
+        return await self._prefixes.retain(
+            pool_id, token_ids, namespace, time_to_live_s, priority, timeout_s
+        )
+
+    async def forget_prefixes(
+        self,
+        pool_id: str,
+        what: ops.Tokens | ForgetScope,
+        *,
+        namespace: str = "",
+        force: bool = False,
+        timeout_s: float | None = None,
+    ) -> ForgetResult:
+        """Take prefixes out of the index, files included, so that nobody finds them again: those
+        that begin with the tokens of these whole blocks, or all of a scope.
+
+        ``force``: forget also blocks that sequences refer to; the sequences keep reading them. A
+        session that has just computed a prefix calls ``Session.submit_receipts`` first, as for
+        ``retain_prefix``.
+
+        Raises PoolNotFoundError, PoolNotReadyError, BlockInUseError.
+        """
+        return await self._prefixes.forget(pool_id, what, namespace, force, timeout_s)
+
+    def watch_prefixes(
         self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
     ) -> AsyncGenerator[PrefixEvent, None]:
         """Yield what the caller's tenant has cached in a pool, and every later change to it (see
@@ -177,7 +220,7 @@ class ControlClient:
         PoolNotFoundError.
         """
         patience_s = self._connection.timeout_s if timeout_s is None else timeout_s
-        return follow(self._stub.Watch, pool_id, namespace, patience_s)
+        return follow(self._prefixes.stub.WatchPrefixes, pool_id, namespace, patience_s)
 
     async def open_session(
         self,

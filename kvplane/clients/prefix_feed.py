@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -24,13 +24,12 @@ from kvplane.errors import (
     RevisionTooOldError,
     UnavailableError,
 )
+from kvplane.results import HASH_BYTES
 from kvplane.transport.connection import typed_errors
 from kvplane.transport.retry import FIRST_DELAY_S, MAX_DELAY_S, Deadline
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, UINT8
-from kvplane.wire.v1 import control_pb2 as pb
-
-HASH_BYTES: Final = 16
+from kvplane.wire.v1 import prefix_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +77,17 @@ PrefixEvent: TypeAlias = BlocksStored | BlocksRemoved | IndexCleared | CaughtUp
 
 
 async def follow(
-    open_call: Callable[[pb.WatchRequest], Any], pool_id: str, namespace: str, timeout_s: float
+    open_call: Callable[[pb.WatchPrefixesRequest], Any],
+    pool_id: str,
+    namespace: str,
+    timeout_s: float,
 ) -> AsyncGenerator[PrefixEvent, None]:
-    """Yield events until the generator is closed. ``open_call`` starts the RPC Watch.
+    """Yield events until the generator is closed. ``open_call`` starts the RPC WatchPrefixes.
 
     Raises PlaneUnavailableError or PoolNotFoundError when the plane, or the pool that was followed,
     has been away for ``timeout_s`` seconds, and any other error at once.
     """
-    request = pb.WatchRequest(pool_id=pool_id, namespace=namespace)
+    request = pb.WatchPrefixesRequest(pool_id=pool_id, namespace=namespace)
     deadline, delay_s, was_there = Deadline.after(timeout_s), FIRST_DELAY_S, False
     while True:
         try:
@@ -105,16 +107,15 @@ async def follow(
         delay_s = min(2 * delay_s, MAX_DELAY_S)
 
 
-async def _events(call: Any, request: pb.WatchRequest) -> AsyncGenerator[PrefixEvent, None]:
+async def _events(call: Any, request: pb.WatchPrefixesRequest) -> AsyncGenerator[PrefixEvent, None]:
     """Yield the events of one call. Records their revision in ``request``."""
-    reader = FeedReader()
     try:
         while True:
             with typed_errors():
                 response = await call.read()
             if response is grpc.aio.EOF:
                 raise PlaneUnavailableError("the peer ended the stream")
-            for event in reader.read(response):
+            for event in read_events(response):
                 if isinstance(event, CaughtUp):
                     request.since_revision = event.revision
                     request.incarnation = response.incarnation
@@ -123,53 +124,35 @@ async def _events(call: Any, request: pb.WatchRequest) -> AsyncGenerator[PrefixE
         call.cancel()
 
 
-class FeedReader:
-    """Reads the messages of one stream, in order."""
-
-    def __init__(self) -> None:
-        self._in_snapshot = False
-
-    def read(self, response: pb.WatchResponse) -> Iterator[PrefixEvent]:
-        """Yield the next message's events. Raises InvalidRequestError if it is malformed."""
-        if response.HasField("snapshot"):
-            if not self._in_snapshot:
-                yield IndexCleared()
-            self._in_snapshot = not response.snapshot.last
-            yield _stored(response.snapshot.stored)
-            revision = response.snapshot.revision
-        else:
-            for change in response.changes.changes:
-                yield _event(change)
-            revision = response.changes.revision
-        if not self._in_snapshot:
-            yield CaughtUp(revision)
+def read_events(response: pb.WatchPrefixesResponse) -> Iterator[PrefixEvent]:
+    """Yield a message's events, then ``CaughtUp`` if they complete a revision. Raises
+    InvalidRequestError if it is malformed.
+    """
+    for event in response.events:
+        yield _event(event)
+    if response.revision:
+        yield CaughtUp(response.revision)
 
 
-def _event(change: pb.Change) -> PrefixEvent:
-    match change.WhichOneof("change"):
-        case "stored":
-            return _stored(change.stored)
-        case "removed":
-            hashes = columns.fixed(change.removed.hashes, HASH_BYTES)
-            tiers = columns.read(UINT8, change.removed.tiers, "removed.tiers", length=len(hashes))
-            return BlocksRemoved(tuple(zip(hashes, tiers, strict=True)))
-        case "cleared":
-            return IndexCleared()
-        case _:
-            raise InvalidRequestError("is not a change that is known here", field="changes")
-
-
-def _stored(message: pb.Stored) -> BlocksStored:
-    return BlocksStored(tuple(_blocks(message)))
-
-
-def _blocks(message: pb.Stored) -> Iterator[StoredBlock]:
+def _event(message: pb.PrefixEvent) -> PrefixEvent:
+    if message.kind == pb.PREFIX_EVENT_KIND_CLEARED:
+        return IndexCleared()
     hashes = columns.fixed(message.hashes, HASH_BYTES)
+    tiers = columns.read(UINT8, message.tiers, "tiers", length=len(hashes))
+    if message.kind == pb.PREFIX_EVENT_KIND_REMOVED:
+        return BlocksRemoved(tuple(zip(hashes, tiers, strict=True)))
+    if message.kind == pb.PREFIX_EVENT_KIND_STORED:
+        return BlocksStored(tuple(_blocks(message, hashes, tiers)))
+    raise InvalidRequestError("is not an event that is known here", field="kind")
+
+
+def _blocks(
+    message: pb.PrefixEvent, hashes: Sequence[bytes], tiers: array[int]
+) -> Iterator[StoredBlock]:
     parents = columns.fixed(message.parent_hashes, HASH_BYTES)
-    tiers = columns.read(UINT8, message.tiers, "stored.tiers", length=len(hashes))
-    tokens = columns.read(INT32, message.token_ids, "stored.token_ids")
+    tokens = columns.read(INT32, message.token_ids, "token_ids")
     if len(parents) != len(hashes) or (len(tokens) % len(hashes) if hashes else tokens):
-        raise InvalidRequestError("its columns differ in length", field="stored")
+        raise InvalidRequestError("its columns differ in length", field="events")
     size = len(tokens) // len(hashes) if hashes else 0
     for i, (block_hash, parent_hash, tier) in enumerate(zip(hashes, parents, tiers, strict=True)):
         yield StoredBlock(block_hash, parent_hash, tokens[i * size : (i + 1) * size], tier)

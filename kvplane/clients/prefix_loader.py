@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Final
 
 from kvplane import ops
+from kvplane.clients.control_client import ControlClient
 from kvplane.clients.data_client import DataClient
 from kvplane.clients.sharded_execution import all_of
 from kvplane.errors import CapacityError, KvplaneError
@@ -39,14 +40,20 @@ class Loaded:
 
 class PrefixLoader:
     """Loads prefixes by a session of its own, in their pool and namespace: a session that computes
-    could not continue meanwhile. Loads run one after another.
+    could not continue meanwhile. Loads run one after another. ``control``: finds what is cached.
 
     ``tls``: how to reach the data planes. ``timeout_s``: for all of a load.
     """
 
     def __init__(
-        self, session: Session, *, tls: TlsOptions | None = None, timeout_s: float = 60.0
+        self,
+        control: ControlClient,
+        session: Session,
+        *,
+        tls: TlsOptions | None = None,
+        timeout_s: float = 60.0,
     ) -> None:
+        self._control = control
         self._session = session
         self._timeout_s = timeout_s
         self._has_files = all(shard.has_file_tier for shard in session.shards)
@@ -109,9 +116,11 @@ class PrefixLoader:
         return min(found) * self._session.layout.block_size_tokens
 
     async def _num_cached(self, column: bytes) -> int:
-        # One token more, because the last one of a prompt never counts as cached.
-        found = await self._session.lookup_prefix(column + bytes(_INT32_BYTES))
-        return found.num_cached_tokens
+        session = self._session
+        (match,) = await self._control.find_prefix(
+            column, namespace=session.namespace, pool_ids=[session.pool_id]
+        )
+        return match.num_cached_tokens
 
     async def _try_to_load(self, column: bytes) -> bool:
         """Load ``column``, whole blocks. Returns whether all of it is cached now. Raises

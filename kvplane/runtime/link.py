@@ -181,7 +181,9 @@ class ControlLink:
                     client_name=_LOADER_NAME,
                     namespace=self.namespace,
                 )
-                loader = PrefixLoader(session, tls=self._tls, timeout_s=self._timeout_s)
+                loader = PrefixLoader(
+                    self._client, session, tls=self._tls, timeout_s=self._timeout_s
+                )
                 self._loader = loader, session
             return self._loader[0]
 

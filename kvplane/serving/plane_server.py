@@ -34,6 +34,7 @@ _CONTRACT: Final = "kvplane.v1."
 _PLANES: Final = {
     "PoolService": "the control plane",
     "ControlPlaneService": "the control plane",
+    "PrefixService": "the control plane",
     "DataPlaneService": "a data plane",
 }
 """Who serves a service of the contract that only one of the planes has."""

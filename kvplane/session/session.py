@@ -29,11 +29,9 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.results import (
-    ExplainedBlock,
     SequenceState,
     StepResult,
     error_of,
-    explained_blocks,
     sequence_states,
 )
 from kvplane.session.step_numbering import AbandonedResult, Send, Steps
@@ -323,26 +321,6 @@ class Session:
             self._stub.GetBlockTable, request, timeout_s
         )
         return response
-
-    async def lookup_prefix(
-        self, token_ids: ops.Tokens, *, timeout_s: float | None = None
-    ) -> pb.LookupPrefixResponse:
-        """Get how much of a prompt is cached now: a hint, nothing is held."""
-        request = pb.LookupPrefixRequest(session=self.ref, token_ids=ops.pack_tokens(token_ids))
-        response: pb.LookupPrefixResponse = await self._connection.call(
-            self._stub.LookupPrefix, request, timeout_s
-        )
-        return response
-
-    async def explain_prefix(
-        self, token_ids: ops.Tokens, *, timeout_s: float | None = None
-    ) -> list[ExplainedBlock]:
-        """Get the cached blocks of a prompt's prefix, in order, with their tiers and usage."""
-        request = pb.ExplainPrefixRequest(session=self.ref, token_ids=ops.pack_tokens(token_ids))
-        response: pb.ExplainPrefixResponse = await self._connection.call(
-            self._stub.ExplainPrefix, request, timeout_s
-        )
-        return explained_blocks(response)
 
     async def describe_sequence(
         self, sequence_id: int, *, timeout_s: float | None = None

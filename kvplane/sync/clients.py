@@ -140,8 +140,6 @@ class Session(Portal[sessions.Session]):
     wait_for_news = blocking(sessions.Session.wait_for_news)
     check = blocking(sessions.Session.check)
     block_table = blocking(sessions.Session.block_table)
-    lookup_prefix = blocking(sessions.Session.lookup_prefix)
-    explain_prefix = blocking(sessions.Session.explain_prefix)
     describe_sequence = blocking(sessions.Session.describe_sequence)
     close = blocking(sessions.Session.close)
     detach = blocking(sessions.Session.detach)
@@ -170,14 +168,18 @@ class ControlClient(Portal[control_client.ControlClient]):
     list_sessions = blocking(control_client.ControlClient.list_sessions)
     wait_ready = blocking(control_client.ControlClient.wait_ready)
     find_prefix = blocking(control_client.ControlClient.find_prefix)
+    retain_prefix = blocking(control_client.ControlClient.retain_prefix)
+    forget_prefixes = blocking(control_client.ControlClient.forget_prefixes)
     open_session = wrapping(control_client.ControlClient.open_session, _session)
     close = blocking(control_client.ControlClient.close)
 
-    @functools.wraps(control_client.ControlClient.watch)
-    def watch(
+    @functools.wraps(control_client.ControlClient.watch_prefixes)
+    def watch_prefixes(
         self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
     ) -> Generator[PrefixEvent, None, None]:
-        events = loop().call(lambda: self._wrapped.watch(pool_id, namespace, timeout_s=timeout_s))
+        events = loop().call(
+            lambda: self._wrapped.watch_prefixes(pool_id, namespace, timeout_s=timeout_s)
+        )
         try:
             while True:
                 try:

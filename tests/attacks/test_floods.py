@@ -29,9 +29,8 @@ from kvplane.errors import (
 from kvplane.serving import requests, server
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.wire.v1 import data_pb2 as dpb
+from kvplane.wire.v1 import data_pb2_grpc, prefix_pb2, prefix_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import (
     HonestCaller,
@@ -45,10 +44,10 @@ from tests.helpers.data.data_server import serving
 MIB = 1 << 20
 LARGE = 4 * MIB - 128
 NUM_CALLS = 16
-SEARCH = pb.FindPrefixRequest(token_ids=bytes(LARGE))
+SEARCH = prefix_pb2.FindPrefixRequest(token_ids=bytes(LARGE))
 
 
-def search(stub: control_pb2_grpc.ControlPlaneServiceStub, compression: grpc.Compression) -> str:
+def search(stub: prefix_pb2_grpc.PrefixServiceStub, compression: grpc.Compression) -> str:
     """What one large request, sent so, is answered: a status's name."""
     try:
         stub.FindPrefix(SEARCH, timeout=30, compression=compression)
@@ -72,7 +71,7 @@ def test_large_requests_at_once_keep_nobody_waiting(
     answer: str,
     max_growth_bytes: int,
 ) -> None:
-    stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+    stub = prefix_pb2_grpc.PrefixServiceStub(channel)
     begin_bytes = control_plane.begin_peak()
 
     def attack() -> list[float]:
@@ -211,7 +210,7 @@ def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
             grpc.insecure_channel(plane.address, options=protocol.CHANNEL_OPTIONS) as channel,
             ThreadPoolExecutor(NUM_CALLS) as pool,
         ):
-            stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+            stub = prefix_pb2_grpc.PrefixServiceStub(channel)
             search(stub, grpc.Compression.NoCompression)
             begin_bytes = plane.begin_peak()
             answers = pool.map(

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 
 from kvplane import ControlClient, ops
 from kvplane.clients.execution import Execution
+from kvplane.clients.prefix_feed import CaughtUp, IndexCleared
+from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import (
     BadSignatureError,
     KvplaneError,
@@ -205,7 +208,6 @@ async def test_another_tenants_session_is_as_if_there_were_none(
             lambda s: stub.CloseSession(cpb.CloseSessionRequest(session=s)),
             lambda s: stub.AbortPlans(cpb.AbortPlansRequest(session=s, number=1)),
             lambda s: stub.GetBlockTable(cpb.GetBlockTableRequest(session=s, sequence_id=1)),
-            lambda s: stub.LookupPrefix(cpb.LookupPrefixRequest(session=s, token_ids=bytes(4))),
             lambda s: stub.Step(cpb.StepRequest(session=s, number=1)),
         ):
             metrics = peers.control.metrics
@@ -238,12 +240,13 @@ async def test_another_tenants_prefix_is_not_found_by_look_up_time_or_watch(
             pytest.fail("the cached prompt takes another time")
         result = await session.step([ops.admit(1, cached, num_compute_tokens=0)])
         assert result.results[0].admit.num_cached_tokens == 0
-        stub = control_pb2_grpc.ControlPlaneServiceStub(thief._connection.channel)
-        watch = stub.Watch(cpb.WatchRequest(pool_id=POOL_ID))
-        snapshot = (await asyncio.wait_for(watch.read(), 10)).snapshot
-        assert snapshot.last
-        assert not snapshot.stored.hashes
-        watch.cancel()
+        async with aclosing(thief.watch_prefixes(POOL_ID)) as events, asyncio.timeout(10):
+            assert [type(await anext(events)) for _ in range(2)] == [IndexCleared, CaughtUp]
+        assert await thief.retain_prefix(POOL_ID, cached, time_to_live_s=9) == 0
+        forgotten = await thief.forget_prefixes(POOL_ID, ForgetScope.TENANT, force=True)
+        assert forgotten.num_forgotten_blocks == 0
+        [found] = await own.find_prefix(cached, with_blocks=True)
+        assert [block.priority for block in found.blocks] == [0, 0]
 
 
 async def search_times(client: ControlClient, *prompts: Sequence[int]) -> tuple[list[float], ...]:

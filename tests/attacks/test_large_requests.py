@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 
 from kvplane.errors import InvalidRequestError, KvplaneError, QuotaExceededError
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import control_pb2_grpc, pool_pb2
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import HonestCaller, PlaneProcess, assert_calm, refusal
 from tests.helpers.planning.registration_messages import LAYOUT, hello
@@ -97,16 +99,16 @@ REFUSED: dict[str, tuple[str, Request, str]] = {
     "wire groups": ("OpenSession", lambda s: open_with(b"\xfb\x07\xfc\x07" * (MIB // 2)), "layout"),
     "pools to search": (
         "FindPrefix",
-        lambda s: pb.FindPrefixRequest(hashes=bytes(16), pool_ids=["pool"] * 500_000),
+        lambda s: ppb.FindPrefixRequest(hashes=bytes(16), pool_ids=["pool"] * 500_000),
         "pool_ids",
     ),
     "a pool's name": (
-        "PoolService/GetPool",
+        "GetPool",
         lambda s: pool_pb2.GetPoolRequest(pool_id="x" * LARGE),
         "pool_id",
     ),
     "a page's token": (
-        "PoolService/ListPools",
+        "ListPools",
         lambda s: pool_pb2.ListPoolsRequest(page_token="x" * LARGE),
         "page_token",
     ),
@@ -118,8 +120,23 @@ REFUSED: dict[str, tuple[str, Request, str]] = {
 }
 # What may be as long as a message: it is answered soon.
 ANSWERED: dict[str, tuple[str, Request]] = {
-    "tokens to search": ("FindPrefix", lambda s: pb.FindPrefixRequest(token_ids=bytes(LARGE))),
-    "hashes to search": ("FindPrefix", lambda s: pb.FindPrefixRequest(hashes=bytes(LARGE))),
+    "tokens to search": ("FindPrefix", lambda s: ppb.FindPrefixRequest(token_ids=bytes(LARGE))),
+    "hashes to search": ("FindPrefix", lambda s: ppb.FindPrefixRequest(hashes=bytes(LARGE))),
+    "tokens to retain": (
+        "RetainPrefix",
+        lambda s: ppb.RetainPrefixRequest(
+            pool_id="pool",
+            token_ids=bytes(LARGE),
+            time_to_live=duration_pb2.Duration(seconds=1),
+            priority=1,
+        ),
+    ),
+    "tokens to forget": (
+        "ForgetPrefixes",
+        lambda s: ppb.ForgetPrefixesRequest(
+            pool_id="pool", scope=ppb.FORGET_SCOPE_PREFIX, token_ids=bytes(LARGE)
+        ),
+    ),
 }
 
 
@@ -156,6 +173,14 @@ def unharmed(control_plane: PlaneProcess, honest: HonestCaller) -> Unharmed:
     return run
 
 
+def path_of(method: str) -> str:
+    """Return "SERVICE/METHOD"."""
+    files = (pb.DESCRIPTOR, pool_pb2.DESCRIPTOR, ppb.DESCRIPTOR)
+    services = {name: each for file in files for name, each in file.services_by_name.items()}
+    (name,) = [name for name, each in services.items() if method in each.methods_by_name]
+    return f"{name}/{method}"
+
+
 def data_of(request: object) -> bytes:
     return request if isinstance(request, bytes) else request.SerializeToString()
 
@@ -168,8 +193,7 @@ def test_more_than_there_may_be_is_refused(
     data = data_of(request(session))
 
     def attack() -> None:
-        path = method if "/" in method else f"ControlPlaneService/{method}"
-        error = refusal(channel, path, data)
+        error = refusal(channel, path_of(method), data)
         assert isinstance(error, InvalidRequestError)
         assert error.field == field
 
@@ -184,7 +208,7 @@ def test_a_long_column_is_answered_soon(
     data = data_of(request(session))
 
     def attack() -> None:
-        assert refusal(channel, f"ControlPlaneService/{method}", data) is None
+        assert refusal(channel, path_of(method), data) is None
 
     unharmed(attack)
 

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from engine import LLM, SamplingParams
 from kvplane.errors import REASONS
-from kvplane.v1 import control_pb2, control_pb2_grpc, data_pb2, types_pb2
+from kvplane.v1 import control_pb2, control_pb2_grpc, data_pb2, prefix_pb2, types_pb2
 
 NUM_MESSAGES = 20  # of each kind, for each call
 _WHOLE = {
@@ -30,7 +30,7 @@ _WHOLE = {
 }
 _METHODS = [
     method
-    for file in (control_pb2, data_pb2)
+    for file in (control_pb2, prefix_pb2, data_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
@@ -169,7 +169,7 @@ def usage_is_sound(llm: LLM) -> None:
 def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
     llm: LLM, pair: Pair, method: MethodDescriptor
 ) -> None:
-    is_control = method.containing_service.name == "ControlPlaneService"
+    is_control = method.containing_service.name != "DataPlaneService"
     address = pair.control.address if is_control else pair.data.address
     with grpc.insecure_channel(pair.control.address) as control:
         stub = control_pb2_grpc.ControlPlaneServiceStub(control)

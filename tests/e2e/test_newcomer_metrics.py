@@ -19,6 +19,7 @@ from kvplane import (
     Session,
     ops,
 )
+from kvplane.clients.prefixes import ForgetScope
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
 from tests.helpers.monitored_stack import ROOT, MonitoredStack
@@ -88,7 +89,7 @@ async def test_every_metric_has_a_value_or_is_named_with_why_not(tmp_path: Path)
 
 async def follow(control: ControlClient) -> None:
     await control.wait_ready(POOL, timeout_s=PATIENCE_S)
-    async for _ in control.watch(POOL, timeout_s=PATIENCE_S):
+    async for _ in control.watch_prefixes(POOL, timeout_s=PATIENCE_S):
         pass
 
 
@@ -120,7 +121,7 @@ async def mistakes(control: ControlClient, address: str) -> None:
         await session.run(ops.admit(1, range(100)))
         await session.abort_plans(session.last_number)
         await execute(session, execution, (await session.abort_plans(whole_tables=True)).plan)
-    await session.run(ops.forget(ops.Scope.NAMESPACE, force=True))
+    await control.forget_prefixes(POOL, ForgetScope.NAMESPACE, force=True)
     await session.run(ops.admit(2, range(200, 240)))
     await session.detach()
 

@@ -18,9 +18,10 @@ from kvplane.integrations.push import chunks
 from kvplane.integrations.push import push_pb2 as ppb
 from kvplane.shard import Shard
 from kvplane.wire import protocol, signing
+from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import data_pb2 as dpb
-from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import pool_pb2, prefix_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import (
     HOST,
@@ -57,6 +58,34 @@ def sent(signed: tpb.SignedPayload, key: bytes, change: Callable[[Message], byte
     signed.signature = signing.sign(key, signed.type, signed.payload)
 
 
+def _search(rng: random.Random) -> prefix_pb2.FindPrefixRequest:
+    return prefix_pb2.FindPrefixRequest(
+        token_ids=ops.pack_tokens(range(rng.choice((1, 16, 64)))),
+        pool_ids=["pool"],
+        with_blocks=rng.random() < 0.5,
+    )
+
+
+def _retention(rng: random.Random) -> prefix_pb2.RetainPrefixRequest:
+    return prefix_pb2.RetainPrefixRequest(
+        pool_id="pool",
+        token_ids=ops.pack_tokens(range(rng.choice((1, 16, 64)))),
+        time_to_live=duration_of(3) if rng.random() < 0.7 else None,
+        priority=50,
+    )
+
+
+def _forgetting(rng: random.Random) -> prefix_pb2.ForgetPrefixesRequest:
+    scope = rng.choice(prefix_pb2.ForgetScope.values())
+    is_prefix = scope == prefix_pb2.FORGET_SCOPE_PREFIX
+    return prefix_pb2.ForgetPrefixesRequest(
+        pool_id="pool",
+        scope=scope,
+        token_ids=ops.pack_tokens(range(16)) if is_prefix else b"",
+        force=rng.random() < 0.7,
+    )
+
+
 class Engine:
     """A session at the control plane; ``key``: its pool's, so that receipts can be signed."""
 
@@ -90,10 +119,10 @@ class Engine:
             "CheckOperations": lambda: [
                 cpb.CheckOperationsRequest(session=ref_, operations=self._operations(rng))
             ],
-            "LookupPrefix": lambda: [cpb.LookupPrefixRequest(session=ref_, token_ids=bytes(128))],
-            "FindPrefix": lambda: [cpb.FindPrefixRequest(token_ids=bytes(64), pool_ids=["pool"])],
-            "ExplainPrefix": lambda: [cpb.ExplainPrefixRequest(session=ref_, token_ids=bytes(64))],
-            "Watch": lambda: [cpb.WatchRequest(pool_id="pool")],
+            "FindPrefix": lambda: [_search(rng)],
+            "WatchPrefixes": lambda: [prefix_pb2.WatchPrefixesRequest(pool_id="pool")],
+            "RetainPrefix": lambda: [_retention(rng)],
+            "ForgetPrefixes": lambda: [_forgetting(rng)],
             "DescribeSequence": lambda: [cpb.DescribeSequenceRequest(session=ref_, sequence_id=1)],
             "GetPoolCounters": lambda: [pool_pb2.GetPoolCountersRequest(pool_id="pool")],
             "ListSessions": lambda: [pool_pb2.ListSessionsRequest(pool_id="pool")],
@@ -160,9 +189,6 @@ class Engine:
             lambda: ops.free([some]),
             lambda: ops.swap_out([some]),
             lambda: ops.swap_in([some]),
-            lambda: ops.retain(prompt, time_to_live_s=3),
-            lambda: ops.release(prompt),
-            lambda: ops.forget(prompt, force=True),
         )
         return [rng.choice(made)() for _ in range(rng.randrange(1, 4))]
 

@@ -24,7 +24,7 @@ CALLS_A_SESSION = 40
 PROBE_INPUTS = 100
 PATIENCE_S = 60.0
 FORBIDDEN = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
-STREAMS = ("StreamSteps", "Register", "Watch", "Execute", "PushBlocks")
+STREAMS = ("StreamSteps", "Register", "WatchPrefixes", "Execute", "PushBlocks")
 _MAX_FOUND = 20
 _WATCH_S = 0.1
 # What grpc.aio makes of a message that is written to a stream which the server has ended.
@@ -156,7 +156,7 @@ async def _stream(method: str, call: Any, data: list[bytes]) -> str:
     try:
         for each in data:
             await call.write(each)
-        if method == "Watch":  # it never ends of itself
+        if method == "WatchPrefixes":  # it never ends of itself
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WATCH_S):
                     await call.read()

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from tests.fuzz.pool_world import Call, Session, World
+from tests.fuzz.pool_world import OWNERS, Call, Session, World
 
 
-def retain(world: World, session: Session) -> None:
+def retain(world: World, _: Session) -> None:
     data = world.data
     expires_at_s = world.now_s + data.PickValueInList([1.0, 9.0, 9.0, 1e15, 0.0, -1.0])
     priority = data.ConsumeIntInRange(-1, 102) if data.ConsumeBool() else 1
     most_blocks = world.number(12) if data.ConsumeBool() else 100
-    how = priority, expires_at_s, most_blocks, world.data.ConsumeBool()
-    world.pool.retain(session.handle, _prefix(world), *how)
+    root = world.root()
+    world.pool.retain(root, OWNERS[root], _prefix(world), priority, expires_at_s, most_blocks)
 
 
-def release(world: World, session: Session) -> None:
-    world.pool.release_retained(session.handle, _prefix(world))
+def release(world: World, _: Session) -> None:
+    root = world.root()
+    world.pool.release_retained(root, OWNERS[root], _prefix(world))
 
 
-def forget(world: World, session: Session) -> None:
+def forget(world: World, _: Session) -> None:
     tokens, force = _prefix(world), world.data.ConsumeBool()
-    found, in_use = world.pool.forget(session.handle, tokens, force, world.number(4))
+    found, in_use = world.pool.forget(world.root(), tokens, force, world.number(4))
     assert 0 <= in_use <= found or (not force and found == 0)
 
 

@@ -13,6 +13,7 @@ def ask(world: World, session: Session) -> None:
     world.pool.match(b"a", tokens)
     core.explain(world.root(), tokens)
     core.match_hashes(b"a", world.data.ConsumeBytes(40))
+    core.explain_hashes(world.root(), world.data.ConsumeBytes(40))
     core.table(session.handle, world.some_id(session))
 
 

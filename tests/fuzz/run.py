@@ -18,7 +18,7 @@ from kvplane import ops
 from kvplane.integrations.push import push_pb2
 from kvplane.wire import protocol
 from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2, prefix_pb2
 from kvplane.wire.v1 import data_pb2 as dpb
 from tests.fuzz.callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
 from tests.fuzz.fuzzer import NUM_LANES, PATIENCE_S, Fuzzer, Lane, Result
@@ -34,6 +34,7 @@ _HONEST = 0x5AFE_5AFE_5AFE
 SERVICES: dict[str, ServiceDescriptor] = {
     **cpb.DESCRIPTOR.services_by_name,
     **pool_pb2.DESCRIPTOR.services_by_name,
+    **prefix_pb2.DESCRIPTOR.services_by_name,
     **dpb.DESCRIPTOR.services_by_name,
     **push_pb2.DESCRIPTOR.services_by_name,
 }
@@ -84,6 +85,7 @@ async def _control(folder: Path, num_inputs: int, seed: int) -> Result:
             fuzzer = Fuzzer(shard.key, probe)
             _serve(fuzzer, "ServerService", channel)
             _serve(fuzzer, "PoolService", channel)
+            _serve(fuzzer, "PrefixService", channel)
             _serve(fuzzer, "ControlPlaneService", channel)
             beats = asyncio.create_task(_beat(shard, victim))
             begin_bytes = plane.begin_peak()

@@ -70,8 +70,14 @@ class Side:
     """A session of one pool, and what speaks to its data plane."""
 
     def __init__(
-        self, session: Session, data: DataClient, execution: Execution, plane: DataPlaneServer
+        self,
+        control: ControlClient,
+        session: Session,
+        data: DataClient,
+        execution: Execution,
+        plane: DataPlaneServer,
     ) -> None:
+        self.control = control
         self.session = session
         self.data = data
         self.execution = execution
@@ -92,7 +98,7 @@ class Side:
 
     async def num_cached(self) -> int:
         """Tokens of the prompt that a session would find."""
-        found = await self.session.lookup_prefix([*PROMPT, 0])
+        (found,) = await self.control.find_prefix(PROMPT, pool_ids=[self.session.pool_id])
         return found.num_cached_tokens
 
 
@@ -112,4 +118,4 @@ async def side(control: ControlClient, plane: DataPlaneServer, pool_id: str) -> 
     session = await control.open_session(pool_id, LAYOUT)
     data = DataClient(session.shards[0].address, timeout_s=60)
     async with session, data, await data.open(session.grant) as execution:
-        yield Side(session, data, execution, plane)
+        yield Side(control, session, data, execution, plane)

@@ -15,9 +15,9 @@ from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission
-from kvplane.v1 import control_pb2, data_pb2, pool_pb2
+from kvplane.v1 import control_pb2, data_pb2, pool_pb2, prefix_pb2
 from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2_grpc, prefix_pb2_grpc
 from kvplane.wire.v1 import data_pb2 as dpb
 from kvplane.wire.v1.types_pb2 import Plan, SessionRef, SignedPayload
 
@@ -31,7 +31,9 @@ class Hangup(Exception):
 
 
 class ScriptedControlPlane(
-    control_pb2_grpc.ControlPlaneServiceServicer, pool_pb2_grpc.PoolServiceServicer
+    control_pb2_grpc.ControlPlaneServiceServicer,
+    pool_pb2_grpc.PoolServiceServicer,
+    prefix_pb2_grpc.PrefixServiceServicer,
 ):
     """Answers every request with what ``script(request)`` returns, and remembers the requests.
     A script may return several answers to a request of a stream.
@@ -79,10 +81,10 @@ class ScriptedControlPlane(
     async def AbortPlans(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
-    DescribeSequence = GetPool = AbortPlans
-    CheckOperations = ExplainPrefix = FindPrefix = AbortPlans
+    DescribeSequence = GetPool = CheckOperations = AbortPlans
+    FindPrefix = RetainPrefix = ForgetPrefixes = AbortPlans
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def WatchPrefixes(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
         for response in self.script(request):
             if isinstance(response, Exception):
@@ -95,9 +97,10 @@ class ScriptedControlPlane(
 
 
 def add_services(plane: Any, server: grpc.aio.Server) -> None:
-    """Serve both services of a control plane that ``plane`` answers for."""
+    """Serve the services of a control plane that ``plane`` answers for."""
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
     pool_pb2_grpc.add_PoolServiceServicer_to_server(plane, server)
+    prefix_pb2_grpc.add_PrefixServiceServicer_to_server(plane, server)
 
 
 def interceptor() -> ErrorInterceptor:
@@ -107,6 +110,7 @@ def interceptor() -> ErrorInterceptor:
         for file, name in (
             (control_pb2, "ControlPlaneService"),
             (pool_pb2, "PoolService"),
+            (prefix_pb2, "PrefixService"),
             (data_pb2, "DataPlaneService"),
         )
     ]

@@ -11,10 +11,12 @@ import pytest
 from tests.helpers.source_faults import Fault, assert_noticed
 
 SHARING = "control_plane/sharing/sharing.py"
+PREFIXES = "control_plane/prefixes.py"
 YIELDING = "tests/rpc/operations/test_yielding.py"
 RETENTIONS = "tests/rpc/operations/test_retained_and_forgotten.py"
 NAMESPACES = "tests/rpc/operations/test_kept_apart.py"
 WATCH = "tests/rpc/operations/test_index_feed.py"
+FORGERIES = "tests/attacks/test_forgeries.py"
 QUESTIONS = "tests/rpc/operations/test_cached_prefixes.py"
 TOLD = "tests/rpc/test_told_streams.py"
 SHARERS = "tests/unit/core/test_many_sharers.py"
@@ -74,25 +76,78 @@ FAULTS = {
         "frees_enough",
     ),
     "a_refused_retention_is_done_in_part": Fault(
-        "control_plane/steps/operations.py",
-        "        if len(done) == 5:\n            _, _, most",
-        "        if len(done) == 5:\n            step.native.retain(\n"
-        "                step.handle,\n"
-        "                message.token_ids[: 8 * pool.block_size],\n"
-        "                message.priority,\n"
-        "                pool.now_s + time_to_live_s,\n"
-        "                pool.num_retainable_blocks(),\n            )\n            _, _, most",
+        PREFIXES,
+        "    if len(done) == 5:\n        _, _, most",
+        "    if len(done) == 5:\n        pool.native.retain(\n"
+        "            root,\n"
+        "            owner,\n"
+        "            token_ids[: 8 * pool.block_size],\n"
+        "            request.priority,\n"
+        "            pool.now_s + time_to_live_s,\n"
+        "            pool.num_retainable_blocks(),\n        )\n        _, _, most",
         RETENTIONS,
         "refused_leaves",
     ),
     "a_retention_is_checked_too_late": Fault(
-        "control_plane/steps/operations.py",
-        "        if not 1 <= message.priority <= MAX_PRIORITY:\n",
-        "        step.native.retain(\n"
-        "            step.handle, message.token_ids, 7, step.pool.now_s + time_to_live_s, 10**6\n"
-        "        )\n        if not 1 <= message.priority <= MAX_PRIORITY:\n",
+        PREFIXES,
+        "    if not ends and not 1 <= request.priority <= MAX_PRIORITY:\n",
+        "    root, owner = root_of(pool.layout.fingerprint, tenant, ''), pool.owner(tenant)\n"
+        "    priority = min(request.priority + 1, 100)\n"
+        "    pool.native.retain(root, owner, token_ids, priority, pool.now_s + 99, 10**6)\n"
+        "    if not ends and not 1 <= request.priority <= MAX_PRIORITY:\n",
         RETENTIONS,
-        "refused_leaves",
+        "wrong_request",
+    ),
+    "a_retention_ignores_the_namespace": Fault(
+        PREFIXES,
+        "    root, owner = root_of(pool.layout.fingerprint, tenant, request.namespace)",
+        '    root, owner = root_of(pool.layout.fingerprint, tenant, "")',
+        NAMESPACES,
+        "retention",
+    ),
+    "forgetting_ignores_the_namespace": Fault(
+        PREFIXES,
+        "    root = root_of(pool.layout.fingerprint, tenant, request.namespace)\n    if scope",
+        '    root = root_of(pool.layout.fingerprint, tenant, "")\n    if scope',
+        NAMESPACES,
+        "forgotten",
+    ),
+    "a_tenant_forgets_what_others_have": Fault(
+        PREFIXES,
+        "[each for each in pool.roots() if owner_of(each)[0] == tenant]",
+        "pool.roots()",
+        FORGERIES,
+        "another_tenants_prefix",
+    ),
+    "what_sequences_read_is_forgotten_without_force": Fault(
+        PREFIXES,
+        "native.forget_roots(roots, request.force)",
+        "native.forget_roots(roots, True)",
+        RETENTIONS,
+        "only_by_force",
+    ),
+    "blocks_are_forgotten_before_they_are_reported": Fault(
+        PREFIXES,
+        "would not be forgotten.\n    pool.require_built()\n",
+        "would not be forgotten.\n",
+        RETENTIONS,
+        "still_to_be_reported",
+    ),
+    "hashes_beside_tokens_are_ignored": Fault(
+        PREFIXES, "    if hashes and token_ids:\n", "    if False:\n", QUESTIONS, "wrong"
+    ),
+    "a_search_holds_up_everybody": Fault(
+        PREFIXES,
+        "        if num_visited >= _SLICE_BLOCKS:\n",
+        "        if num_visited < 0:\n",
+        QUESTIONS,
+        "take_turns",
+    ),
+    "a_snapshot_is_complete_with_its_first_part": Fault(
+        "control_plane/watching.py",
+        "revision=0 if self._in_snapshot else self._revision",
+        "revision=self._revision",
+        "tests/unit/core/test_followers.py",
     ),
     "namespaces_are_not_kept_apart": Fault(
         "control_plane/core.py",
@@ -102,9 +157,9 @@ FAULTS = {
         "weights or adapter",
     ),
     "searches_ignore_the_namespace": Fault(
-        "control_plane/queries.py",
-        "root = root_of(pool.layout.fingerprint, tenant, request.namespace)",
-        'root = root_of(pool.layout.fingerprint, tenant, "")',
+        PREFIXES,
+        "        root = root_of(pool.layout.fingerprint, tenant, request.namespace)",
+        '        root = root_of(pool.layout.fingerprint, tenant, "")',
         NAMESPACES,
         "named",
     ),

@@ -14,7 +14,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvplane import ops
+from kvplane import ControlClient, ops
+from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import (
     KvplaneError,
     NotPermittedError,
@@ -25,9 +26,9 @@ from kvplane.serving import requests
 from kvplane.serving.callers import access
 from kvplane.transport.connection import typed_errors
 from kvplane.v1 import data_pb2
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, prefix_pb2_grpc
 from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 from tests.helpers.listed_peers import ROLES, Peers, listed, listed_peers
@@ -60,13 +61,21 @@ async def test_a_caller_that_is_not_listed_is_told_so(peers: Peers, name: str) -
 
 OPEN = "open a session"
 LOOK = "look a prefix up"
+WATCH = "follow the index"
+RETAIN = "retain a prefix"
+FORGET = "forget prefixes"
 LIST = "list sessions"
 MAY = {
-    "engine-a": {OPEN, LOOK},
-    "router": {LOOK},
-    "operator": {OPEN, LOOK, LIST},
+    "engine-a": {OPEN, LOOK, WATCH, RETAIN, FORGET},
+    "router": {LOOK, WATCH},
+    "operator": {OPEN, LOOK, WATCH, RETAIN, FORGET, LIST},
     "plane": set(),
 }
+
+
+async def first_event(control: ControlClient) -> None:
+    async with contextlib.aclosing(control.watch_prefixes(POOL_ID)) as events:
+        await anext(events)
 
 
 @pytest.mark.parametrize("name", MAY)
@@ -76,6 +85,9 @@ async def test_a_role_may_what_the_contract_says(peers: Peers, name: str) -> Non
         calls = {
             OPEN: lambda: control.open_session(POOL_ID, LAYOUT),
             LOOK: lambda: control.find_prefix(list(range(8))),
+            WATCH: lambda: first_event(control),
+            RETAIN: lambda: control.retain_prefix(POOL_ID, [1], time_to_live_s=1),
+            FORGET: lambda: control.forget_prefixes(POOL_ID, ForgetScope.TENANT),
             LIST: lambda: control.list_sessions(POOL_ID),
         }
         for what, call in calls.items():
@@ -196,9 +208,10 @@ async def test_a_follower_and_a_silent_stream_of_a_role_that_is_taken_away_are_c
 ) -> None:
     monkeypatch.setattr(requests, "_RECHECK_S", 0.05)
     async with raw(peers, "router") as routers, raw(peers, "engine-a") as engines:
-        stub: Stub = control_pb2_grpc.ControlPlaneServiceStub(routers)
-        watch = stub.Watch(cpb.WatchRequest(pool_id=POOL_ID))
-        assert (await watch.read()).snapshot.last
+        stub: Stub = prefix_pb2_grpc.PrefixServiceStub(routers)
+        watch = stub.WatchPrefixes(ppb.WatchPrefixesRequest(pool_id=POOL_ID))
+        while not (await watch.read()).revision:
+            pass
         step = control_pb2_grpc.ControlPlaneServiceStub(engines).StreamSteps()
         await step.wait_for_connection()
         peers.access_file.write_text(listed("plane"))

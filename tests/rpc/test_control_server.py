@@ -30,6 +30,7 @@ from kvplane.serving import server as serving
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -38,7 +39,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
 ABOUT = pool_pb2.GetServerInfoRequest()
 SERVICE = "kvplane.v1.ControlPlaneService"
-SERVICES = {"kvplane.v1.ServerService", "kvplane.v1.PoolService", SERVICE}
+SERVICES = {
+    "kvplane.v1.ServerService",
+    "kvplane.v1.PoolService",
+    "kvplane.v1.PrefixService",
+    SERVICE,
+}
 
 
 async def scrape(server: ControlPlaneServer) -> dict[str, float]:
@@ -130,16 +136,15 @@ async def test_a_message_over_the_limit_is_refused_and_the_next_is_served(
     start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
 ) -> None:
     stub = connect(await start_control_plane(max_message_bytes=65_536))
-    for num_bytes, code in ((70_000, "RESOURCE_EXHAUSTED"), (60_000, "ABORTED")):
-        with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await stub.LookupPrefix(pb.LookupPrefixRequest(token_ids=bytes(num_bytes)))
-        assert failure.value.code().name == code
+    for num_bytes, code in ((70_000, "RESOURCE_EXHAUSTED"), (60_000, "OK")):
+        call = stub.FindPrefix(ppb.FindPrefixRequest(token_ids=bytes(num_bytes)))
+        assert (await call.code()).name == code
 
 
 async def test_a_long_prompt_fits_the_default_limit(stub: Stub, session: RawSession) -> None:
     tokens = ops.pack_tokens(range(2_000_000))  # 8 MB; gRPC's own default is 4 MiB
-    answer = await stub.LookupPrefix(pb.LookupPrefixRequest(session=session.ref, token_ids=tokens))
-    assert answer.num_cached_tokens == 0
+    (match,) = (await stub.FindPrefix(ppb.FindPrefixRequest(token_ids=tokens))).matches
+    assert match.num_device_tokens == 0
 
 
 async def test_a_bug_is_internal_and_neither_it_nor_the_log_repeats_the_request(
@@ -149,12 +154,12 @@ async def test_a_bug_is_internal_and_neither_it_nor_the_log_repeats_the_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(request: pb.LookupPrefixRequest, tenant: str) -> None:
+    def broken(request: ppb.FindPrefixRequest, tenant: str) -> None:
         raise KeyError(f"secret prompt {request.token_ids!r}")
 
-    monkeypatch.setattr(control_server.core, "lookup_prefix", broken)
+    monkeypatch.setattr(control_server.core, "find_prefix", broken)
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await stub.LookupPrefix(pb.LookupPrefixRequest(session=session.ref, token_ids=b"abcd"))
+        await stub.FindPrefix(ppb.FindPrefixRequest(token_ids=b"abcd"))
     assert failure.value.code() is grpc.StatusCode.INTERNAL
     assert isinstance(from_rpc_error(failure.value), InternalError)
     assert "KeyError at" in caplog.text

@@ -80,10 +80,8 @@ async def test_the_router_sends_a_prompt_where_most_of_it_is(two_pools: ControlC
     assert matches == {"east": 16, "west": 40}
     assert router.choose(prompt) == ("west", 40)
     assert router.choose(prompt[:7]) == ("east", 0)
-    session = await two_pools.open_session("west", LAYOUT)
-    async with session:
-        await session.run(ops.forget(prompt[:8]))
-        await until(lambda: router.choose(prompt) == ("east", 16))
+    await two_pools.forget_prefixes("west", prompt[:8])
+    await until(lambda: router.choose(prompt) == ("east", 16))
     assert router.choose(prompt) == ("east", 16)
     await router.stop()
 

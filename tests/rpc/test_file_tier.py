@@ -19,8 +19,8 @@ from data_plane.files.record import HEADER_BYTES
 from data_plane.server.file_tier import FileWriter
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
+from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
-from kvplane.wire.v1.control_pb2 import Operation
 from tests.helpers.planes_in_process import (
     LAYOUT,
     NUM_BLOCKS,
@@ -79,7 +79,7 @@ class Machine:
         """Cached tokens of the prompt then, and how many of them came from files."""
         async with (
             await self.control.open_session(POOL, here.session.layout) as session,
-            PrefixLoader(session, timeout_s=PATIENCE_S) as loader,
+            PrefixLoader(self.control, session, timeout_s=PATIENCE_S) as loader,
         ):
             loaded = await loader.load(PROMPT)
         return loaded.num_cached_tokens, loaded.num_loaded_tokens
@@ -257,18 +257,17 @@ async def test_what_is_forgotten_once_it_is_read_has_no_file(
         assert num_files(here.plane) == 0
 
 
-FORGETS = [ops.forget(PROMPT[:16]), ops.forget(ops.Scope.NAMESPACE), ops.forget(ops.Scope.TENANT)]
-
-
-@pytest.mark.parametrize("forget", FORGETS, ids=["prefix", "namespace", "tenant"])
-async def test_what_is_forgotten_is_in_no_file(tmp_path: Path, forget: Operation) -> None:
+@pytest.mark.parametrize("what", [PROMPT[:16], *ForgetScope], ids=["prefix", "namespace", "tenant"])
+async def test_what_is_forgotten_is_in_no_file(
+    tmp_path: Path, what: list[int] | ForgetScope
+) -> None:
     async with machine(tmp_path) as peers:
         async with peers.plane() as first:
             await use_twice(first)
             await until(lambda: num_files(first.plane) == NUM_FULL)
         async with peers.plane() as second:  # where nothing of it is in memory
-            await second.session.step([forget])
-            left = 1 if forget is FORGETS[0] else 0
+            await peers.control.forget_prefixes(POOL, what)
+            left = 0 if isinstance(what, ForgetScope) else 1
             await until(lambda: num_files(second.plane) == left)
             assert await peers.load(second) == (8 * left, 8 * left)
             (pool,) = peers.server.core._pools.values()
@@ -285,7 +284,7 @@ async def test_a_namespace_finds_its_own_files_alone(tmp_path: Path) -> None:
             layout = second.session.layout
             async with (
                 await peers.control.open_session(POOL, layout, namespace="other") as session,
-                PrefixLoader(session) as loader,
+                PrefixLoader(peers.control, session) as loader,
             ):
                 assert (await loader.load(PROMPT)).num_cached_tokens == 0
 
@@ -339,7 +338,7 @@ async def test_a_load_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, ca
         async with (
             peers.plane() as second,
             await peers.control.open_session(POOL, second.session.layout) as session,
-            PrefixLoader(session, timeout_s=PATIENCE_S) as loader,
+            PrefixLoader(peers.control, session, timeout_s=PATIENCE_S) as loader,
         ):
             original, num_calls = session._call, 0
 

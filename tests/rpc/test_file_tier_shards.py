@@ -85,7 +85,7 @@ async def test_shards_load_as_far_as_all_of_them_have_files(tmp_path: Path) -> N
             await control.wait_ready(POOL, timeout_s=PATIENCE_S)
             async with (
                 await control.open_session(POOL, LAYOUT) as session,
-                PrefixLoader(session, timeout_s=PATIENCE_S) as loader,
+                PrefixLoader(control, session, timeout_s=PATIENCE_S) as loader,
             ):
                 loaded = await loader.load(PROMPT)
             assert (loaded.num_cached_tokens, loaded.num_loaded_tokens) == (16, 16)

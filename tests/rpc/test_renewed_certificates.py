@@ -28,7 +28,7 @@ from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
 from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2, pool_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2, pool_pb2_grpc, prefix_pb2_grpc
 from tests.helpers.data.data_server import config_of
 from tests.helpers.sdk_peers import add_services, interceptor
 
@@ -240,7 +240,11 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
         engine_client(RouterConfig(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
 
 
-class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer, pool_pb2_grpc.PoolServiceServicer):
+class WhoAmI(
+    control_pb2_grpc.ControlPlaneServiceServicer,
+    pool_pb2_grpc.PoolServiceServicer,
+    prefix_pb2_grpc.PrefixServiceServicer,
+):
     """Tells the tenant that it takes the caller for, and ends each registration."""
 
     def __init__(self) -> None:

@@ -71,7 +71,8 @@ async def test_what_an_idle_engine_wrote_is_found_by_others_without_a_step(
         session.add_receipt(shard.receipt((await session.run(ops.admit(1, prompt))).plan))
         observe = control_server.core.observe_pool
         await until(lambda: observe("pool").counters.num_publications == 2)
-        assert (await session.lookup_prefix(prompt)).num_cached_tokens == 16
+        (match,) = await client.find_prefix(prompt)
+        assert match.num_cached_tokens == 16
 
 
 async def test_the_last_receipt_is_submitted_once_under_the_next_number(plane, session) -> None:

@@ -15,15 +15,18 @@ from kvplane.clients.prefix_feed import (
     IndexCleared,
     StoredBlock,
 )
+from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.errors import (
     InvalidRequestError,
     PlaneUnavailableError,
     PoolNotFoundError,
     RevisionTooOldError,
 )
+from kvplane.results import ForgetResult, PoolMatch
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
 
@@ -60,37 +63,71 @@ async def test_operations_are_checked_without_a_number(plane, session) -> None:
     assert session.last_number == 0
 
 
-async def test_a_cached_prefix_is_explained_block_by_block(plane, session) -> None:
-    plane.script = lambda _: pb.ExplainPrefixResponse(
-        tiers=columns.pack(UINT8, [HOST]),
-        indices=columns.pack(INT32, [3]),
-        generations=columns.pack(INT64, [2]),
-        ref_counts=columns.pack(INT32, [0]),
-        num_hits=columns.pack(INT64, [5]),
-        ages_ms=columns.pack(INT64, [1500]),
-        idle_ms=columns.pack(INT64, [500]),
-        priorities=columns.pack(UINT8, [50]),
-        num_cached_tokens=16,
-    )
-    (block,) = await session.explain_prefix([7] * 16)
-    assert (block.tier, block.index, block.num_hits, block.age_s) == (HOST, 3, 5, 1.5)
-
-
 async def test_prefixes_are_found_by_tokens_or_by_hashes(plane, client) -> None:
-    match = pb.PoolMatch(pool_id="p", num_device_tokens=32, num_host_tokens=16, revision=9)
-    plane.script = lambda _: pb.FindPrefixResponse(matches=[match])
-    assert await client.find_prefix([1, 2], namespace="lora", pool_ids=["p", "q"]) == [match]
-    await client.find_prefix(hashes=[b"a" * 16, b"b" * 16])
+    match = ppb.PoolMatch(pool_id="p", num_device_tokens=32, num_host_tokens=16, revision=9)
+    match.blocks.CopyFrom(
+        ppb.PrefixBlocks(
+            hashes=b"a" * 16,
+            tiers=columns.pack(UINT8, [HOST]),
+            indices=columns.pack(INT32, [3]),
+            generations=columns.pack(INT64, [2]),
+            ref_counts=columns.pack(INT32, [0]),
+            num_hits=columns.pack(INT64, [5]),
+            ages_ms=columns.pack(INT64, [1500]),
+            idle_ms=columns.pack(INT64, [500]),
+            priorities=columns.pack(UINT8, [50]),
+        )
+    )
+    plane.script = lambda _: ppb.FindPrefixResponse(matches=[match])
+    found = await client.find_prefix([1, 2], namespace="lora", pool_ids=["p", "q"])
+    assert found == [PoolMatch("p", 32, 16, 9, found[0].blocks)]
+    (block,) = found[0].blocks
+    assert (block.tier, block.index, block.num_hits, block.age_s) == (HOST, 3, 5, 1.5)
+    await client.find_prefix(hashes=[b"a" * 16, b"b" * 16], with_blocks=True)
     by_tokens, by_hashes = plane.requests
     assert list(columns.read(INT32, by_tokens.token_ids, "")) == [1, 2]
     assert (by_tokens.namespace, list(by_tokens.pool_ids)) == ("lora", ["p", "q"])
-    assert by_hashes == pb.FindPrefixRequest(hashes=b"a" * 16 + b"b" * 16)
+    assert by_hashes == ppb.FindPrefixRequest(hashes=b"a" * 16 + b"b" * 16, with_blocks=True)
 
 
-def stored(*names: str, tier: int = DEVICE) -> pb.Stored:
+async def test_prefixes_are_retained_until_a_time_or_no_longer(plane, client) -> None:
+    plane.script = lambda _: ppb.RetainPrefixResponse(num_blocks=3)
+    assert await client.retain_prefix("p", [7, 8], time_to_live_s=1.5, priority=9) == 3
+    await client.retain_prefix("p", [7], namespace="lora", time_to_live_s=1)
+    await client.retain_prefix("p", [7], time_to_live_s=None)
+    first, second, ending = plane.requests
+    assert (first.pool_id, first.namespace, first.priority) == ("p", "", 9)
+    assert list(columns.read(INT32, first.token_ids, "")) == [7, 8]
+    assert first.time_to_live.ToMilliseconds() == 1500
+    assert (second.namespace, second.priority) == ("lora", DEFAULT_PRIORITY)
+    assert not ending.HasField("time_to_live")
+
+
+async def test_prefixes_are_forgotten_by_their_tokens_or_their_scope(plane, client) -> None:
+    plane.script = lambda _: ppb.ForgetPrefixesResponse(num_forgotten_blocks=4, num_blocks_in_use=1)
+    assert await client.forget_prefixes("p", [7, 8], force=True) == ForgetResult(4, 1)
+    await client.forget_prefixes("p", ForgetScope.NAMESPACE, namespace="lora")
+    await client.forget_prefixes("p", ForgetScope.TENANT)
+    assert plane.requests == [
+        ppb.ForgetPrefixesRequest(
+            pool_id="p",
+            scope=ppb.FORGET_SCOPE_PREFIX,
+            token_ids=columns.pack(INT32, [7, 8]),
+            force=True,
+        ),
+        ppb.ForgetPrefixesRequest(pool_id="p", scope=ppb.FORGET_SCOPE_NAMESPACE, namespace="lora"),
+        ppb.ForgetPrefixesRequest(pool_id="p", scope=ppb.FORGET_SCOPE_TENANT),
+    ]
+
+
+CLEARED = ppb.PrefixEvent(kind=ppb.PREFIX_EVENT_KIND_CLEARED)
+
+
+def stored(*names: str, tier: int = DEVICE) -> ppb.PrefixEvent:
     """Blocks of one token, each the child of the one before."""
     hashes = [name.encode() * 16 for name in names]
-    return pb.Stored(
+    return ppb.PrefixEvent(
+        kind=ppb.PREFIX_EVENT_KIND_STORED,
         hashes=b"".join(hashes),
         parent_hashes=b"".join([NO_PARENT, *hashes[:-1]]),
         token_ids=columns.pack(INT32, map(ord, names)),
@@ -98,18 +135,22 @@ def stored(*names: str, tier: int = DEVICE) -> pb.Stored:
     )
 
 
-def snapshot(*names: str, revision: int = 7, last: bool = True) -> pb.WatchResponse:
-    part = pb.Snapshot(stored=stored(*names), last=last, revision=revision)
-    return pb.WatchResponse(incarnation=5, snapshot=part)
+def removal(name: str, tier: int = DEVICE) -> ppb.PrefixEvent:
+    return ppb.PrefixEvent(
+        kind=ppb.PREFIX_EVENT_KIND_REMOVED,
+        hashes=name.encode() * 16,
+        tiers=columns.pack(UINT8, [tier]),
+    )
 
 
-def changed(revision: int, *changes: pb.Change) -> pb.WatchResponse:
-    return pb.WatchResponse(incarnation=5, changes=pb.Changes(changes=changes, revision=revision))
+def message(revision: int, *events: ppb.PrefixEvent) -> ppb.WatchPrefixesResponse:
+    """Events; ``revision``: 0 inside a snapshot."""
+    return ppb.WatchPrefixesResponse(incarnation=5, events=events, revision=revision)
 
 
-def removal(name: str, tier: int = DEVICE) -> pb.Change:
-    removed = pb.Removed(hashes=name.encode() * 16, tiers=columns.pack(UINT8, [tier]))
-    return pb.Change(removed=removed)
+def snapshot(*names: str, revision: int = 7) -> ppb.WatchPrefixesResponse:
+    """A snapshot of one message."""
+    return message(revision, CLEARED, stored(*names))
 
 
 async def take(num_events: int, feed: AsyncIterator[Any]) -> list[Any]:
@@ -127,18 +168,18 @@ def names(event: BlocksStored) -> str:
 
 
 async def test_a_follower_gets_a_snapshot_and_then_every_change(plane, client) -> None:
-    move = pb.Change(stored=stored("a", tier=HOST)), removal("a")
+    move = stored("a", tier=HOST), removal("a")
     plane.script = in_turn(
         [
-            snapshot("a", last=False),
-            snapshot("b"),
-            changed(9, *move),
-            changed(10),
-            changed(11, pb.Change(cleared=pb.Cleared())),
+            snapshot("a", revision=0),
+            message(7, stored("b")),
+            message(9, *move),
+            message(10),
+            message(11, CLEARED),
             PlaneUnavailableError("over"),
         ]
     )
-    got = await take(10, client.watch("p", "lora"))
+    got = await take(10, client.watch_prefixes("p", "lora"))
     assert got[0] == IndexCleared()
     assert got[1].blocks[0].parent_hash == NO_PARENT
     assert (names(got[1]), names(got[2]), got[3]) == ("a", "b", CaughtUp(7))
@@ -146,21 +187,21 @@ async def test_a_follower_gets_a_snapshot_and_then_every_change(plane, client) -
     assert (block.block_hash, block.token_ids[0], block.tier) == (b"a" * 16, ord("a"), HOST)
     assert got[5:8] == [BlocksRemoved(((b"a" * 16, DEVICE),)), CaughtUp(9), CaughtUp(10)]
     assert got[8:] == [IndexCleared(), CaughtUp(11)]
-    assert plane.requests == [pb.WatchRequest(pool_id="p", namespace="lora")]
+    assert plane.requests == [ppb.WatchPrefixesRequest(pool_id="p", namespace="lora")]
 
 
 async def test_a_block_of_many_tokens_keeps_them_apart(plane, client) -> None:
-    message = pb.Stored(
+    event = ppb.PrefixEvent(
+        kind=ppb.PREFIX_EVENT_KIND_STORED,
         hashes=b"a" * 16 + b"b" * 16,
         parent_hashes=NO_PARENT + b"a" * 16,
         token_ids=columns.pack(INT32, [1, 2, 3, 4]),
         tiers=columns.pack(UINT8, [DEVICE, HOST]),
     )
-    part = pb.Snapshot(stored=message, last=True, revision=1)
-    plane.script = in_turn([pb.WatchResponse(snapshot=part)])
-    _, event, _ = await take(3, client.watch("p"))
-    assert [list(block.token_ids) for block in event.blocks] == [[1, 2], [3, 4]]
-    assert event.blocks[1] == StoredBlock(b"b" * 16, b"a" * 16, event.blocks[1].token_ids, HOST)
+    plane.script = in_turn([message(1, event)])
+    got, _ = await take(2, client.watch_prefixes("p"))
+    assert [list(block.token_ids) for block in got.blocks] == [[1, 2], [3, 4]]
+    assert got.blocks[1] == StoredBlock(b"b" * 16, b"a" * 16, got.blocks[1].token_ids, HOST)
 
 
 async def test_a_feed_that_breaks_goes_on_where_it_was(plane, client) -> None:
@@ -168,9 +209,9 @@ async def test_a_feed_that_breaks_goes_on_where_it_was(plane, client) -> None:
         [snapshot("a"), PlaneUnavailableError("gone")],
         [PlaneUnavailableError("still gone")],
         [PoolNotFoundError("its data plane is not back yet")],
-        [changed(8, removal("a"))],
+        [message(8, removal("a"))],
     )
-    got = await take(5, client.watch("p"))
+    got = await take(5, client.watch_prefixes("p"))
     assert got[2:] == [CaughtUp(7), BlocksRemoved(((b"a" * 16, DEVICE),)), CaughtUp(8)]
     assert [(r.since_revision, r.incarnation) for r in plane.requests] == [
         (0, 0),
@@ -182,9 +223,9 @@ async def test_a_feed_that_breaks_goes_on_where_it_was(plane, client) -> None:
 
 async def test_a_feed_that_breaks_in_its_snapshot_starts_it_again(plane, client) -> None:
     plane.script = in_turn(
-        [snapshot("a", last=False), PlaneUnavailableError("gone")], [snapshot("a", "b")]
+        [snapshot("a", revision=0), PlaneUnavailableError("gone")], [snapshot("a", "b")]
     )
-    got = await take(5, client.watch("p"))
+    got = await take(5, client.watch_prefixes("p"))
     assert [type(event) for event in got] == [
         IndexCleared,
         BlocksStored,
@@ -199,7 +240,7 @@ async def test_a_follower_that_is_too_far_behind_gets_another_snapshot(plane, cl
     plane.script = in_turn(
         [snapshot("a"), RevisionTooOldError("too slow")], [snapshot("b", revision=400)]
     )
-    got = await take(6, client.watch("p"))
+    got = await take(6, client.watch_prefixes("p"))
     assert got[2:4] == [CaughtUp(7), IndexCleared()]
     assert (names(got[4]), got[5]) == ("b", CaughtUp(400))
     assert [request.since_revision for request in plane.requests] == [0, 0]
@@ -208,22 +249,30 @@ async def test_a_follower_that_is_too_far_behind_gets_another_snapshot(plane, cl
 async def test_a_pool_that_was_never_there_is_no_reason_to_wait(plane, client) -> None:
     plane.script = in_turn([PoolNotFoundError("no such pool")])
     with pytest.raises(PoolNotFoundError):
-        await anext(client.watch("p"))
+        await anext(client.watch_prefixes("p"))
 
 
 async def test_a_plane_that_stays_away_ends_the_feed(plane, client) -> None:
     plane.script = lambda _: [PlaneUnavailableError("gone")]
     with pytest.raises(PlaneUnavailableError):
-        await anext(client.watch("p", timeout_s=0.3))
+        await anext(client.watch_prefixes("p", timeout_s=0.3))
     assert len(plane.requests) > 1
 
 
 @pytest.mark.parametrize("column", ["hashes", "parent_hashes", "token_ids", "tiers"])
 async def test_columns_that_differ_in_length_are_refused(plane, client, column: str) -> None:
     response = snapshot("a", "b", "c")
-    message = response.snapshot.stored
-    value = getattr(message, column)
-    setattr(message, column, value[: len(value) // 3] if column != "token_ids" else value[:8])
+    event = response.events[1]
+    value = getattr(event, column)
+    setattr(event, column, value[: len(value) // 3] if column != "token_ids" else value[:8])
     plane.script = in_turn([response])
     with pytest.raises(InvalidRequestError):
-        await take(3, client.watch("p"))
+        await take(3, client.watch_prefixes("p"))
+
+
+async def test_an_event_of_a_later_release_is_refused(plane, client) -> None:
+    later = ppb.PrefixEvent(kind=9)  # type: ignore[arg-type]
+    plane.script = in_turn([message(1, later)])
+    with pytest.raises(InvalidRequestError) as refused:
+        await anext(client.watch_prefixes("p"))
+    assert refused.value.field == "kind"

@@ -46,7 +46,7 @@ def decode(planes: Planes) -> list[str]:
     ):
         control.wait_ready(POOL)
         with control.open_session(POOL, LAYOUT) as session, data.open(session.grant) as execution:
-            events = control.watch(POOL)
+            events = control.watch_prefixes(POOL)
             step = session.run(ops.admit(1, [5] * 12))
             execution.start(step.plan)
             with pytest.raises(InvalidRequestError, match="receipt: is None"):
@@ -55,7 +55,9 @@ def decode(planes: Planes) -> list[str]:
                 execution.layer(layer, qkv, qkv, qkv)
             session.add_receipt(execution.receipt)
             session.submit_receipts()
-            seen.append(f"cached {session.lookup_prefix([5] * 12).num_cached_tokens}")
+            (found,) = control.find_prefix([5] * 12)
+            retained = control.retain_prefix(POOL, [5] * 12, time_to_live_s=9)
+            seen.append(f"cached {found.num_cached_tokens}, blocks retained {retained}")
             kinds = []
             while BlocksStored not in kinds or kinds[-1] is not CaughtUp:
                 kinds.append(type(next(events)))
@@ -71,7 +73,7 @@ def decode(planes: Planes) -> list[str]:
 
 async def test_a_thread_admits_attends_and_finds_its_prompt_cached(planes: Planes) -> None:
     seen = await asyncio.wait_for(asyncio.to_thread(decode, planes), 30)
-    assert seen == ["cached 8", "reopened True, True", "sessions 0"]
+    assert seen == ["cached 8, blocks retained 1", "reopened True, True", "sessions 0"]
 
 
 async def test_several_threads_share_a_client(planes: Planes) -> None:

@@ -13,6 +13,7 @@ from control_plane.server import registration_server, service
 from control_plane.watching import Follower
 from kvplane import Session, ops
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawShard
 from tests.helpers.planning.operations_world import World, prompt
 
@@ -70,8 +71,9 @@ async def pools(world: World) -> AsyncIterator[dict[str, tuple[RawShard, Session
         shard = await world.register(pool_id=pool_id)
         session = await world.client.open_session(pool_id, world.layout)
         await session.step([ops.free([])])
-        call = world.stub.Watch(pb.WatchRequest(pool_id=pool_id))
-        assert (await asyncio.wait_for(call.read(), PATIENCE_S)).snapshot.last
+        call = world.stub.WatchPrefixes(ppb.WatchPrefixesRequest(pool_id=pool_id))
+        while not (await asyncio.wait_for(call.read(), PATIENCE_S)).revision:
+            pass
         found[pool_id] = (shard, session, call)
     yield found
     for shard, _, call in found.values():
@@ -89,8 +91,8 @@ async def test_a_step_writes_to_its_own_pools_streams_alone(
         session.add_receipt(shard.receipt(result.plan))
         await session.submit_receipts()
         await shard.published(2)
-        changes = (await asyncio.wait_for(call.read(), PATIENCE_S)).changes
-        assert len(changes.changes[0].stored.hashes) == 2 * 16
+        events = (await asyncio.wait_for(call.read(), PATIENCE_S)).events
+        assert len(events[0].hashes) == 2 * 16
     assert set(told.sent) == set(told.asked_for) == set(told.followed) == {"pool-3"}
     assert told.sent["pool-3"] == NUM_STEPS
     assert told.num_notices == 0

@@ -20,14 +20,13 @@ template <typename P>
 void bind_prefixes(py::class_<P>& pool) {
   pool.def(
       "retain",
-      [](P& self, SessionHandle handle, const py::bytes& token_ids, int priority,
-         double expires_at_s, int64_t most_blocks, bool only_check) -> py::tuple {
+      [](P& self, const py::bytes& root, uint32_t owner, const py::bytes& token_ids, int priority,
+         double expires_at_s, int64_t most_blocks) -> py::tuple {
         if (priority < 1 || priority > 100) throw py::value_error("priority must be from 1 to 100");
         const auto tokens = read<int32_t>(token_ids, "token_ids");
-        checked(self, handle);
         const auto result = in_groups(self, [&](Groups groups) {
-          return Pool::retain(groups, handle, tokens, static_cast<uint8_t>(priority), expires_at_s,
-                              most_blocks, only_check);
+          return Pool::retain(groups, std::string_view(root), owner, tokens,
+                              static_cast<uint8_t>(priority), expires_at_s, most_blocks);
         });
         if (const auto* failure = std::get_if<Failure>(&result))
           return py::make_tuple(failure->item, static_cast<int>(failure->code), failure->a,
@@ -35,36 +34,34 @@ void bind_prefixes(py::class_<P>& pool) {
         const auto& retained = std::get<Retained>(result);
         return py::make_tuple(retained.num_blocks, retained.num_new);
       },
-      py::arg("handle"), py::arg("token_ids"), py::arg("priority"), py::arg("expires_at_s"),
-      py::arg("most_blocks"), py::arg("only_check") = false);
+      py::arg("root"), py::arg("owner"), py::arg("token_ids"), py::arg("priority"),
+      py::arg("expires_at_s"), py::arg("most_blocks"));
   pool.def(
       "release_retained",
-      [](P& self, SessionHandle handle, const py::bytes& token_ids) {
-        return self.release_retained(checked(self, handle), read<int32_t>(token_ids, "token_ids"));
+      [](P& self, const py::bytes& root, uint32_t owner, const py::bytes& token_ids) {
+        return self.release_retained(std::string_view(root), owner,
+                                     read<int32_t>(token_ids, "token_ids"));
       },
-      py::arg("handle"), py::arg("token_ids"));
+      py::arg("root"), py::arg("owner"), py::arg("token_ids"));
   pool.def(
       "forget",
-      [](P& self, SessionHandle handle, const py::bytes& token_ids, bool force,
-         int64_t most_counted, bool only_check) {
+      [](P& self, const py::bytes& root, const py::bytes& token_ids, bool force,
+         int64_t most_counted) {
         const auto tokens = read<int32_t>(token_ids, "token_ids");
-        checked(self, handle);
         return in_groups(self, [&](Groups groups) {
-          return as_pair(Pool::forget(groups, handle, tokens, force, most_counted, only_check));
+          return as_pair(Pool::forget(groups, std::string_view(root), tokens, force, most_counted));
         });
       },
-      py::arg("handle"), py::arg("token_ids"), py::arg("force"), py::arg("most_counted"),
-      py::arg("only_check") = false);
+      py::arg("root"), py::arg("token_ids"), py::arg("force"), py::arg("most_counted"));
   pool.def(
       "forget_roots",
-      [](P& self, const py::list& roots, bool force, bool only_check) {
+      [](P& self, const py::list& roots, bool force) {
         std::vector<std::string_view> names;
         for (const auto& root : roots) names.push_back(py::cast<std::string_view>(root));
-        return in_groups(self, [&](Groups groups) {
-          return as_pair(Pool::forget_roots(groups, names, force, only_check));
-        });
+        return in_groups(
+            self, [&](Groups groups) { return as_pair(Pool::forget_roots(groups, names, force)); });
       },
-      py::arg("roots"), py::arg("force"), py::arg("only_check") = false);
+      py::arg("roots"), py::arg("force"));
 }
 
 void bind_retention(PoolClass& pool) {

@@ -101,17 +101,20 @@ py::tuple match(const Pool& pool, const std::vector<EntryId>& found) {
   return py::make_tuple(num_device, num_host, py::bytes(hashes));
 }
 
-py::tuple explain(const Pool& pool, const py::bytes& root, const py::bytes& token_ids) {
+// Columns of the blocks of the entries that were found.
+py::tuple explain(const Pool& pool, const std::vector<EntryId>& found) {
+  std::string hashes;
   std::vector<uint8_t> tiers, priorities;
   std::vector<int32_t> indices, ref_counts;
   std::vector<int64_t> generations, num_hits, ages_ms, idle_ms;
-  for (const EntryId e :
-       pool.match(std::string_view(root), read<int32_t>(token_ids, "token_ids"))) {
+  for (const EntryId e : found) {
     const Entry& entry = pool.index()[e];
     if (entry.block(kDevice) == kNoBlock && entry.block(kHost) == kNoBlock) continue;
     const Tier tier = entry.block(kDevice) != kNoBlock ? kDevice : kHost;
     const BlockStore& blocks = pool.store(tier);
     const Block b = entry.block(tier);
+    const Hash& hash = pool.index().hash(e);
+    hashes.append(reinterpret_cast<const char*>(hash.data()), hash.size());
     tiers.push_back(tier);
     indices.push_back(static_cast<int32_t>(b));
     generations.push_back(blocks.generation(b));
@@ -122,8 +125,9 @@ py::tuple explain(const Pool& pool, const py::bytes& root, const py::bytes& toke
     idle_ms.push_back(static_cast<int64_t>(idle_s * 1000));
     priorities.push_back(blocks.priority(b));
   }
-  return py::make_tuple(pack(tiers), pack(indices), pack(generations), pack(ref_counts),
-                        pack(num_hits), pack(ages_ms), pack(idle_ms), pack(priorities));
+  return py::make_tuple(py::bytes(hashes), pack(tiers), pack(indices), pack(generations),
+                        pack(ref_counts), pack(num_hits), pack(ages_ms), pack(idle_ms),
+                        pack(priorities));
 }
 
 py::bytes unwritten_bytes(size_t num) {
@@ -397,7 +401,20 @@ void bind_queries(PoolClass& pool) {
                      self.match_hashes(std::string_view(root), read<uint8_t>(hashes, "hashes")));
       },
       py::arg("root"), py::arg("hashes"));
-  pool.def("explain", &explain, py::arg("root"), py::arg("token_ids"));
+  pool.def(
+      "explain",
+      [](const Pool& self, const py::bytes& root, const py::bytes& token_ids) {
+        return explain(self,
+                       self.match(std::string_view(root), read<int32_t>(token_ids, "token_ids")));
+      },
+      py::arg("root"), py::arg("token_ids"));
+  pool.def(
+      "explain_hashes",
+      [](const Pool& self, const py::bytes& root, const py::bytes& hashes) {
+        return explain(self,
+                       self.match_hashes(std::string_view(root), read<uint8_t>(hashes, "hashes")));
+      },
+      py::arg("root"), py::arg("hashes"));
   pool.def("num_owned", &Pool::num_owned, py::arg("owner"));
   pool.def("counters", [](const Pool& self) {
     const Counters& c = self.counters();

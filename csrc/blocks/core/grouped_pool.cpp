@@ -93,9 +93,9 @@ bool GroupedPool::receipted(SessionHandle handle, int64_t plan, int64_t max_bloc
   return is_left;
 }
 
-int64_t GroupedPool::release_retained(SessionHandle handle, Span<int32_t> tokens) {
+int64_t GroupedPool::release_retained(std::string_view root, uint32_t owner, Span<int32_t> tokens) {
   int64_t num = 0;
-  for (Pool* pool : pools_) num = std::max(num, pool->release_retained(handle, tokens));
+  for (Pool* pool : pools_) num = std::max(num, pool->release_retained(root, owner, tokens));
   return num;
 }
 

@@ -70,7 +70,7 @@ class GroupedPool {
   std::vector<Failure> deferred_tokens(SessionHandle handle, const DeferredColumns& columns);
   bool receipted(SessionHandle handle, int64_t plan,
                  int64_t max_blocks = std::numeric_limits<int64_t>::max());
-  int64_t release_retained(SessionHandle handle, Span<int32_t> tokens);
+  int64_t release_retained(std::string_view root, uint32_t owner, Span<int32_t> tokens);
   // Leading full blocks that an admission would find: their entries in the first group.
   std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;
   int64_t num_blocks(Tier tier) const { return Proportion(groups(), tier).smallest(); }

@@ -157,11 +157,11 @@ class Pool final : private Listener {
   std::vector<Announcement> findable_in(Block begin, Block& end) const;  // on the device, by root
 
   // Retention: see retention.h and _native.pyi.
-  static std::variant<Retained, Failure> retain(Groups groups, SessionHandle handle,
-                                                Span<int32_t> tokens, uint8_t priority,
-                                                double expires_at_s, int64_t most_blocks,
-                                                bool only_check);
-  int64_t release_retained(SessionHandle handle, Span<int32_t> tokens);
+  static std::variant<Retained, Failure> retain(Groups groups, std::string_view root,
+                                                uint32_t owner, Span<int32_t> tokens,
+                                                uint8_t priority, double expires_at_s,
+                                                int64_t most_blocks);
+  int64_t release_retained(std::string_view root, uint32_t owner, Span<int32_t> tokens);
   // Device blocks that tables of the owner's sessions refer to.
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
@@ -175,10 +175,10 @@ class Pool final : private Listener {
   // Forgetting (forget.cpp): the prefix cannot be found from now on; `forget_some` removes its
   // entries, and returns whether some are left. Without `force` nothing changes if tables refer to
   // its blocks. Of more than `most_counted` entries the answer counts fewer than there are.
-  static Forgotten forget(Groups groups, SessionHandle handle, Span<int32_t> tokens, bool force,
-                          int64_t most_counted, bool only_check);
+  static Forgotten forget(Groups groups, std::string_view root, Span<int32_t> tokens, bool force,
+                          int64_t most_counted);
   static Forgotten forget_roots(Groups groups, const std::vector<std::string_view>& roots,
-                                bool force, bool only_check);
+                                bool force);
   bool forget_some(int64_t max_entries);
   std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
 
@@ -229,7 +229,7 @@ class Pool final : private Listener {
   EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
   Forgotten count_below(EntryId top, int64_t most) const;
   int64_t num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens, EntryId top) const;
-  void forget_prefix(SessionHandle handle, Span<int32_t> tokens, const Forgotten& result);
+  void forget_prefix(EntryId root, Span<int32_t> tokens, const Forgotten& result);
   std::vector<uint32_t> keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks);
   void forget_root(EntryId root);
   void take_apart(EntryId e, EntryId root);

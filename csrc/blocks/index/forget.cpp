@@ -14,15 +14,15 @@
 
 namespace kvplane::blocks {
 
-Forgotten Pool::forget(Groups groups, SessionHandle handle, Span<int32_t> tokens, bool force,
-                       int64_t most_counted, bool only_check) {
+Forgotten Pool::forget(Groups groups, std::string_view root_name, Span<int32_t> tokens, bool force,
+                       int64_t most_counted) {
   const int64_t num = tokens.size / groups[0]->block_size_;
   if (num == 0) return {};
   Forgotten all;
   std::vector<Forgotten> results;
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
-    const EntryId root = pool.sessions_[handle].root, top = pool.find_path(root, tokens, num);
+    const EntryId root = pool.index_.find_root(root_name), top = pool.find_path(root, tokens, num);
     results.emplace_back();
     if (top != kNoEntry) {
       results.back() = pool.count_below(top, most_counted);
@@ -32,15 +32,14 @@ Forgotten Pool::forget(Groups groups, SessionHandle handle, Span<int32_t> tokens
     all.num_in_use += results.back().num_in_use;
   }
   if (all.num_in_use && !force) return {0, all.num_in_use};
-  if (only_check) return all;
   all.num_blocks = std::max(all.num_blocks, all.num_in_use);  // where not all were counted
   for (int64_t g = 0; g < groups.size; ++g)
-    groups[g]->forget_prefix(handle, tokens, results[static_cast<size_t>(g)]);
+    if (const EntryId root = groups[g]->index_.find_root(root_name); root != kNoEntry)
+      groups[g]->forget_prefix(root, tokens, results[static_cast<size_t>(g)]);
   return all;
 }
 
-void Pool::forget_prefix(SessionHandle handle, Span<int32_t> tokens, const Forgotten& result) {
-  const EntryId root = sessions_[handle].root;
+void Pool::forget_prefix(EntryId root, Span<int32_t> tokens, const Forgotten& result) {
   const int64_t num = tokens.size / block_size_;
   const std::vector<uint32_t> kept = keep_private(root, tokens, num);
   const EntryId top = find_path(root, tokens, num);  // it is gone if only producers needed it
@@ -70,8 +69,8 @@ void Pool::forget_prefix(SessionHandle handle, Span<int32_t> tokens, const Forgo
   forgetting_.push_back({detached, index_[detached].uid, result.is_large ? root : kNoEntry});
 }
 
-Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>& names, bool force,
-                             bool only_check) {
+Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>& names,
+                             bool force) {
   std::vector<std::vector<EntryId>> roots(static_cast<size_t>(groups.size));
   Forgotten all;
   for (int64_t g = 0; g < groups.size; ++g) {
@@ -84,7 +83,6 @@ Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>&
     all.num_in_use += groups[g]->num_in_use(found, {}, kNoEntry);
   }
   if (all.num_in_use && !force) return {0, all.num_in_use};
-  if (only_check) return all;
   for (int64_t g = 0; g < groups.size; ++g)
     for (const EntryId root : roots[static_cast<size_t>(g)]) groups[g]->forget_root(root);
   return all;

@@ -243,48 +243,44 @@ void Retention::check() const {
 // The pool's operations
 
 // Retains the prefix in each group as far as it has it; the owner's blocks are counted in each.
-std::variant<Retained, Failure> Pool::retain(Groups groups, SessionHandle handle,
+std::variant<Retained, Failure> Pool::retain(Groups groups, std::string_view root, uint32_t owner,
                                              Span<int32_t> tokens, uint8_t priority,
-                                             double expires_at_s, int64_t most_blocks,
-                                             bool only_check) {
+                                             double expires_at_s, int64_t most_blocks) {
   std::vector<std::vector<EntryId>> paths;
   Retained result;
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
-    const Session& session = pool.sessions_[handle];
-    paths.push_back(pool.match(session.root, tokens));
+    paths.push_back(pool.match(pool.index_.find_root(root), tokens));
     if (paths.back().empty() || expires_at_s <= pool.now_s_) continue;
-    const int64_t now = pool.retention_.num_entries(session.owner);
-    const int64_t num_new = pool.retention_.num_new(session.owner, paths.back());
+    const int64_t now = pool.retention_.num_entries(owner);
+    const int64_t num_new = pool.retention_.num_new(owner, paths.back());
     if (num_new && now + num_new > most_blocks)
       return Failure{0, Code::kTooManyEntries, most_blocks, now, num_new};
     result.num_blocks = std::max(result.num_blocks, static_cast<int64_t>(paths.back().size()));
     result.num_new = std::max(result.num_new, num_new);
   }
-  if (only_check) return result;
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
     const std::vector<EntryId>& path = paths[static_cast<size_t>(g)];
     if (path.empty() || expires_at_s <= pool.now_s_) continue;
-    pool.retention_.retain(pool.sessions_[handle].owner, path, priority, expires_at_s,
+    pool.retention_.retain(owner, path, priority, expires_at_s,
                            pool.prefix_key(path.back(), static_cast<int64_t>(path.size()), tokens));
   }
   return result;
 }
 
-int64_t Pool::release_retained(SessionHandle handle, Span<int32_t> tokens) {
-  const Session& session = sessions_[handle];
+int64_t Pool::release_retained(std::string_view root, uint32_t owner, Span<int32_t> tokens) {
   std::vector<EntryId> path;
-  EntryId last = session.root;
+  EntryId last = index_.find_root(root);
+  if (last == kNoEntry) return 0;
   for (int64_t i = 0; i < tokens.size / block_size_; ++i) {
     const EntryId e = index_.find(last, tokens.data + i * block_size_);
     if (e == kNoEntry) break;
     path.push_back(last = e);
   }
-  const int64_t before = retention_.num_entries(session.owner);
-  retention_.release(session.owner, path,
-                     prefix_key(last, static_cast<int64_t>(path.size()), tokens));
-  return before - retention_.num_entries(session.owner);
+  const int64_t before = retention_.num_entries(owner);
+  retention_.release(owner, path, prefix_key(last, static_cast<int64_t>(path.size()), tokens));
+  return before - retention_.num_entries(owner);
 }
 
 // The key of all full blocks of the tokens; `e` is the entry of the first `num` of them.

@@ -85,8 +85,9 @@ async def send(session: Session, ticket: PushTicket) -> None:
         await pushes.send_blocks(session.grant, 1, ticket)
 
 
-async def num_cached(session: Session) -> int:
-    return (await session.lookup_prefix([*PROMPT, 0])).num_cached_tokens
+async def num_cached(control: ControlClient, pool_id: str) -> int:
+    (found,) = await control.find_prefix(PROMPT, pool_ids=[pool_id])
+    return found.num_cached_tokens
 
 
 async def opened(control: ControlClient, pool_id: str) -> tuple[Session, DataClient]:
@@ -128,7 +129,7 @@ async def receiver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **
                         await there.detach()
                 read = await source.read_blocks(here.grant, 1, num_blocks=1)
                 assert len(read.blocks.data) == NUM_BYTES // NUM_BLOCKS
-                assert await num_cached(here) == len(PROMPT)
+                assert await num_cached(control, HERE) == len(PROMPT)
 
 
 async def sender_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
@@ -165,6 +166,6 @@ async def sender_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **mo
             await until(lambda: plane.executor.num_sessions == 0)
             again, target = await opened(control, THERE)
             async with again, target:
-                assert await num_cached(again) == 0
+                assert await num_cached(control, THERE) == 0
                 await compute(again, target)  # all blocks are there again
-                assert await num_cached(again) == len(PROMPT)
+                assert await num_cached(control, THERE) == len(PROMPT)

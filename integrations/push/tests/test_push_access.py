@@ -111,7 +111,8 @@ async def test_data_planes_push_over_tls_as_who_they_are(peers: TlsPools) -> Non
         await compute(here, tls)
         async with PrefixMover(here, there, tls=tls) as mover:
             await mover.move(SEQUENCE, PROMPT)
-        assert (await there.lookup_prefix([*PROMPT, 0])).num_cached_tokens == 24
+        (found,) = await control.find_prefix(PROMPT, pool_ids=[THERE])
+        assert found.num_cached_tokens == 24
 
 
 @pytest.mark.parametrize(

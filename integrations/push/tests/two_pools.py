@@ -69,7 +69,7 @@ class PushSide(Side):
     """``pushes`` calls the data plane's plug-in."""
 
     def __init__(self, side: Side, pushes: PushClient) -> None:
-        super().__init__(side.session, side.data, side.execution, side.plane)
+        super().__init__(side.control, side.session, side.data, side.execution, side.plane)
         self.pushes = pushes
         self.push = push_of(side.plane)
 

@@ -193,7 +193,7 @@ class DeferredTokens(_message.Message):
     def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
 class Operation(_message.Message):
-    __slots__ = ("admit", "append", "fork", "free", "swap_out", "swap_in", "truncate", "retain", "release", "forget")
+    __slots__ = ("admit", "append", "fork", "free", "swap_out", "swap_in", "truncate")
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
@@ -201,9 +201,6 @@ class Operation(_message.Message):
     SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
-    RETAIN_FIELD_NUMBER: _ClassVar[int]
-    RELEASE_FIELD_NUMBER: _ClassVar[int]
-    FORGET_FIELD_NUMBER: _ClassVar[int]
     admit: Admit
     append: Append
     fork: Fork
@@ -211,10 +208,7 @@ class Operation(_message.Message):
     swap_out: SwapOut
     swap_in: SwapIn
     truncate: Truncate
-    retain: Retain
-    release: Release
-    forget: Forget
-    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., swap_out: _Optional[_Union[SwapOut, _Mapping]] = ..., swap_in: _Optional[_Union[SwapIn, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
+    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., swap_out: _Optional[_Union[SwapOut, _Mapping]] = ..., swap_in: _Optional[_Union[SwapIn, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
     __slots__ = ("sequence_id", "token_ids", "num_compute_tokens", "max_total_tokens", "skip_prefix_lookup", "fork_sequence_ids", "wait")
@@ -284,36 +278,8 @@ class Truncate(_message.Message):
     num_tokens: bytes
     def __init__(self, sequence_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
 
-class Retain(_message.Message):
-    __slots__ = ("token_ids", "time_to_live", "priority")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
-    time_to_live: _duration_pb2.Duration
-    priority: int
-    def __init__(self, token_ids: _Optional[bytes] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
-
-class Release(_message.Message):
-    __slots__ = ("token_ids",)
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ...) -> None: ...
-
-class Forget(_message.Message):
-    __slots__ = ("token_ids", "namespace_contents", "tenant_contents", "force")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    TENANT_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    FORCE_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
-    namespace_contents: bool
-    tenant_contents: bool
-    force: bool
-    def __init__(self, token_ids: _Optional[bytes] = ..., namespace_contents: bool = ..., tenant_contents: bool = ..., force: bool = ...) -> None: ...
-
 class OperationResult(_message.Message):
-    __slots__ = ("failures", "admit", "append", "fork", "free", "swap_out", "swap_in", "truncate", "retain", "release", "forget")
+    __slots__ = ("failures", "admit", "append", "fork", "free", "swap_out", "swap_in", "truncate")
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
@@ -322,9 +288,6 @@ class OperationResult(_message.Message):
     SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
-    RETAIN_FIELD_NUMBER: _ClassVar[int]
-    RELEASE_FIELD_NUMBER: _ClassVar[int]
-    FORGET_FIELD_NUMBER: _ClassVar[int]
     failures: _containers.RepeatedCompositeFieldContainer[ItemFailure]
     admit: AdmitResult
     append: AppendResult
@@ -333,10 +296,7 @@ class OperationResult(_message.Message):
     swap_out: SwapResult
     swap_in: SwapResult
     truncate: TruncateResult
-    retain: RetainResult
-    release: ReleaseResult
-    forget: ForgetResult
-    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., append: _Optional[_Union[AppendResult, _Mapping]] = ..., fork: _Optional[_Union[ForkResult, _Mapping]] = ..., free: _Optional[_Union[FreeResult, _Mapping]] = ..., swap_out: _Optional[_Union[SwapResult, _Mapping]] = ..., swap_in: _Optional[_Union[SwapResult, _Mapping]] = ..., truncate: _Optional[_Union[TruncateResult, _Mapping]] = ..., retain: _Optional[_Union[RetainResult, _Mapping]] = ..., release: _Optional[_Union[ReleaseResult, _Mapping]] = ..., forget: _Optional[_Union[ForgetResult, _Mapping]] = ...) -> None: ...
+    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., append: _Optional[_Union[AppendResult, _Mapping]] = ..., fork: _Optional[_Union[ForkResult, _Mapping]] = ..., free: _Optional[_Union[FreeResult, _Mapping]] = ..., swap_out: _Optional[_Union[SwapResult, _Mapping]] = ..., swap_in: _Optional[_Union[SwapResult, _Mapping]] = ..., truncate: _Optional[_Union[TruncateResult, _Mapping]] = ...) -> None: ...
 
 class ItemFailure(_message.Message):
     __slots__ = ("item", "status", "error", "shortage")
@@ -408,28 +368,6 @@ class TruncateResult(_message.Message):
     num_released_blocks: bytes
     def __init__(self, num_released_blocks: _Optional[bytes] = ...) -> None: ...
 
-class RetainResult(_message.Message):
-    __slots__ = ("num_retained_blocks", "num_retained_tokens")
-    NUM_RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_RETAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    num_retained_blocks: int
-    num_retained_tokens: int
-    def __init__(self, num_retained_blocks: _Optional[int] = ..., num_retained_tokens: _Optional[int] = ...) -> None: ...
-
-class ReleaseResult(_message.Message):
-    __slots__ = ("num_released_blocks",)
-    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_released_blocks: int
-    def __init__(self, num_released_blocks: _Optional[int] = ...) -> None: ...
-
-class ForgetResult(_message.Message):
-    __slots__ = ("num_forgotten_blocks", "num_blocks_in_use")
-    NUM_FORGOTTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
-    num_forgotten_blocks: int
-    num_blocks_in_use: int
-    def __init__(self, num_forgotten_blocks: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ...) -> None: ...
-
 class CheckOperationsRequest(_message.Message):
     __slots__ = ("session", "operations")
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -481,158 +419,6 @@ class GetBlockTableResponse(_message.Message):
     tables: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
     num_tokens: int
     def __init__(self, tables: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
-
-class LookupPrefixRequest(_message.Message):
-    __slots__ = ("session", "token_ids")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    session: _types_pb2.SessionRef
-    token_ids: bytes
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
-
-class LookupPrefixResponse(_message.Message):
-    __slots__ = ("num_cached_tokens", "hashes", "num_host_tokens")
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    num_cached_tokens: int
-    hashes: bytes
-    num_host_tokens: int
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., hashes: _Optional[bytes] = ..., num_host_tokens: _Optional[int] = ...) -> None: ...
-
-class FindPrefixRequest(_message.Message):
-    __slots__ = ("token_ids", "hashes", "namespace", "pool_ids")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    POOL_IDS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: bytes
-    hashes: bytes
-    namespace: str
-    pool_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, token_ids: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace: _Optional[str] = ..., pool_ids: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class FindPrefixResponse(_message.Message):
-    __slots__ = ("matches",)
-    MATCHES_FIELD_NUMBER: _ClassVar[int]
-    matches: _containers.RepeatedCompositeFieldContainer[PoolMatch]
-    def __init__(self, matches: _Optional[_Iterable[_Union[PoolMatch, _Mapping]]] = ...) -> None: ...
-
-class PoolMatch(_message.Message):
-    __slots__ = ("pool_id", "num_device_tokens", "num_host_tokens", "revision")
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
-    pool_id: str
-    num_device_tokens: int
-    num_host_tokens: int
-    revision: int
-    def __init__(self, pool_id: _Optional[str] = ..., num_device_tokens: _Optional[int] = ..., num_host_tokens: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
-
-class ExplainPrefixRequest(_message.Message):
-    __slots__ = ("session", "token_ids")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    session: _types_pb2.SessionRef
-    token_ids: bytes
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
-
-class ExplainPrefixResponse(_message.Message):
-    __slots__ = ("tiers", "indices", "generations", "ref_counts", "num_hits", "ages_ms", "idle_ms", "priorities", "num_cached_tokens")
-    TIERS_FIELD_NUMBER: _ClassVar[int]
-    INDICES_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    REF_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
-    AGES_MS_FIELD_NUMBER: _ClassVar[int]
-    IDLE_MS_FIELD_NUMBER: _ClassVar[int]
-    PRIORITIES_FIELD_NUMBER: _ClassVar[int]
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tiers: bytes
-    indices: bytes
-    generations: bytes
-    ref_counts: bytes
-    num_hits: bytes
-    ages_ms: bytes
-    idle_ms: bytes
-    priorities: bytes
-    num_cached_tokens: int
-    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., num_hits: _Optional[bytes] = ..., ages_ms: _Optional[bytes] = ..., idle_ms: _Optional[bytes] = ..., priorities: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
-
-class WatchRequest(_message.Message):
-    __slots__ = ("pool_id", "namespace", "since_revision", "incarnation")
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    SINCE_REVISION_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    pool_id: str
-    namespace: str
-    since_revision: int
-    incarnation: int
-    def __init__(self, pool_id: _Optional[str] = ..., namespace: _Optional[str] = ..., since_revision: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
-
-class WatchResponse(_message.Message):
-    __slots__ = ("incarnation", "snapshot", "changes")
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
-    CHANGES_FIELD_NUMBER: _ClassVar[int]
-    incarnation: int
-    snapshot: Snapshot
-    changes: Changes
-    def __init__(self, incarnation: _Optional[int] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., changes: _Optional[_Union[Changes, _Mapping]] = ...) -> None: ...
-
-class Snapshot(_message.Message):
-    __slots__ = ("stored", "last", "revision")
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
-    stored: Stored
-    last: bool
-    revision: int
-    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., last: bool = ..., revision: _Optional[int] = ...) -> None: ...
-
-class Changes(_message.Message):
-    __slots__ = ("changes", "revision")
-    CHANGES_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
-    changes: _containers.RepeatedCompositeFieldContainer[Change]
-    revision: int
-    def __init__(self, changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., revision: _Optional[int] = ...) -> None: ...
-
-class Change(_message.Message):
-    __slots__ = ("stored", "removed", "cleared")
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    REMOVED_FIELD_NUMBER: _ClassVar[int]
-    CLEARED_FIELD_NUMBER: _ClassVar[int]
-    stored: Stored
-    removed: Removed
-    cleared: Cleared
-    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., removed: _Optional[_Union[Removed, _Mapping]] = ..., cleared: _Optional[_Union[Cleared, _Mapping]] = ...) -> None: ...
-
-class Stored(_message.Message):
-    __slots__ = ("hashes", "parent_hashes", "token_ids", "tiers")
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    PARENT_HASHES_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TIERS_FIELD_NUMBER: _ClassVar[int]
-    hashes: bytes
-    parent_hashes: bytes
-    token_ids: bytes
-    tiers: bytes
-    def __init__(self, hashes: _Optional[bytes] = ..., parent_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
-
-class Removed(_message.Message):
-    __slots__ = ("hashes", "tiers")
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    TIERS_FIELD_NUMBER: _ClassVar[int]
-    hashes: bytes
-    tiers: bytes
-    def __init__(self, hashes: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
-
-class Cleared(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class DescribeSequenceRequest(_message.Message):
     __slots__ = ("session", "sequence_id")

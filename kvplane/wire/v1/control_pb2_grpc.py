@@ -89,26 +89,6 @@ class ControlPlaneServiceStub(object):
                 request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsRequest.SerializeToString,
                 response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsResponse.FromString,
                 _registered_method=True)
-        self.LookupPrefix = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/LookupPrefix',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.LookupPrefixRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.LookupPrefixResponse.FromString,
-                _registered_method=True)
-        self.FindPrefix = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/FindPrefix',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.FindPrefixRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.FindPrefixResponse.FromString,
-                _registered_method=True)
-        self.ExplainPrefix = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/ExplainPrefix',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.ExplainPrefixRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.ExplainPrefixResponse.FromString,
-                _registered_method=True)
-        self.Watch = channel.unary_stream(
-                '/kvplane.v1.ControlPlaneService/Watch',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.WatchResponse.FromString,
-                _registered_method=True)
         self.DescribeSequence = channel.unary_unary(
                 '/kvplane.v1.ControlPlaneService/DescribeSequence',
                 request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.DescribeSequenceRequest.SerializeToString,
@@ -203,38 +183,6 @@ class ControlPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LookupPrefix(self, request, context):
-        """Says how much of a prompt is cached. A hint: nothing is held for the caller.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FindPrefix(self, request, context):
-        """Says how much of a prompt each pool has cached for the caller's tenant, without a session. A hint: nothing is held for the caller.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ExplainPrefix(self, request, context):
-        """Describes the cached blocks of a prompt's prefix. Nothing is held, and no block counts as used by it. Of several layer groups it
-        describes the first without an attention window; an admission finds less where the others have less.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Watch(self, request, context):
-        """Follows a pool's prefix index, of the caller's tenant and one namespace: a snapshot, then every change. A follower that applies
-        them in order has the same index. ABORTED (REVISION_TOO_OLD) when the changes since the revision asked for are not
-        kept any more, and as the end of the stream when the follower is too slow: start again from a snapshot. Of several layer groups it
-        follows the first without an attention window.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def DescribeSequence(self, request, context):
         """Describes a sequence. NOT_FOUND (SEQUENCE_NOT_FOUND).
         """
@@ -292,26 +240,6 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.CheckOperations,
                     request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsRequest.FromString,
                     response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsResponse.SerializeToString,
-            ),
-            'LookupPrefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.LookupPrefix,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.LookupPrefixRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.LookupPrefixResponse.SerializeToString,
-            ),
-            'FindPrefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindPrefix,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.FindPrefixRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.FindPrefixResponse.SerializeToString,
-            ),
-            'ExplainPrefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.ExplainPrefix,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.ExplainPrefixRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.ExplainPrefixResponse.SerializeToString,
-            ),
-            'Watch': grpc.unary_stream_rpc_method_handler(
-                    servicer.Watch,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.WatchRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.WatchResponse.SerializeToString,
             ),
             'DescribeSequence': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeSequence,
@@ -555,114 +483,6 @@ class ControlPlaneService(object):
             '/kvplane.v1.ControlPlaneService/CheckOperations',
             kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsRequest.SerializeToString,
             kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LookupPrefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/LookupPrefix',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.LookupPrefixRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.LookupPrefixResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindPrefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/FindPrefix',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.FindPrefixRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.FindPrefixResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ExplainPrefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/ExplainPrefix',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.ExplainPrefixRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.ExplainPrefixResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Watch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/Watch',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

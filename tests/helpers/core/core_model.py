@@ -14,6 +14,7 @@ from control_plane.core import ControlPlane
 from control_plane.observing import PoolObservation
 from control_plane.pools.publications import root_of
 from kvplane import ops
+from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, error_of, news_of, sequence_states
@@ -21,6 +22,7 @@ from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_beliefs import ModelSequence, believe, believe_grants
 from tests.helpers.core.core_data_plane import DataPlane
@@ -35,6 +37,7 @@ from tests.helpers.core.core_messages import (
     root_value,
     spans_of,
 )
+from tests.helpers.core.core_prefixes import forget, num_cached
 
 OK, LATER, NEVER, FAILED = (
     cpb.OPERATION_STATUS_OK,
@@ -343,8 +346,13 @@ class Engine:
 
     def lookup(self, tokens: Sequence[int]) -> int:
         """Return how many tokens of a prompt are cached."""
-        request = cpb.LookupPrefixRequest(session=self.ref, token_ids=pack(tokens))
-        return self.world.core.lookup_prefix(request, self.tenant).num_cached_tokens
+        return num_cached(self.world.core, POOL, self.owner, tokens)
+
+    def forget(
+        self, what: Sequence[int] | ForgetScope, *, force: bool = False
+    ) -> ppb.ForgetPrefixesResponse:
+        """Forget a prefix, or all of a scope, of the session's tenant and namespace."""
+        return forget(self.world.core, POOL, self.owner, what, force=force)
 
     def blocks(self, sequence_id: int) -> list[tuple[int, int, int]]:
         """Return (tier, index, generation) of each block of the core's table of a sequence."""

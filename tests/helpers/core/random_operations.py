@@ -143,28 +143,6 @@ def _swap_in(rng: Random, known: Known) -> cpb.Operation:
     return ops.swap_in(_ids_of(rng, known, tpb.TIER_HOST))
 
 
-def _retain(rng: Random, known: Known) -> cpb.Operation:
-    return ops.retain(
-        _prompt(rng, known),
-        time_to_live_s=_rarely(rng, 0.0, rng.choice((5.0, 60.0))),
-        priority=_rarely(rng, 101, rng.choice((1, 50, 100))),
-    )
-
-
-def _release(rng: Random, known: Known) -> cpb.Operation:
-    return ops.release(_prompt(rng, known))
-
-
-def _forget(rng: Random, known: Known) -> cpb.Operation:
-    what: Any = _prompt(rng, known)
-    what = what[: len(what) // 8 * 8] if rng.random() < 0.9 else what
-    if rng.random() < 0.2:
-        what = rng.choice(list(ops.Scope))
-    if rng.random() < 0.03:
-        return cpb.Operation(forget=cpb.Forget())
-    return ops.forget(what, force=rng.random() < 0.3)
-
-
 _MAKERS: Final[dict[str, Callable[[Random, Known], cpb.Operation]]] = {
     "admit": _admit,
     "append": _append,
@@ -173,7 +151,4 @@ _MAKERS: Final[dict[str, Callable[[Random, Known], cpb.Operation]]] = {
     "truncate": _truncate,
     "swap_out": _swap_out,
     "swap_in": _swap_in,
-    "retain": _retain,
-    "release": _release,
-    "forget": _forget,
 }

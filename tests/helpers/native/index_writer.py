@@ -55,7 +55,7 @@ class Writer:
     """A session whose plans run as soon as they are made, unless ``late``."""
 
     def __init__(self, pool: Pool, root: bytes = b"root", owner: int = 1) -> None:
-        self.pool, self.root = pool, root
+        self.pool, self.root, self.owner = pool, root, owner
         self.handle = pool.open_session(root, owner)
         self.late = False
         self._number = self._last_id = 0
@@ -122,4 +122,4 @@ class Writer:
 
     def priorities(self, tokens: list[int]) -> list[int]:
         """Return the priorities of the leading cached blocks."""
-        return list(self.pool.explain(self.root, i32(tokens))[7])
+        return list(self.pool.explain(self.root, i32(tokens))[8])

@@ -389,7 +389,7 @@ class Walk:
             found = core.match(root, _bytes(tokens))
             if not group.window:  # then all leading blocks are there
                 assert core.match_hashes(root, found[2]) == found
-                assert len(core.explain(root, _bytes(tokens))[0]) == found[0] + found[1]
+                assert core.explain(root, _bytes(tokens))[0] == found[2]
                 assert num_device + num_host <= found[0] + found[1]
         assert self.world.dump() == before
 

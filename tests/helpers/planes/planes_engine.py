@@ -30,6 +30,7 @@ from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.core.core_prefixes import num_cached
 from tests.helpers.planes.planes_known import (
     DEVICE,
     HOST,
@@ -199,9 +200,7 @@ class Engine:
 
     def lookup(self, tokens: Sequence[int]) -> int:
         """Return how many tokens of a prompt are cached."""
-        packed = ops.pack_tokens(tokens)
-        request = cpb.LookupPrefixRequest(session=self.ref, token_ids=packed)
-        return self.control.core.lookup_prefix(request, self.tenant).num_cached_tokens
+        return num_cached(self.control.core, POOL, self.owner, tokens)
 
     def deferred_tokens(self) -> cpb.DeferredTokens:
         """Return tokens of computed positions that the control plane was not given yet."""

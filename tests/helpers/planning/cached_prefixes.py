@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from kvplane import Session
-from kvplane.clients.prefix_feed import BlocksStored, CaughtUp, FeedReader, StoredBlock
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane import ops
+from kvplane.clients.prefix_feed import BlocksStored, CaughtUp, StoredBlock, read_events
+from kvplane.results import pool_match
+from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.planning.control_wire import PATIENCE_S, Stub
 
 Kept = tuple[int, int, int, int, int, int]
@@ -25,29 +26,36 @@ class CachedPrefixes:
     kept: frozenset[tuple[bytes, tuple[Kept, ...]]]
 
 
-async def cached_prefixes(stub: Stub, pool_id: str, session: Session) -> CachedPrefixes:
-    """Return all that is cached in the session's namespace. Asking counts as no use of it."""
-    stored, revision = await snapshot(stub, pool_id, session.namespace)
+async def cached_prefixes(stub: Stub, pool_id: str, namespace: str) -> CachedPrefixes:
+    """Return all that is cached in the namespace. Asking counts as no use of it."""
+    stored, revision = await snapshot(stub, pool_id, namespace)
     kept = set()
     by_hash = {block.block_hash: block for block in stored}
     parents = {block.parent_hash for block in stored}
     for block_hash in by_hash.keys() - parents:
-        blocks = await session.explain_prefix(prompt_of(block_hash, by_hash))
-        explained = tuple(
-            (b.tier, b.index, b.generation, b.ref_count, b.num_hits, b.priority) for b in blocks
+        request = pb.FindPrefixRequest(
+            token_ids=ops.pack_tokens(prompt_of(block_hash, by_hash)),
+            namespace=namespace,
+            pool_ids=[pool_id],
+            with_blocks=True,
         )
-        kept.add((block_hash, explained))
+        (match,) = (await stub.FindPrefix(request)).matches
+        described = tuple(
+            (b.tier, b.index, b.generation, b.ref_count, b.num_hits, b.priority)
+            for b in pool_match(match).blocks
+        )
+        kept.add((block_hash, described))
     found = frozenset((block.block_hash, block.tier) for block in stored)
     return CachedPrefixes(revision, found, frozenset(kept))
 
 
 async def snapshot(stub: Stub, pool_id: str, namespace: str) -> tuple[list[StoredBlock], int]:
-    """Return the blocks of a new follower's first message, and their revision."""
-    call, reader = stub.Watch(pb.WatchRequest(pool_id=pool_id, namespace=namespace)), FeedReader()
+    """Return the blocks of a new follower's snapshot, and their revision."""
+    call = stub.WatchPrefixes(pb.WatchPrefixesRequest(pool_id=pool_id, namespace=namespace))
     stored: list[StoredBlock] = []
     try:
         while True:
-            for event in reader.read(await asyncio.wait_for(call.read(), PATIENCE_S)):
+            for event in read_events(await asyncio.wait_for(call.read(), PATIENCE_S)):
                 if isinstance(event, BlocksStored):
                     stored += event.blocks
                 elif isinstance(event, CaughtUp):

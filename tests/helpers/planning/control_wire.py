@@ -13,7 +13,7 @@ from kvplane import ops
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2_grpc
+from kvplane.wire.v1 import control_pb2_grpc, pool_pb2_grpc, prefix_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, hello, report
 
@@ -28,6 +28,7 @@ def stub_of(channel: grpc.aio.Channel | grpc.Channel) -> Stub:
         control_pb2_grpc.ControlPlaneServiceStub(channel),
         pool_pb2_grpc.ServerServiceStub(channel),
         pool_pb2_grpc.PoolServiceStub(channel),
+        prefix_pb2_grpc.PrefixServiceStub(channel),
     ]
     return SimpleNamespace(**{name: call for stub in stubs for name, call in vars(stub).items()})
 

@@ -138,7 +138,7 @@ class World:
                     self.sequences[message.sequence_id] = tokens
                     self.seen["hits"] += done.admit.num_cached_tokens > 0
                 continue
-            if kind == "forget" or kind.startswith("swap"):
+            if kind.startswith("swap"):
                 continue
             ids = columns.read(INT64, message.sequence_ids, "")
             begin = 0

@@ -7,15 +7,18 @@ receipt for every plan, and runs none.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from control_plane.steps.operations import OPERATIONS
 from kvplane import ControlClient, Layout, SequenceState, Session, ops
+from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import KvplaneError, SequenceNotFoundError
-from kvplane.results import StepResult, error_of
+from kvplane.results import CachedBlock, ForgetResult, PoolMatch, StepResult, error_of
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import control_pb2 as pb
@@ -115,10 +118,9 @@ class World:
                 except SequenceNotFoundError:
                     continue
                 sequences.append((number, state, await caller.table(sequence_id)))
-        sessions = {caller.session.namespace: caller.session for caller in self.callers}
         cached = {
-            namespace: await cached_prefixes(self.stub, POOL, session)
-            for namespace, session in sessions.items()
+            namespace: await cached_prefixes(self.stub, POOL, namespace)
+            for namespace in {caller.session.namespace for caller in self.callers}
         }
         counters = await self.counters()
         num_live = sum(counters[f'sequences{{state="{tier}"}}'] for tier in ("device", "host"))
@@ -217,7 +219,42 @@ class Caller:
 
     async def num_cached(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens an admission of this prompt would find cached now."""
-        return (await self.session.lookup_prefix(token_ids)).num_cached_tokens
+        (match,) = await self.find(token_ids)
+        return min(match.num_cached_tokens, len(token_ids) - 1)
+
+    async def blocks(self, token_ids: Sequence[int]) -> Sequence[CachedBlock]:
+        """Return the cached blocks of this prompt."""
+        (match,) = await self.find(token_ids, with_blocks=True)
+        return match.blocks
+
+    async def find(self, token_ids: Sequence[int], **how: Any) -> list[PoolMatch]:
+        """Look the prompt up in the pool."""
+        return await self.world.client.find_prefix(
+            token_ids, namespace=self.session.namespace, pool_ids=[POOL], **how
+        )
+
+    async def retain(self, token_ids: ops.Tokens, **how: Any) -> int:
+        """Retain the prompt's prefix, or end its retention."""
+        return await self.world.client.retain_prefix(
+            POOL, token_ids, namespace=self.session.namespace, **how
+        )
+
+    async def forget(self, what: ops.Tokens | ForgetScope, *, force: bool = False) -> ForgetResult:
+        """Forget a prefix, or all of a scope."""
+        return await self.world.client.forget_prefixes(
+            POOL, what, namespace=self.session.namespace, force=force
+        )
+
+    async def denied(
+        self, call: Awaitable[object], kind: type[KvplaneError], field: str
+    ) -> KvplaneError:
+        """Assert that the call fails by this field; nothing must have changed."""
+        before = await self.world.state()
+        with pytest.raises(KvplaneError) as refused:
+            await call
+        assert (type(refused.value), refused.value.field) == (kind, field), repr(refused.value)
+        assert await self.world.state() == before
+        return refused.value
 
 
 def prompt(num_blocks: int, seed: int = 0, extra: int = 1) -> list[int]:

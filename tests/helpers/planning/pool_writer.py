@@ -17,6 +17,7 @@ class NativeSession:
     def __init__(self, pool: Pool, session_id: int, tenant: str, root: bytes) -> None:
         self.pool = pool
         self.id = session_id
+        self.root = root
         self.handle = pool.open(session_id, tenant, root)
         self.num_plans = 0
         self.num_sequences = 0
@@ -47,7 +48,7 @@ class NativeSession:
 
 def found(pool: Pool, root: bytes, token_ids: Iterable[int]) -> list[int]:
     """Return the device blocks that hold the longest cached prefix of a prompt."""
-    _, indices, *_ = pool.native.explain(root, ops.pack_tokens(list(token_ids)))
+    _, _, indices, *_ = pool.native.explain(root, ops.pack_tokens(list(token_ids)))
     return columns.read(INT32, indices, "indices").tolist()
 
 

@@ -67,16 +67,6 @@ def _done_by_a_check(patch: pytest.MonkeyPatch, name: str) -> None:
     patch.setattr(operation, "run", run)
 
 
-def a_prefix_is_retained(patch: pytest.MonkeyPatch) -> None:
-    """A check of a Retain keeps the prefix."""
-    _done_by_a_check(patch, "retain")
-
-
-def a_retention_is_ended(patch: pytest.MonkeyPatch) -> None:
-    """A check of a Release ends the retention."""
-    _done_by_a_check(patch, "release")
-
-
 def full_sessions_are_ignored(patch: pytest.MonkeyPatch) -> None:
     """A check does not know that too many plans are in flight for the step."""
     patch.setattr(core, "check_no_plan", lambda member, operations: None)
@@ -87,7 +77,5 @@ FAULTS = (
     blocked_growth_is_ignored,
     a_position_is_taken,
     a_growth_waits,
-    a_prefix_is_retained,
-    a_retention_is_ended,
     full_sessions_are_ignored,
 )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from kvplane import ops
-from kvplane.wire.columns import fixed
-from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1 import control_pb2 as pb
-from tests.helpers.planning.operations_world import DEVICE, HOST, World, plan_of, prompt
+from kvplane.errors import InvalidRequestError
+from kvplane.transport.connection import typed_errors
+from kvplane.wire.v1 import prefix_pb2 as pb
+from tests.helpers.planning.operations_world import DEVICE, HOST, plan_of, prompt
 
 
 async def test_an_admission_finds_the_longest_cached_prefix_of_full_blocks(world, caller) -> None:
@@ -41,8 +41,8 @@ async def test_what_would_be_evicted_moves_to_the_host_tier_and_is_found_there(s
     assert list(plan.allocations.tiers) == [HOST] * 4
     assert list(plan.transfers.destination_tiers) == [HOST] * 4
     assert await world.usage(HOST) == {"free": 4, "cached": 4, "held": 0, "retired": 0}
-    found = await caller.session.lookup_prefix(prompt(4))
-    assert (found.num_cached_tokens, found.num_host_tokens) == (32, 32)
+    (found,) = await caller.find(prompt(4))
+    assert (found.num_device_tokens, found.num_host_tokens) == (0, 32)
     shortage = await caller.later(ops.admit(2, prompt(4)))
     assert (shortage.tier, shortage.num_blocks_needed) == (DEVICE, 5)
     await caller.do(ops.free(1))
@@ -73,17 +73,25 @@ async def test_sequences_come_before_cached_prefixes_in_the_host_tier(start_worl
 async def test_a_prefix_is_explained_block_by_block(world, caller) -> None:
     await caller.admit(1, prompt(2))
     await caller.admit(2, prompt(2))
-    await caller.session.lookup_prefix(prompt(2))
-    blocks = await caller.session.explain_prefix(prompt(3))
+    assert (await caller.find(prompt(2)))[0].blocks == (), "nobody asked for them"
+    blocks = await caller.blocks(prompt(3))
     table = await caller.table(1)
+    hashes = [block.block_hash for block in blocks]
+    (by_hashes,) = await world.client.find_prefix(
+        hashes=[*hashes, bytes(16)], pool_ids=["pool"], with_blocks=True
+    )
+    assert [block.block_hash for block in by_hashes.blocks] == hashes
+    assert [(block.tier, block.index) for block in by_hashes.blocks] == [
+        (block.tier, block.index) for block in blocks
+    ]
     assert [(block.tier, block.index, block.generation) for block in blocks] == list(table[:2])
     assert [(block.ref_count, block.num_hits, block.idle_s) for block in blocks] == [(2, 1, 0)] * 2
     await caller.do(ops.free([1, 2]))
     await asyncio.sleep(0.05)
-    for block in await caller.session.explain_prefix(prompt(3)):
+    for block in await caller.blocks(prompt(3)):
         assert (block.ref_count, block.priority) == (0, 0)
         assert block.age_s >= block.idle_s >= 0.04
-    assert await caller.session.explain_prefix(prompt(3, seed=1)) == []
+    assert await caller.blocks(prompt(3, seed=1)) == ()
 
 
 async def test_the_longest_match_of_every_pool_is_found_without_a_session(world, caller) -> None:
@@ -98,7 +106,7 @@ async def test_the_longest_match_of_every_pool_is_found_without_a_session(world,
     (only,) = await world.client.find_prefix(prompt(3, extra=0), pool_ids=["pool"])
     assert (only.num_device_tokens, only.num_host_tokens) == (24, 0)
     assert only.revision == (await caller.step()).revision
-    hashes = fixed((await caller.session.lookup_prefix(prompt(3))).hashes, 16)
+    hashes = [block.block_hash for block in await caller.blocks(prompt(3))]
     for given, num_tokens in ((hashes, 24), (hashes[:2], 16), (hashes[1:], 0)):
         (match,) = await world.client.find_prefix(hashes=given, pool_ids=["pool"])
         assert match.num_device_tokens == num_tokens
@@ -108,37 +116,59 @@ async def test_the_longest_match_of_every_pool_is_found_without_a_session(world,
     other.hang_up()
 
 
-async def refuse(world: World, method: str, request: Any, field: str) -> None:
-    """Assert that the question is refused by this field; nothing must have changed."""
-    before = await world.state()
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await getattr(world.stub, method)(request)
-    assert await world.state() == before
-    error = from_rpc_error(refused.value)
-    told = refused.value.code().name, error.reason, error.field
-    assert told == ("INVALID_ARGUMENT", "INVALID_REQUEST", field)
+async def test_searches_of_many_pools_take_turns(
+    world, caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pool takes a slice."""
+    monkeypatch.setattr("control_plane.prefixes._SLICE_BLOCKS", 1)
+    others = [await world.register(pool_id=f"pool-{i}") for i in range(3)]
+    await caller.admit(1, prompt(2))
+    core, running, most = world.server.core, 0, 0
+    original = core.find_prefix
+
+    def counted(*args: Any) -> Iterator[None]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return (yield from original(*args))
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(core, "find_prefix", counted)
+    answers = await asyncio.gather(*(world.client.find_prefix(prompt(2)) for _ in range(4)))
+    assert most > 1, "others come between two slices"
+    assert [each.num_device_tokens for each in answers[0]] == [16, 0, 0, 0]
+    assert answers == [answers[0]] * 4
+    for other in others:
+        other.hang_up()
 
 
-@pytest.mark.parametrize("method", ["LookupPrefix", "ExplainPrefix", "FindPrefix"])
+WRONG = {
+    "nothing": ({}, "token_ids"),
+    "part of a token": ({"token_ids": bytes(7)}, "token_ids"),
+    "a negative token": (
+        {"token_ids": ops.pack_tokens([1, 2**31 - 1]) + b"\0\0\0\x80"},
+        "token_ids",
+    ),
+    "part of a hash": ({"hashes": bytes(15)}, "hashes"),
+    "both": ({"token_ids": bytes(4), "hashes": bytes(16)}, "hashes"),
+    "a long namespace": ({"token_ids": bytes(4), "namespace": "n" * 129}, "namespace"),
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
 async def test_a_question_that_is_wrong_is_refused_and_the_next_is_answered(
-    world, caller, method
+    world, caller, why
 ) -> None:
     await caller.admit(1, prompt(2))
-    request = getattr(pb, f"{method}Request")()
-    if method != "FindPrefix":
-        request.session.CopyFrom(caller.session.ref)
-    negative = ops.pack_tokens([1, 2**31 - 1]) + b"\0\0\0\x80"
-    for no_column in (b"", bytes(7), negative):
-        request.token_ids = no_column
-        await refuse(world, method, request, "token_ids")
-    request.token_ids = ops.pack_tokens(prompt(2))
-    if method == "FindPrefix":
-        wrong = pb.FindPrefixRequest(hashes=bytes(15))
-        await refuse(world, method, wrong, "hashes")
-        wrong = pb.FindPrefixRequest(token_ids=request.token_ids, namespace="n" * 129)
-        await refuse(world, method, wrong, "namespace")
-        (answer,) = (await world.stub.FindPrefix(request)).matches
-        assert answer.num_device_tokens == 16
-    else:
-        answer = await getattr(world.stub, method)(request)
-        assert answer.num_cached_tokens == 16
+    fields, field = WRONG[why]
+
+    async def find() -> None:
+        with typed_errors():
+            await world.stub.FindPrefix(pb.FindPrefixRequest(**fields))
+
+    await caller.denied(find(), InvalidRequestError, field)
+    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(prompt(2)))
+    (answer,) = (await world.stub.FindPrefix(request)).matches
+    assert answer.num_device_tokens == 16

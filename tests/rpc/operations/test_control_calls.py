@@ -23,6 +23,7 @@ from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -75,11 +76,12 @@ async def test_it_describes_a_pool(stub: Stub, session: RawSession, shard: RawSh
 
 async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) -> None:
     opening = pb.OpenSessionRequest(pool_id="x", layout=LAYOUT.to_proto())
-    find = pb.FindPrefixRequest(token_ids=bytes(4), pool_ids=["pool", "x"])
+    find = ppb.FindPrefixRequest(token_ids=bytes(4), pool_ids=["pool", "x"])
     await refused(stub.GetPool(pool_pb2.GetPoolRequest(pool_id="x")), *NO_POOL, "pool_id")
     await refused(stub.GetPool(pool_pb2.GetPoolRequest()), *INVALID, "pool_id")
     await refused(stub.ListSessions(pool_pb2.ListSessionsRequest(pool_id="x")), *NO_POOL, "pool_id")
-    await refused(stub.Watch(pb.WatchRequest(pool_id="x")).read(), *NO_POOL, "pool_id")
+    watch = stub.WatchPrefixes(ppb.WatchPrefixesRequest(pool_id="x"))
+    await refused(watch.read(), *NO_POOL, "pool_id")
     await refused(stub.OpenSession(opening), *NO_POOL, "pool_id")
     await refused(stub.FindPrefix(find), *NO_POOL, "pool_ids[1]")
 
@@ -161,8 +163,6 @@ async def test_requests_name_the_incarnation_and_sessions_of_others_do_not_exist
         (stub.AbortPlans, pb.AbortPlansRequest(number=1, plan_number=1)),
         (stub.CheckOperations, pb.CheckOperationsRequest(operations=step.operations)),
         (stub.GetBlockTable, pb.GetBlockTableRequest(sequence_id=1)),
-        (stub.LookupPrefix, pb.LookupPrefixRequest(token_ids=b"abcd")),
-        (stub.ExplainPrefix, pb.ExplainPrefixRequest(token_ids=b"abcd")),
         (stub.DescribeSequence, pb.DescribeSequenceRequest(sequence_id=1)),
         (stub.Step, step),
     ]

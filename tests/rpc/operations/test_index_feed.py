@@ -19,9 +19,10 @@ from kvplane.clients.prefix_feed import (
     PrefixEvent,
     StoredBlock,
 )
-from kvplane.errors import PoolNotFoundError, RevisionTooOldError
+from kvplane.clients.prefixes import ForgetScope
+from kvplane.errors import BlockInUseError, PoolNotFoundError, RevisionTooOldError
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.planning.cached_prefixes import snapshot
 from tests.helpers.planning.control_wire import Stub
 from tests.helpers.planning.operations_world import DEVICE, POOL, Caller, World, prompt
@@ -63,7 +64,7 @@ async def following(client: ControlClient, namespace: str = "") -> AsyncIterator
     follower = Follower()
 
     async def run() -> None:
-        async with aclosing(client.watch(POOL, namespace)) as events:
+        async with aclosing(client.watch_prefixes(POOL, namespace)) as events:
             async for event in events:
                 follower.apply(event)
 
@@ -85,8 +86,8 @@ async def test_a_snapshot_has_what_is_cached_and_changes_follow(world, caller) -
     await caller.admit(1, prompt(2))
     async with following(world.client) as follower, following(world.client, "lora-7") as other:
         await follower.until(await revision_of(caller))
-        hashes = (await caller.session.lookup_prefix(prompt(2))).hashes
-        assert b"".join(block_hash for block_hash, _ in follower.held) == hashes
+        hashes = [block.block_hash for block in await caller.blocks(prompt(2))]
+        assert [block_hash for block_hash, _ in follower.held] == hashes
         first, second = follower.held.values()
         assert (first.parent_hash, second.parent_hash) == (bytes(16), first.block_hash)
         assert [*first.token_ids, *second.token_ids] == prompt(2, extra=0)
@@ -98,11 +99,11 @@ async def test_a_snapshot_has_what_is_cached_and_changes_follow(world, caller) -
         assert len(follower.held) == 3
         assert len(other.held) == 1, "of its own namespace alone"
         await caller.do(ops.free([1, 2]))
-        await caller.do(ops.forget(prompt(3, extra=0)))
+        await caller.forget(prompt(3, extra=0))
         await follower.until(await revision_of(caller))
         assert len(follower.held) == 2
         assert follower.num_snapshots == 1
-        await caller.do(ops.forget(ops.Scope.NAMESPACE))
+        await caller.forget(ForgetScope.NAMESPACE)
         await follower.until(await revision_of(caller))
         assert (len(follower.held), len(other.held)) == (0, 1)
 
@@ -115,7 +116,8 @@ async def churn(world: World, callers: list[Caller], rng: random.Random) -> None
         if not result.results[0].failures:
             await caller.step(ops.free(1))
         if rng.random() < 0.1:
-            await caller.step(ops.forget(ops.Scope.NAMESPACE))
+            with suppress(BlockInUseError):
+                await caller.forget(ForgetScope.NAMESPACE)
 
 
 async def test_a_feed_goes_on_from_a_revision_of_the_same_run(world, caller) -> None:
@@ -124,23 +126,23 @@ async def test_a_feed_goes_on_from_a_revision_of_the_same_run(world, caller) -> 
     async with following(world.client) as follower:  # changes are kept from now on
         await follower.until(since)
     await caller.admit(2, prompt(1, seed=1))
-    request = pb.WatchRequest(
+    request = pb.WatchPrefixesRequest(
         pool_id=POOL, since_revision=since, incarnation=world.server.core.incarnation
     )
-    call = world.stub.Watch(request)
+    call = world.stub.WatchPrefixes(request)
     answer = await asyncio.wait_for(call.read(), 10)
-    (change,) = answer.changes.changes
-    assert len(change.stored.hashes) == 16
-    assert answer.changes.revision == await revision_of(caller)
+    (event,) = answer.events
+    assert (event.kind, len(event.hashes)) == (pb.PREFIX_EVENT_KIND_STORED, 16)
+    assert answer.revision == await revision_of(caller)
     call.cancel()
     request.incarnation = 1
     assert (await refusal(world, request)).field == "since_revision"
 
 
-async def refusal(world: World, request: pb.WatchRequest) -> RevisionTooOldError:
+async def refusal(world: World, request: pb.WatchPrefixesRequest) -> RevisionTooOldError:
     """Return why the feed ends at once."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await asyncio.wait_for(world.stub.Watch(request).read(), 10)
+        await asyncio.wait_for(world.stub.WatchPrefixes(request).read(), 10)
     assert refused.value.code() is grpc.StatusCode.ABORTED
     error = from_rpc_error(refused.value)
     assert type(error) is RevisionTooOldError
@@ -164,22 +166,23 @@ async def test_a_follower_that_comes_back_too_late_is_told_to_start_again(
     incarnation = world.server.core.incarnation
     for seed in range(1, 6):
         await caller.admit(1 + seed, prompt(1, seed))
-    request = pb.WatchRequest(pool_id=POOL, since_revision=since, incarnation=incarnation)
+    request = pb.WatchPrefixesRequest(pool_id=POOL, since_revision=since, incarnation=incarnation)
     error = await refusal(world, request)
     assert error.field == "since_revision"
     assert "start again from a snapshot" in str(error)
     request.since_revision = await revision_of(caller) - 4
-    call = world.stub.Watch(request)
+    call = world.stub.WatchPrefixes(request)
     answer = await asyncio.wait_for(call.read(), 10)
-    assert len(answer.changes.changes[0].stored.hashes) == 4 * 16, "so many are kept"
+    assert len(answer.events[0].hashes) == 4 * 16, "so many are kept"
     call.cancel()
 
 
 async def test_a_follower_that_is_overrun_is_told_so_on_its_stream(start_world) -> None:
     """One step changes more than is kept."""
     world, caller = await overrun(start_world)
-    call = world.stub.Watch(pb.WatchRequest(pool_id=POOL))
-    assert (await asyncio.wait_for(call.read(), 10)).snapshot.last
+    call = world.stub.WatchPrefixes(pb.WatchPrefixesRequest(pool_id=POOL))
+    while not (await asyncio.wait_for(call.read(), 10)).revision:
+        pass
     await caller.admit(1, prompt(5))
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await asyncio.wait_for(call.read(), 10)
@@ -243,4 +246,4 @@ async def test_a_follower_outlives_its_control_plane(
 
 async def test_what_is_not_there_cannot_be_followed(world) -> None:
     with pytest.raises(PoolNotFoundError):
-        await anext(world.client.watch("nowhere"))
+        await anext(world.client.watch_prefixes("nowhere"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvplane import ops
+from kvplane.clients.prefixes import ForgetScope
 from tests.helpers.planning.operations_world import BLOCK, World, prompt
 
 PAGE = Path(__file__).parents[3] / "docs" / "clients.md"
@@ -32,9 +33,9 @@ async def test_new_and_old_weights_find_only_what_they_wrote(world) -> None:
     """An engine that has not been replaced yet goes on with its own KV."""
     old, new = await world.caller("weights-1"), await world.caller("weights-2")
     await old.admit(1, prompt(1))
-    await old.do(ops.retain(prompt(1), time_to_live_s=60))
+    await old.retain(prompt(1), time_to_live_s=60)
     assert await new.num_cached(prompt(3)) == 0
-    assert await new.session.explain_prefix(prompt(3)) == []
+    assert await new.blocks(prompt(3)) == ()
     assert (await new.admit(1, prompt(3))).num_cached_tokens == 0
     assert not {*await old.table(1)} & {*await new.table(1)}
     assert (await old.admit(2, prompt(3))).num_cached_tokens == BLOCK
@@ -48,7 +49,7 @@ async def test_each_of_two_weights_is_found_and_forgotten_where_it_is_named(worl
     for namespace, num_blocks in (("weights-1", 3), ("weights-2", 2), ("", 0), ("weights-3", 0)):
         (match,) = await world.client.find_prefix(prompt(3), namespace=namespace)
         assert match.num_device_tokens == num_blocks * BLOCK
-    await old.do(ops.forget(ops.Scope.NAMESPACE))
+    await old.forget(ForgetScope.NAMESPACE)
     assert (await world.usage())["cached"] == 2
     assert await old.num_cached(prompt(3)) == 0
     assert await new.num_cached(prompt(3)) == 2 * BLOCK
@@ -72,15 +73,14 @@ async def test_sessions_of_one_adapter_share_and_those_of_others_do_not(world) -
     assert found == [2 * BLOCK] * 4
 
 
-async def test_a_retention_and_a_release_concern_one_adapter(world) -> None:
+async def test_a_retention_and_its_end_concern_one_adapter(world) -> None:
     base, adapter = await world.caller(), await world.caller("lora-7")
     for caller in (base, adapter):
         await caller.admit(1, prompt(2))
-        await caller.do(ops.retain(prompt(2), time_to_live_s=60, priority=90))
-    released = await adapter.do(ops.release(prompt(2)))
-    assert released.results[0].release.num_released_blocks == 2
-    assert [block.priority for block in await base.session.explain_prefix(prompt(2))] == [90, 90]
-    assert [block.priority for block in await adapter.session.explain_prefix(prompt(2))] == [0, 0]
+        await caller.retain(prompt(2), time_to_live_s=60, priority=90)
+    assert await adapter.retain(prompt(2), time_to_live_s=None) == 2
+    assert [block.priority for block in await base.blocks(prompt(2))] == [90, 90]
+    assert [block.priority for block in await adapter.blocks(prompt(2))] == [0, 0]
 
 
 # Images.

@@ -41,7 +41,6 @@ LACKS_BLOCKS, LACKS_HEADROOM, LACKS_QUOTA = (
 PROMPT: Final = list(range(1, 21))  # 2 full blocks and a part of one
 ADMITTED: Final = (ops.admit(1, PROMPT), ops.admit(2, PROMPT[:9]))
 """Sequence 2 shares the first block of sequence 1."""
-RETAINED: Final = (*ADMITTED, ops.retain(PROMPT, time_to_live_s=60.0))
 
 MIXED: Final = (
     ops.admit(1, prompt(1)),
@@ -49,11 +48,11 @@ MIXED: Final = (
     ops.swap_out(2),
     ops.admit(3, prompt(3, seed=2)),
     ops.free(3),
-    ops.retain(prompt(2, seed=2), time_to_live_s=60.0, priority=90),
 )
-"""Sequence 1 has 9 tokens on the device and sequence 2 as many on the host. Of another prompt three
-blocks are cached and two retained.
+"""Sequence 1 has 9 tokens on the device and sequence 2 as many on the host. Of another prompt,
+``RETAINED``, three blocks are cached; two of them are retained.
 """
+RETAINED: Final = prompt(2, seed=2)
 CROWDED: Final = (
     ops.admit(1, prompt(7, extra=0)),
     ops.admit(2, prompt(7, seed=1, extra=0)),
@@ -306,44 +305,6 @@ ROWS: Final = {
         },
         (*ADMITTED, ops.swap_out(1)),
     ),
-    "retain": Row(
-        ops.retain(PROMPT, time_to_live_s=60.0),
-        1,
-        {"num_retained_blocks": 2, "num_retained_tokens": 16},
-        {
-            "no tokens": invalid(ops.retain([], time_to_live_s=1), "token_ids"),
-            "a negative token": invalid(
-                ops.retain([*prompt(2, seed=2), -1], time_to_live_s=1), "token_ids"
-            ),
-            "no time": invalid(ops.retain(prompt(3, seed=2), time_to_live_s=0), "time_to_live"),
-            "negative time": invalid(
-                ops.retain(prompt(3, seed=2), time_to_live_s=-1), "time_to_live"
-            ),
-            "priority 0": invalid(
-                ops.retain(prompt(3, seed=2), time_to_live_s=1, priority=0), "priority"
-            ),
-            "priority 101": invalid(
-                ops.retain(prompt(3, seed=2), time_to_live_s=1, priority=101), "priority"
-            ),
-        },
-    ),
-    "release": Row(
-        ops.release(PROMPT),
-        1,
-        {"num_released_blocks": 2},
-        {"no tokens": invalid(ops.release([]), "token_ids")},
-        RETAINED,
-    ),
-    "forget": Row(
-        ops.forget(PROMPT[:8], force=True),
-        1,
-        {"num_forgotten_blocks": 2, "num_blocks_in_use": 2},
-        {
-            "no tokens": invalid(ops.forget([]), "token_ids"),
-            "part of a block": invalid(ops.forget(prompt(1, extra=0)[:7]), "token_ids"),
-            "more than a block": invalid(ops.forget(prompt(1)), "token_ids"),
-        },
-    ),
 }
 
 
@@ -418,6 +379,7 @@ async def test_a_refusal_is_foreseen_by_a_check_and_changes_nothing(start_world,
     caller = await world.caller()
     for operation in refusal.before:
         await caller.do(operation)
+    await caller.retain(RETAINED, time_to_live_s=60.0, priority=90)
     check = await checked(caller, refusal.operation)
     (failure,) = await caller.refuse(refusal.operation)
     assert_said(failure, refusal)

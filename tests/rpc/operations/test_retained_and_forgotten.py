@@ -6,9 +6,21 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane import ops
-from kvplane.errors import BlockInUseError, InvalidRequestError, QuotaExceededError
-from tests.helpers.planning.operations_world import Caller, StoppedClock, World, prompt
+from kvplane import ControlClient, ops
+from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
+from kvplane.errors import (
+    BlockInUseError,
+    InvalidRequestError,
+    PoolNotFoundError,
+    PoolNotReadyError,
+    QuotaExceededError,
+)
+from kvplane.results import ForgetResult
+from kvplane.transport.connection import typed_errors
+from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import prefix_pb2 as pb
+from tests.helpers.planning.control_wire import RawShard
+from tests.helpers.planning.operations_world import POOL, Caller, StoppedClock, World, prompt
 
 TIME_S, PRIORITY = 60, 90
 
@@ -30,12 +42,12 @@ async def retainer(small: World, clock: StoppedClock) -> Caller:
     caller = await small.caller()
     await caller.cache(prompt(3))
     await caller.cache(prompt(2, seed=1))
-    await caller.do(ops.retain(prompt(2), time_to_live_s=TIME_S, priority=PRIORITY))
+    assert await caller.retain(prompt(2), time_to_live_s=TIME_S, priority=PRIORITY) == 2
     return caller
 
 
 async def priorities(caller: Caller) -> list[int]:
-    return [block.priority for block in await caller.session.explain_prefix(prompt(3))]
+    return [block.priority for block in await caller.blocks(prompt(3))]
 
 
 async def test_what_is_retained_is_evicted_last_but_never_kept_from_a_sequence(retainer) -> None:
@@ -48,39 +60,95 @@ async def test_what_is_retained_is_evicted_last_but_never_kept_from_a_sequence(r
     assert await retainer.num_cached(prompt(2)) == 0
 
 
-async def test_a_release_makes_room_for_another_retention(retainer) -> None:
+async def test_a_retention_that_ends_makes_room_for_another(retainer) -> None:
     """What is not cached counts as nothing."""
-    another = ops.retain(prompt(3, seed=1), time_to_live_s=TIME_S)
-    await retainer.fail(another, QuotaExceededError, "token_ids")
-    for num_released in (2, 0):
-        released = await retainer.do(ops.release(prompt(2)))
-        assert released.results[0].release.num_released_blocks == num_released
+    another = prompt(3, seed=1)
+    await retainer.denied(
+        retainer.retain(another, time_to_live_s=TIME_S), QuotaExceededError, "token_ids"
+    )
+    for num_ended in (2, 0):
+        assert await retainer.retain(prompt(2), time_to_live_s=None) == num_ended
     assert await priorities(retainer) == [0, 0, 0]
-    kept = await retainer.do(another)
-    assert kept.plan is None
-    assert kept.results[0].retain.num_retained_blocks == 2
-    blocks = await retainer.session.explain_prefix(prompt(2, seed=1))
-    assert [block.priority for block in blocks] == [ops.DEFAULT_PRIORITY] * 2
+    assert await retainer.retain(another, time_to_live_s=TIME_S) == 2
+    blocks = await retainer.blocks(prompt(2, seed=1))
+    assert [block.priority for block in blocks] == [DEFAULT_PRIORITY] * 2
 
 
 async def test_a_retention_that_is_refused_leaves_earlier_ones_as_they_are(clock, retainer) -> None:
     for time_to_live_s in (1, 10 * TIME_S):
         for more in (prompt(3), prompt(1, seed=1)):  # what follows, and another prompt
-            operation = ops.retain(more, time_to_live_s=time_to_live_s, priority=100)
-            await retainer.fail(operation, QuotaExceededError, "token_ids")
-    for operation, field in (
-        (ops.retain(prompt(2), time_to_live_s=10 * TIME_S, priority=101), "priority"),
-        (ops.retain(prompt(2), time_to_live_s=-1, priority=1), "time_to_live"),
-        (ops.retain([*prompt(2), -1], time_to_live_s=1), "token_ids"),
-        (ops.forget(prompt(1)), "token_ids"),
-    ):
-        await retainer.fail(operation, InvalidRequestError, field)
+            call = retainer.retain(more, time_to_live_s=time_to_live_s, priority=100)
+            await retainer.denied(call, QuotaExceededError, "token_ids")
     await retainer.never(ops.admit(2, prompt(8, seed=2)))
     assert await priorities(retainer) == [PRIORITY, PRIORITY, 0]
     clock.advance(TIME_S - 1)
     assert await priorities(retainer) == [PRIORITY, PRIORITY, 0], "it ends no earlier"
     clock.advance(2)
     assert await priorities(retainer) == [0, 0, 0], "and no later"
+
+
+async def test_a_repeated_retention_shortens_no_time_and_lowers_no_priority(
+    clock, retainer
+) -> None:
+    for _ in range(2):
+        assert await retainer.retain(prompt(2), time_to_live_s=1, priority=1) == 2
+    clock.advance(TIME_S - 1)
+    assert await priorities(retainer) == [PRIORITY, PRIORITY, 0]
+
+
+LONG = prompt(2)
+INVALID = {
+    "no tokens": (lambda c: c.retain([], time_to_live_s=1), "token_ids"),
+    "a negative token": (lambda c: c.retain([*LONG, -1], time_to_live_s=1), "token_ids"),
+    "part of a token": (lambda c: c.retain(bytes(7), time_to_live_s=1), "token_ids"),
+    "no tokens, at the end": (lambda c: c.retain([], time_to_live_s=None), "token_ids"),
+    "no time": (lambda c: c.retain(LONG, time_to_live_s=0), "time_to_live"),
+    "negative time": (lambda c: c.retain(LONG, time_to_live_s=-1), "time_to_live"),
+    "priority 0": (lambda c: c.retain(LONG, time_to_live_s=1, priority=0), "priority"),
+    "priority 101": (lambda c: c.retain(LONG, time_to_live_s=1, priority=101), "priority"),
+    "forget no tokens": (lambda c: c.forget([]), "token_ids"),
+    "forget part of a block": (lambda c: c.forget(prompt(1, extra=0)[:7]), "token_ids"),
+    "forget more than a block": (lambda c: c.forget(prompt(1)), "token_ids"),
+    "forget a negative token": (lambda c: c.forget([*range(7), -1]), "token_ids"),
+}
+
+
+@pytest.mark.parametrize("why", INVALID)
+async def test_a_wrong_request_is_refused_by_its_field(retainer, why) -> None:
+    call, field = INVALID[why]
+    await retainer.denied(call(retainer), InvalidRequestError, field)
+
+
+LATER = pb.ForgetScope.ValueType(9)
+WRONG = {
+    "no scope": (pb.ForgetPrefixesRequest(pool_id=POOL), "scope"),
+    "an unknown scope": (pb.ForgetPrefixesRequest(pool_id=POOL, scope=LATER), "scope"),
+    "tokens of a namespace": (
+        pb.ForgetPrefixesRequest(
+            pool_id=POOL, scope=pb.FORGET_SCOPE_NAMESPACE, token_ids=ops.pack_tokens(range(8))
+        ),
+        "token_ids",
+    ),
+    "a long namespace": (
+        pb.ForgetPrefixesRequest(
+            pool_id=POOL, scope=pb.FORGET_SCOPE_NAMESPACE, namespace="n" * 129
+        ),
+        "namespace",
+    ),
+    "no pool": (pb.ForgetPrefixesRequest(scope=pb.FORGET_SCOPE_TENANT), "pool_id"),
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+async def test_what_the_client_cannot_send_is_refused_too(world, caller, why) -> None:
+    await caller.cache(prompt(2))
+    request, field = WRONG[why]
+
+    async def forget() -> None:
+        with typed_errors():
+            await world.stub.ForgetPrefixes(request)
+
+    await caller.denied(forget(), InvalidRequestError, field)
 
 
 # Forgetting.
@@ -90,12 +158,11 @@ async def test_a_prefix_is_forgotten_with_all_that_follows_it(world, caller) -> 
     await caller.cache(prompt(3))
     await caller.cache([*prompt(1, extra=0), *prompt(2, seed=1)])
     await caller.cache(prompt(2, seed=2))
-    result = await caller.do(ops.forget(prompt(2, extra=0)))
-    assert result.results[0].forget.num_forgotten_blocks == 2
+    assert await caller.forget(prompt(2, extra=0)) == ForgetResult(2, 0)
     assert await caller.num_cached(prompt(3)) == 8
-    result = await caller.do(ops.forget(prompt(1, extra=0)))
-    assert result.results[0].forget.num_forgotten_blocks == 3
+    assert await caller.forget(prompt(1, extra=0)) == ForgetResult(3, 0)
     assert await caller.num_cached(prompt(3)) == 0
+    assert await caller.forget(prompt(1, extra=0)) == ForgetResult(0, 0), "a repeat"
     assert await caller.num_cached(prompt(2, seed=2)) == 16
     assert (await world.usage())["free"] == 14
     assert (await world.counters())["forgotten_blocks_total"] == 5
@@ -104,14 +171,12 @@ async def test_a_prefix_is_forgotten_with_all_that_follows_it(world, caller) -> 
 async def test_what_sequences_read_is_forgotten_only_by_force(world, caller) -> None:
     await caller.admit(1, prompt(2))
     await caller.cache(prompt(3))
-    forget = ops.forget(prompt(1, extra=0))
-    await caller.fail(forget, BlockInUseError, "token_ids")
-    for scope in ops.Scope:
-        await caller.fail(ops.forget(scope), BlockInUseError, f"{scope.value}_contents")
+    block = prompt(1, extra=0)
+    await caller.denied(caller.forget(block), BlockInUseError, "token_ids")
+    for scope in ForgetScope:
+        await caller.denied(caller.forget(scope), BlockInUseError, "scope")
     assert await caller.num_cached(prompt(3)) == 24
-    forced = await caller.do(ops.forget(prompt(1, extra=0), force=True))
-    assert forced.results[0].forget.num_forgotten_blocks == 3
-    assert forced.results[0].forget.num_blocks_in_use == 2
+    assert await caller.forget(block, force=True) == ForgetResult(3, 2)
     assert await caller.num_cached(prompt(3)) == 0
     assert (await world.usage())["held"] == 3
     await caller.grow(1, 77)
@@ -119,13 +184,55 @@ async def test_what_sequences_read_is_forgotten_only_by_force(world, caller) -> 
     assert await world.usage() == {"free": 16, "cached": 0, "held": 0, "retired": 0}
 
 
-@pytest.mark.parametrize("scope", ops.Scope)
+@pytest.mark.parametrize("scope", ForgetScope)
 async def test_all_of_a_namespace_or_a_tenant_is_forgotten(world, caller, scope) -> None:
     adapter = await world.caller("lora-7")
     await caller.cache(prompt(2))
     await adapter.cache(prompt(3))
-    forgotten = (await adapter.do(ops.forget(scope))).results[0].forget
+    is_tenant = scope is ForgetScope.TENANT
+    assert (await adapter.forget(scope)).num_forgotten_blocks == (5 if is_tenant else 3)
     assert await adapter.num_cached(prompt(3)) == 0
-    is_tenant = scope is ops.Scope.TENANT
-    assert forgotten.num_forgotten_blocks == (5 if is_tenant else 3)
     assert await caller.num_cached(prompt(2)) == (0 if is_tenant else 16)
+
+
+# Without a session.
+
+
+async def test_prefixes_are_kept_and_forgotten_after_their_sessions_have_ended(
+    world, caller
+) -> None:
+    await caller.cache(prompt(2))
+    await caller.session.close()
+    await world.shard.send(fence_done=cpb.FenceDone(session=caller.session.ref))
+    assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 2
+    assert [block.priority for block in await caller.blocks(prompt(2))] == [DEFAULT_PRIORITY] * 2
+    assert await caller.forget(ForgetScope.TENANT) == ForgetResult(2, 0)
+    assert await caller.blocks(prompt(2)) == ()
+    world.server.core.check_integrity()
+
+
+async def test_what_receipts_have_not_told_yet_is_neither_retained_nor_found(world, caller) -> None:
+    result = await caller.session.step([ops.admit(1, prompt(2))])
+    assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 0
+    caller.session.add_receipt(world.shard.receipt(result.plan))
+    assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 0, "it was not sent yet"
+    await caller.session.submit_receipts()
+    assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 2
+
+
+async def test_nothing_is_changed_where_blocks_are_still_to_be_reported(world, caller) -> None:
+    """They would not be forgotten."""
+    await caller.cache(prompt(2))
+    world.shard.hang_up()
+    again = RawShard(world.stub, epoch=world.shard.hello.epoch + 1)
+    await again.register()
+    async with ControlClient(world.server.address, timeout_s=0.5) as client:
+        for call in (
+            client.forget_prefixes(POOL, ForgetScope.TENANT),
+            client.retain_prefix(POOL, prompt(2), time_to_live_s=TIME_S),
+        ):
+            with pytest.raises(PoolNotReadyError):
+                await call
+        with pytest.raises(PoolNotFoundError):
+            await client.forget_prefixes("nowhere", ForgetScope.TENANT)
+    again.hang_up()

@@ -69,7 +69,7 @@ def test_what_is_below_a_large_prefix_that_was_forgotten_is_not_announced() -> N
             writer.cache(prompt)
         left = {*hashes_of(b"root", blocks(1, 5)), *hashes_of(b"root", blocks(6))}
         assert len(hashes_in_blocks(pool, 32)) == 6
-        pool.forget(writer.handle, i32(blocks(1, 2)), False, 1)
+        pool.forget(writer.root, i32(blocks(1, 2)), False, 1)
         assert hashes_in(pool.take_publications(100)) == left
         assert hashes_in_blocks(pool, 32) == left
         while pool.forget_some(1):
@@ -82,7 +82,7 @@ def test_a_prefix_that_nobody_was_told_of_is_forgotten() -> None:
     with checked_pool(32) as pool:
         writer = Writer(pool)
         writer.cache(blocks(1, 2, 3, 4))
-        pool.forget(writer.handle, i32(blocks(1, 2)), False, 1)
+        pool.forget(writer.root, i32(blocks(1, 2)), False, 1)
         pool.check_integrity()
         assert hashes_in(pool.take_publications(100)) == set(hashes_of(b"root", blocks(1)))
         while pool.forget_some(1):
@@ -101,7 +101,7 @@ def test_what_can_be_found_beside_it_is_announced_in_pieces() -> None:
         assert len(caller.admit(sequence_id, prompt)) == 3
     caller.finish()
     caller.receipted()
-    pool.forget(caller.handle, i32([8]), True, 1)
+    pool.forget(caller.root, i32([8]), True, 1)
     sizes, begin = [], 0
     while begin < num + 3:
         runs, _, _, begin = pool.publications_in(begin, num + 3)
@@ -139,7 +139,7 @@ def test_what_can_be_found_is_not_withdrawn_though_its_parent_is_not_on_the_devi
     other.free(1)
     other.finish()
     other.receipted()
-    pool.forget(other.handle, i32(range(100, 104)), False, 1)
+    pool.forget(other.root, i32(range(100, 104)), False, 1)
     runs, indices, _, _ = pool.publications_in(0, 8)
     assert not {*held[:2]} & {*ints(indices, "i")}, "they can be found"
     assert held[0] not in {i for run in runs for i in ints(run[1], "i")}, "its parent is not there"

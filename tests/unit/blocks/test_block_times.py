@@ -45,7 +45,7 @@ def test_retained_blocks_are_evicted_for_that_reason() -> None:
     with checked_pool(2) as pool:
         writer = Writer(pool)
         writer.cache(blocks(1, 2))
-        pool.retain(writer.handle, i32(blocks(1, 2)), 50, 1e9, 10)
+        pool.retain(writer.root, writer.owner, i32(blocks(1, 2)), 50, 1e9, 10)
         writer.cache(blocks(3, 4))
         assert times(pool).num_evictions["retained"] == 2
 

@@ -55,7 +55,8 @@ class ForgettingWalk(Walk):
 
     def retain(self) -> None:
         self.world.pool.retain(
-            self.pick().caller.handle,
+            self.rng.choice(ROOTS),
+            self.rng.choice((1, 2)),
             i32(self.part()),
             self.rng.randint(1, 4),
             self.now_s + self.rng.randint(1, 30),
@@ -63,23 +64,24 @@ class ForgettingWalk(Walk):
         )
 
     def release(self) -> None:
-        self.world.pool.release_retained(self.pick().caller.handle, i32(self.part()))
+        root, owner = self.rng.choice(ROOTS), self.rng.choice((1, 2))
+        self.world.pool.release_retained(root, owner, i32(self.part()))
 
     def tick(self) -> None:
         self.now_s += self.rng.random() * 10
         self.world.pool.set_time(self.now_s)
 
     def forget(self) -> None:
-        engine, pool, tokens = self.pick(), self.world.pool, self.part()
+        root, pool, tokens = self.rng.choice(ROOTS), self.world.pool, self.part()
         force = self.rng.random() < 0.6
         before = dump(pool, [])
         most = self.rng.choice([1, 1000])
-        found, in_use = pool.forget(engine.caller.handle, i32(tokens), force, most)
+        found, in_use = pool.forget(root, i32(tokens), force, most)
         assert 0 <= in_use <= found or (not force and found == 0)
         if in_use and not force:
             assert dump(pool, []) == before
         else:
-            self.remember(engine.caller.root, tokens)
+            self.remember(root, tokens)
 
     def forget_root(self) -> None:
         pool, root = self.world.pool, self.rng.choice(ROOTS)
@@ -102,7 +104,7 @@ class ForgettingWalk(Walk):
     def check_forgotten(self) -> None:
         """Of a forgotten prefix only blocks are found that were allocated since."""
         for (root, tokens), generations in self.forgotten.items():
-            tiers, indices, found, *_ = self.world.pool.explain(root, i32(tokens))
+            _, tiers, indices, found, *_ = self.world.pool.explain(root, i32(tokens))
             if len(tiers) == len(tokens) // self.world.block_size:
                 tier, block = tiers[-1], ints(indices, "i")[-1]
                 assert ints(found, "q")[-1] > generations[tier][block], (root, tokens)

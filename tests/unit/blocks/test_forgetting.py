@@ -23,7 +23,7 @@ from tests.helpers.native.index_writer import (
 def forget(
     writer: Writer, tokens: list[int], *, force: bool = False, most: int = 100
 ) -> tuple[int, int]:
-    answer: tuple[int, int] = writer.pool.forget(writer.handle, i32(tokens), force, most)
+    answer: tuple[int, int] = writer.pool.forget(writer.root, i32(tokens), force, most)
     return answer
 
 
@@ -38,6 +38,26 @@ def finish(pool: Pool, piece: int = 1) -> list[tuple[int, int]]:
 def num_free(pool: Pool) -> int:
     _, free, _, _, _ = pool.usage(DEVICE)
     return free
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_a_root_without_sessions_is_forgotten_and_retained_too(most: int) -> None:
+    with checked_pool(16) as pool:
+        writer = Writer(pool)
+        writer.cache(blocks(1, 2))
+        pool.end_session(writer.handle)
+        pool.session_fenced(writer.handle)
+        assert pool.retain(b"root", 7, i32(blocks(1, 2)), 9, 1e9, 10) == (2, 2)
+        assert pool.num_retained(7) == 2
+        assert pool.retain(b"none", 7, i32(blocks(1, 2)), 9, 1e9, 10) == (0, 0)
+        assert pool.release_retained(b"none", 7, i32(blocks(1, 2))) == 0
+        assert pool.forget(b"none", i32(blocks(1)), True, most) == (0, 0)
+        assert pool.release_retained(b"root", 7, i32(blocks(1, 2))) == 2
+        assert pool.forget(b"root", i32(blocks(1)), False, most)[0] == min(most, 2)
+        assert pool.match(b"root", i32(blocks(1, 2)))[:2] == (0, 0)
+        finish(pool)
+        assert pool.roots() == [], "nobody needs it"
+        assert num_free(pool) == 16
 
 
 def test_a_prefix_and_what_follows_it_is_forgotten_and_nothing_else() -> None:
@@ -222,7 +242,7 @@ def test_retention_and_spares_go_too() -> None:
         running = [one.write(blocks(1, 2)), other.write(blocks(1, 2))]
         one.catch_up()
         other.catch_up()
-        pool.retain(one.handle, i32(blocks(1, 2)), 9, 1e9, 10)
+        pool.retain(one.root, one.owner, i32(blocks(1, 2)), 9, 1e9, 10)
         assert forget(one, blocks(1)) == (0, 4)
         assert forget(one, blocks(1), force=True) == (4, 4)
         assert pool.num_retained(1) == 0
@@ -250,7 +270,9 @@ def test_forgetting_at_random_leaves_the_index_sound(policy: str) -> None:
                 holder, sequence_id = live.pop(rng.randrange(len(live)))
                 holder.free(sequence_id)
             elif action == 3:
-                pool.retain(writer.handle, i32(prompt), rng.randrange(1, 9), turn + 9.0, 100)
+                pool.retain(
+                    writer.root, writer.owner, i32(prompt), rng.randrange(1, 9), turn + 9.0, 100
+                )
             elif action == 4:
                 before = writer.num_cached(prompt)
                 found, _ = forget(writer, prompt, force=rng.random() < 0.5)
@@ -277,7 +299,7 @@ def test_a_large_prefix_is_gone_at_once_though_its_blocks_are_not_counted() -> N
         for last in (3, 4, 5):
             writer.cache(blocks(1, 2, last))
         running = writer.write(blocks(1, 2, 5))
-        pool.retain(writer.handle, i32(blocks(1, 2, 3)), 9, 1e9, 10)
+        pool.retain(writer.root, writer.owner, i32(blocks(1, 2, 3)), 9, 1e9, 10)
         assert forget(writer, blocks(1, 2), most=1) == (0, 2)
         assert forget(writer, blocks(1, 2), most=1, force=True) == (2, 2)
         assert pool.num_retained(1) == 0

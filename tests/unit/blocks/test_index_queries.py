@@ -38,7 +38,7 @@ def test_hashes_find_what_tokens_find() -> None:
             found = pool.match(writer.root, i32(prompt))
             assert match_hashes(pool, writer.root, hashes) == found
             assert found[2] == b"".join(hashes[: found[0] + found[1]])
-            assert len(pool.explain(writer.root, i32(prompt))[0]) == found[0] + found[1]
+            assert pool.explain(writer.root, i32(prompt))[0] == found[2]
             writer.cache(prompt)
         assert pool.counters()[9] > 0  # some were in the host tier
 
@@ -76,8 +76,12 @@ def test_explain_says_what_lies_where_and_how_it_was_used() -> None:
         pool.set_time(14)
         running = writer.write([*blocks(1), 7, 7])
         pool.set_time(15)
-        pool.retain(writer.handle, i32(blocks(1)), 8, 1e9, 10)
-        columns = pool.explain(b"root", i32([*blocks(1, 2, 3), 5]))
+        pool.retain(writer.root, writer.owner, i32(blocks(1)), 8, 1e9, 10)
+        hashes, *columns = pool.explain(b"root", i32([*blocks(1, 2, 3), 5]))
+        assert hashes == b"".join(hashes_of(b"root", blocks(1, 2)))
+        by_hashes = pool.explain_hashes(b"root", b"".join(hashes_of(b"root", blocks(1, 2, 3))))
+        assert by_hashes == (hashes, *columns)
+        assert pool.explain_hashes(b"root", hashes[:16])[1] == b"\x01", "of the first block alone"
         widths = ("B", "i", "q", "i", "q", "q", "q", "B")
         tiers, indices, generations, refs, hits, ages, idle, priorities = (
             ints(column, width) for column, width in zip(columns, widths, strict=True)

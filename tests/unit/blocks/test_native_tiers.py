@@ -206,7 +206,7 @@ def test_what_is_forgotten_while_it_is_copied_to_the_host_tier_does_not_stay_the
     caller.admit(1, [9] * 4)
     caller.finish()
     pool = caller.pool
-    assert pool.forget(caller.handle, i32([0] * 4), True, 1) == (0, 0)
+    assert pool.forget(caller.root, i32([0] * 4), True, 1) == (0, 0)
     assert not pool.forget_some(1000), "it waits for the receipt"
     pool.check_integrity()
     caller.receipted()

@@ -109,7 +109,7 @@ def num_found(pool: Pool, firsts: list[int], root: bytes = b"r") -> int:
 def test_prefixes_are_found_again_in_the_same_blocks_and_tails_are_evicted_first() -> None:
     report = chain(b"r", [1, 2, 3], [5, 9, 2], generation=7)
     pool = built([report, report])
-    assert ints(pool.explain(b"r", i32(blocks(1, 2, 3)))[1], "i") == [5, 9, 2]
+    assert ints(pool.explain(b"r", i32(blocks(1, 2, 3)))[2], "i") == [5, 9, 2]
     assert pool.usage(DEVICE) == (64, 61, 3, 0, 0)
     assert ints(pool.generations(DEVICE), "q")[:10] == [0, 0, 7, 0, 0, 7, 0, 0, 0, 7]
     writer = Writer(pool, b"r")
@@ -194,7 +194,7 @@ def test_what_is_told_again_replaces_what_was_told_before() -> None:
     assert rebuild.num_restored == 2
     pool = rebuild.take()
     assert [num_found(pool, firsts) for firsts in ([1, 2], [3, 4], [3, 8])] == [0, 1, 2]
-    assert ints(pool.explain(b"r", i32(blocks(3)))[5], "q") == [0]  # as old as the pool
+    assert ints(pool.explain(b"r", i32(blocks(3)))[6], "q") == [0]  # as old as the pool
     pool.check_integrity()
 
 

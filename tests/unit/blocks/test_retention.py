@@ -16,12 +16,14 @@ FOREVER = 1e9
 def retain(
     writer: Writer, tokens: list[int], priority: int, *, until: float = FOREVER, most: int = 1000
 ) -> tuple[int, ...]:
-    answer: tuple[int, ...] = writer.pool.retain(writer.handle, i32(tokens), priority, until, most)
+    answer: tuple[int, ...] = writer.pool.retain(
+        writer.root, writer.owner, i32(tokens), priority, until, most
+    )
     return answer
 
 
 def release(writer: Writer, tokens: list[int]) -> int:
-    return writer.pool.release_retained(writer.handle, i32(tokens))
+    return writer.pool.release_retained(writer.root, writer.owner, i32(tokens))
 
 
 def test_retained_blocks_are_evicted_after_all_others_and_tails_first() -> None:
@@ -155,7 +157,7 @@ def test_a_spare_that_takes_a_blocks_place_is_retained_too() -> None:
         retain(one, blocks(1, 2), 30)
         one.late = False
         one.free(first)
-        assert pool.explain(b"root", i32(blocks(1, 2)))[3] == bytes(8)  # idle, and there are spares
+        assert pool.explain(b"root", i32(blocks(1, 2)))[4] == bytes(8)  # idle, and there are spares
         one.write(blocks(*range(10, 16)))
         assert one.priorities(blocks(1, 2)) == [30, 30]
         other.late = False

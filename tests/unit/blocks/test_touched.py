@@ -49,7 +49,7 @@ def operations(writer: Writer) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "fork", lambda: ids.append(writer.fork(ids[2]))
     yield "decode in a shared block", lambda: writer.append(ids[4], length + 2, [2])
     yield "free", lambda: writer.free(*ids)
-    yield "forget", lambda: pool.forget(writer.handle, i32(prompt(1)), False, 100)
+    yield "forget", lambda: pool.forget(writer.root, i32(prompt(1)), False, 100)
     yield "take apart", lambda: pool.forget_some(10**6)
     writer.late = True
     yield "admit before an abort", lambda: write(prompt(new + 2))

@@ -193,7 +193,7 @@ class Watching(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), firsts=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def forget(self, which: int, firsts: list[int]) -> None:
-        self.pool.forget(self.writers[which].handle, i32(blocks(*firsts)), True, 1000)
+        self.pool.forget(self.writers[which].root, i32(blocks(*firsts)), True, 1000)
 
     @rule(which=st.integers(0, 1))
     def forget_root(self, which: int) -> None:
@@ -225,7 +225,7 @@ class Watching(RuleBasedStateMachine):
         """What look-ups find: leading blocks, on the device if they are in both tiers."""
         found = set()
         for firsts in self.known[root]:
-            tiers = self.pool.explain(root, i32(blocks(*firsts)))[0]
+            tiers = self.pool.explain(root, i32(blocks(*firsts)))[1]
             found |= set(zip(hashes_of(root, blocks(*firsts)), tiers, strict=False))
         for run in self.pool.all_publications(10**6):
             if run[0] == root:

@@ -12,20 +12,22 @@ from kvplane.errors import (
     PositionMismatchError,
 )
 from kvplane.results import (
-    ExplainedBlock,
+    CachedBlock,
     Granted,
+    PoolMatch,
     SequenceState,
     SessionNews,
     StepResult,
     error_of,
-    explained_blocks,
     news_of,
+    pool_match,
     sequence_states,
 )
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import to_wire
 from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as types
 
 SHORTAGE = pb.Shortage(
@@ -117,8 +119,9 @@ def test_columns_of_unequal_length_are_refused_by_name() -> None:
     assert caught.value.field == "sequences.num_blocks"
 
 
-def test_cached_blocks_are_read_from_their_columns() -> None:
-    message = pb.ExplainPrefixResponse(
+def test_a_match_and_its_blocks_are_read_from_their_columns() -> None:
+    blocks = ppb.PrefixBlocks(
+        hashes=b"a" * 16 + b"b" * 16,
         tiers=columns.pack(UINT8, [types.TIER_DEVICE, types.TIER_HOST]),
         indices=columns.pack(INT32, [7, 0]),
         generations=columns.pack(INT64, [2**40, 1]),
@@ -127,15 +130,20 @@ def test_cached_blocks_are_read_from_their_columns() -> None:
         ages_ms=columns.pack(INT64, [2500, 90]),
         idle_ms=columns.pack(INT64, [0, 80]),
         priorities=columns.pack(UINT8, [0, 100]),
-        num_cached_tokens=32,
     )
-    assert explained_blocks(message) == [
-        ExplainedBlock(types.TIER_DEVICE, 7, 2**40, 3, 12, 2.5, 0.0, 0),
-        ExplainedBlock(types.TIER_HOST, 0, 1, 0, 1, 0.09, 0.08, 100),
-    ]
-    message.ref_counts = b""
+    message = ppb.PoolMatch(
+        pool_id="p", num_device_tokens=16, num_host_tokens=16, revision=9, blocks=blocks
+    )
+    match = pool_match(message)
+    assert match.blocks == (
+        CachedBlock(b"a" * 16, types.TIER_DEVICE, 7, 2**40, 3, 12, 2.5, 0.0, 0),
+        CachedBlock(b"b" * 16, types.TIER_HOST, 0, 1, 0, 1, 0.09, 0.08, 100),
+    )
+    assert match == PoolMatch("p", 16, 16, 9, match.blocks)
+    assert match.num_cached_tokens == 32
+    message.blocks.ref_counts = b""
     with pytest.raises(InvalidRequestError) as caught:
-        explained_blocks(message)
+        pool_match(message)
     assert caught.value.field == "ref_counts"
 
 

@@ -217,23 +217,6 @@ def test_what_stays_of_sequences_is_a_column() -> None:
     assert ops.truncate(3, 9) == ops.truncate([3], [9])
 
 
-def test_prefixes_are_retained_released_and_forgotten_by_their_tokens() -> None:
-    retain = ops.retain([7, 8], time_to_live_s=1.5, priority=9).retain
-    assert (int32(retain.token_ids), retain.priority) == ([7, 8], 9)
-    assert retain.time_to_live.ToMilliseconds() == 1500
-    assert ops.retain([7], time_to_live_s=1).retain.priority == ops.DEFAULT_PRIORITY == 50
-    assert int32(ops.release([7, 8]).release.token_ids) == [7, 8]
-    forget = ops.forget([7, 8], force=True).forget
-    assert (int32(forget.token_ids), forget.force) == ([7, 8], True)
-
-
-@pytest.mark.parametrize("scope", ops.Scope)
-def test_all_of_a_scope_is_forgotten(scope: ops.Scope) -> None:
-    forget = ops.forget(scope).forget
-    assert forget.WhichOneof("what") == f"{scope.value}_contents"
-    assert (getattr(forget, f"{scope.value}_contents"), forget.force) == (True, False)
-
-
 def test_operations_carry_their_arguments() -> None:
     firsts = array("q", [9, 2])
     append = ops.append([3, 4], [5, 6], [1, 3], first_positions=firsts, num_tokens=[0, 2]).append

@@ -77,7 +77,7 @@ class Network:
         return [number for number, _ in self.copies]
 
     async def send(self, request: Any, _: Deadline) -> str:
-        message = request.number, request.operations[0].release.token_ids.decode()
+        message = request.number, request.operations[0].admit.token_ids.decode()
         self.copies.append(message)
         fate = self.fates.pop(0) if self.fates else "answer"
         if isinstance(fate, KvplaneError):
@@ -103,7 +103,7 @@ class Caller:
         self.steps = Steps()
 
     async def call(self, content: str) -> str:
-        operation = cpb.Operation(release=cpb.Release(token_ids=content.encode()))
+        operation = cpb.Operation(admit=cpb.Admit(token_ids=content.encode()))
         request = cpb.StepRequest(operations=[operation])
         # So short that no attempt is made again by itself.
         answer: str = await self.steps.call(request, self.network.send, Deadline.after(0.02))

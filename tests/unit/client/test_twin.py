@@ -17,15 +17,17 @@ from google.protobuf.message import Message
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.limits.message_bounds import MAX_UNPACKED_BYTES, MessageBounds
-from kvplane.v1 import control_pb2, data_pb2, types_pb2
+from kvplane.v1 import control_pb2, data_pb2, pool_pb2, prefix_pb2, types_pb2
 from kvplane.wire import twin
 from kvplane.wire.v1 import control_pb2 as wire
 from kvplane.wire.v1 import data_pb2 as wire_data
+from kvplane.wire.v1 import pool_pb2 as wire_pool
+from kvplane.wire.v1 import prefix_pb2 as wire_prefix
 from kvplane.wire.v1 import types_pb2 as wire_types
 from tests.helpers.encodings import ENCODINGS, encode
 
-CONTRACT: tuple[ModuleType, ...] = (types_pb2, control_pb2, data_pb2)
-TWINS: tuple[ModuleType, ...] = (wire_types, wire, wire_data)
+CONTRACT: tuple[ModuleType, ...] = (types_pb2, pool_pb2, prefix_pb2, control_pb2, data_pb2)
+TWINS: tuple[ModuleType, ...] = (wire_types, wire_pool, wire_prefix, wire, wire_data)
 EXTREMES = {
     F.TYPE_INT32: (1, -1, 2**31 - 1, -(2**31)),
     F.TYPE_SFIXED32: (1, -1, 2**31 - 1, -(2**31), 0),
@@ -70,6 +72,9 @@ def filled(cls: type[Any], pick: random.Random, depth: int = 0) -> Any:
     message = cls()
     for field in cls.DESCRIPTOR.fields:
         if pick.random() < 0.25 or (field.type == F.TYPE_MESSAGE and depth > 3):
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, field.name)["key"] = 7
             continue
         values = [value(field, pick, depth) for _ in range(pick.choice((1, 3)))]
         if field.is_repeated:

@@ -20,8 +20,6 @@ OFTEN_SEEN = (
     "append: LATER BLOCKS",
     "append: SEQUENCE_SWAPPED",
     "append: TOO_MANY_PLANS_IN_FLIGHT",
-    "forget: BLOCK_IN_USE",
-    "retain: QUOTA_EXCEEDED",
     "swap_in: LATER LINE",
 )
 SELDOM_SEEN = (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from control_plane.config import CoreConfig
-from kvplane import ops
+from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from tests.helpers.core.core_data_plane import DataPlane
 from tests.helpers.core.core_messages import POOL
 from tests.helpers.core.core_model import World
@@ -69,7 +70,7 @@ def test_namespaces_of_a_tenant_are_bounded_while_they_hold_something() -> None:
     with pytest.raises(QuotaExceededError):
         world.engine(namespace="c")
     forgetting = world.engine(namespace="b")
-    forgetting.send(ops.forget(ops.Scope.NAMESPACE))
+    forgetting.forget(ForgetScope.NAMESPACE)
     forgetting.close()
     world.pump()
     world.engine(namespace="c")
@@ -89,7 +90,7 @@ def test_no_session_is_opened_while_too_many_have_not_been_fenced() -> None:
 
 def test_followers_are_bounded() -> None:
     world = world_of(max_followers=1)
-    request = cpb.WatchRequest(pool_id=POOL)
+    request = ppb.WatchPrefixesRequest(pool_id=POOL)
     follower = world.core.follow(request, "tenant", lambda: None)
     with pytest.raises(QuotaExceededError):
         world.core.follow(request, "tenant", lambda: None)

@@ -188,7 +188,6 @@ def test_a_request_of_another_incarnation_touches_no_session() -> None:
         lambda: old.close(),
         lambda: old.state(1),
         lambda: old.table(1),
-        lambda: old.lookup([1]),
     )
     for request in requests:
         with pytest.raises(StaleIncarnationError) as refused:

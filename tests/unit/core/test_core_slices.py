@@ -293,11 +293,6 @@ def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool)
     assert world.usage()["cached"] == 2
 
 
-def num_cached(world: World, engine: Engine, tokens: range) -> int:
-    request = cpb.LookupPrefixRequest(session=engine.ref, token_ids=columns.pack(INT32, [*tokens]))
-    return world.core.lookup_prefix(request, "tenant").num_cached_tokens
-
-
 @pytest.mark.usefixtures("small")
 def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     monkeypatch: pytest.MonkeyPatch,
@@ -311,7 +306,7 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     found: list[int] = []
 
     def between() -> None:
-        found.append(sum(num_cached(world, other, range(20 * i, 20 * i + 20)) > 0 for i in SIX))
+        found.append(sum(other.lookup(range(20 * i, 20 * i + 20)) > 0 for i in SIX))
 
     request = cpb.StepRequest(session=engine.ref, number=engine.number + 1)
     request.receipts.extend(engine.receipts)
@@ -413,7 +408,7 @@ def test_a_session_may_end_while_its_receipts_are_taken() -> None:
         next(left)
     finish_work(world)
     assert world.usage()["held"] == world.usage()["retired"] == 0
-    assert num_cached(world, other, range(20, 40)) == 16, "what was taken stays"
+    assert other.lookup(range(20, 40)) == 16, "what was taken stays"
 
 
 def finish_work(world: World) -> None:

@@ -27,15 +27,15 @@ def cached_world(num_shards: int = 1) -> World:
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_every_data_plane_withdraws_what_is_forgotten(num_shards: int) -> None:
     world = cached_world(num_shards)
-    world.engine().send(ops.forget(list(range(8))))
+    world.engine().forget(list(range(8)))
     world.pump()
     assert [len(shard.published) for shard in world.shards] == [0] * num_shards
 
 
 def test_a_control_plane_that_restarts_does_not_learn_what_was_forgotten() -> None:
     world = cached_world()
-    world.engine().send(ops.forget(list(range(8, 16)), force=True))  # of no cached prefix
-    world.engine().send(ops.forget(list(range(8))))
+    world.engine().forget(list(range(8, 16)), force=True)  # of no cached prefix
+    world.engine().forget(list(range(8)))
     world.pump()
     world.restart_control_plane()
     assert world.engine().lookup(range(17)) == 0
@@ -44,7 +44,7 @@ def test_a_control_plane_that_restarts_does_not_learn_what_was_forgotten() -> No
 def test_what_is_published_again_under_the_same_tokens_stays() -> None:
     world = cached_world()
     engine = world.engine()
-    engine.send(ops.forget(list(range(8))))
+    engine.forget(list(range(8)))
     engine.admit(1, range(17))
     engine.settle()
     world.pump()
@@ -58,7 +58,7 @@ def test_a_data_plane_that_was_away_withdraws_when_it_resumes() -> None:
     engine.admit(1, range(100, 117))
     engine.settle()
     world.pump()
-    engine.send(ops.forget(list(range(8))))
+    engine.forget(list(range(8)))
     world.shards[0].leave()
     assert world.shards[0].join(), "it is resumed"
     world.pump()
@@ -73,7 +73,7 @@ def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:
     engine = world.engine()
     engine.admit(1, range(17))
     engine.settle()
-    engine.send(ops.forget(list(range(8)), force=True))
+    engine.forget(list(range(8)), force=True)
     world.pump()
     assert not world.shards[0].published
     world.restart_control_plane()
@@ -84,7 +84,7 @@ def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.Monk
     monkeypatch.setattr("control_plane.pools.pool._SLICE_ENTRIES", 1)
     world = cached_world()
     engine = world.engine()
-    engine.send(ops.forget(list(range(8))))
+    engine.forget(list(range(8)))
     assert engine.lookup(range(17)) == 0, "it is not found at once"
     world.core.take_notified()
     assert world.core.has_work()

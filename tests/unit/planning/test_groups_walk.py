@@ -160,7 +160,8 @@ def walk(seed: int, num_steps: int) -> None:
                 num_receipts=rng.choice((0, 1, 9, 9)) if len(world.of_session.plans) < 2 else 9,
             )
         world.check()
-    world.step(ops.free(list(world.sequences)) if world.sequences else ops.forget([1] * BLOCK))
+    if world.sequences:
+        world.step(ops.free(list(world.sequences)))
     world.step()
     world.check()
     assert [held(world, group) for group in (0, 1)] == [0, 0]

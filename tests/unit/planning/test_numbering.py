@@ -23,7 +23,7 @@ BEHIND = st.sampled_from([0, 0, 0, 0, -1, 1, 2, 3, 9])
 
 
 def request_of(number: int, content: bytes) -> cpb.StepRequest:
-    operation = cpb.Operation(release=cpb.Release(token_ids=content))
+    operation = cpb.Operation(admit=cpb.Admit(token_ids=content))
     return cpb.StepRequest(number=number, operations=[operation])
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from google.protobuf import duration_pb2
 
-from control_plane import queries
+from control_plane import prefixes, queries
 from control_plane.sharing.blocks import DeviceBlocks
 from control_plane.sharing.member import QueuedAdmission
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps.plans import sign_grant
 from kvplane import ops
-from kvplane.errors import InvalidRequestError
+from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import BLOCK_SIZE, DEVICE, PlanningRig
 
@@ -32,9 +32,10 @@ def rig() -> PlanningRig:
 
 def test_queries_take_nothing(rig: PlanningRig) -> None:
     before = rig.pool.usage()
-    request = cpb.LookupPrefixRequest(token_ids=ops.pack_tokens(PROMPT))
-    found = queries.lookup_prefix(rig.session, request)
-    assert (found.num_cached_tokens, found.num_host_tokens) == (2 * BLOCK_SIZE, 0)
+    request = ppb.FindPrefixRequest(token_ids=ops.pack_tokens(PROMPT), with_blocks=True)
+    (found,) = run_to_end(prefixes.find([rig.pool], request, rig.session.tenant)).matches
+    assert (found.num_device_tokens, found.num_host_tokens) == (2 * BLOCK_SIZE, 0)
+    assert len(found.blocks.tiers) == 2
     assert columns.read(INT64, queries.states(rig.session).sequence_ids, "ids").tolist() == [1]
     assert rig.pool.usage() == before
 
@@ -64,23 +65,6 @@ def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:
     assert [waiting.names(i) for i in (4, 5, 6, 7)] == [True, True, True, False]
     assert [waiting.is_of(i) for i in (4, 5)] == [True, False]
     assert not QueuedAdmission(2, None, 3, 0.0).names(4), "a swap-in has none"
-
-
-@pytest.mark.parametrize(
-    ("priority", "seconds", "field"), [(0, 1, "priority"), (101, 1, "priority"), (1, 0, "time")]
-)
-def test_a_retention_out_of_range_is_refused(
-    rig: PlanningRig, priority: int, seconds: int, field: str
-) -> None:
-    message = cpb.Retain(
-        token_ids=ops.pack_tokens(PROMPT),
-        time_to_live=duration_pb2.Duration(seconds=seconds),
-        priority=priority,
-    )
-    (result,), _ = rig.step(cpb.Operation(retain=message))
-    error = result.failures[0].error
-    assert (error.reason, result.WhichOneof("done")) == (InvalidRequestError("").reason, None)
-    assert error.field.startswith(f"operations[0].retain.{field}")
 
 
 def test_a_grant_is_signed_with_the_pools_key(rig: PlanningRig) -> None:

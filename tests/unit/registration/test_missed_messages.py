@@ -101,7 +101,7 @@ def test_what_is_published_and_forgotten_meanwhile_is_told_in_order() -> None:
         follow(published, slice)
         num_slices += 1
         if num_slices == 1:
-            native.forget(writer.handle, prompt, False, 10**6)
+            native.forget(writer.root, prompt, False, 10**6)
             world.pool.forget_some()
         writer.write([5 * 10**6 + num_slices] * BLOCK_TOKENS)
     while world.pool.is_forgetting:
@@ -117,7 +117,7 @@ def test_nothing_is_published_that_is_forgotten_in_slices_meanwhile() -> None:
     plane = come_back(world, 2500)
     writer, native = world.open_writer(), world.pool.native
     prompt = ops.pack_tokens(list(range(BLOCK_TOKENS * 600)))
-    native.forget(writer.handle, prompt, False, 100)
+    native.forget(writer.root, prompt, False, 100)
     published: Refs = set()
     for slice in slices(plane):
         follow(published, slice)
@@ -162,7 +162,7 @@ def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away
 def forget(world: World, first_token: int) -> None:
     """A prompt of a block, and all that goes on from it."""
     prompt = ops.pack_tokens(list(range(first_token, first_token + BLOCK_TOKENS)))
-    world.pool.native.forget(world.open_writer().handle, prompt, False, 10**6)
+    world.pool.native.forget(world.open_writer().root, prompt, False, 10**6)
     world.pool.forget_some()
     while world.pool.is_forgetting:
         world.pool.work_some()
