@@ -130,13 +130,13 @@ FAULTS = {
     ),
     "a_plan_forgets_its_trace": Fault(
         "control_plane/steps/plans.py",
-        "if traceparent and tracing.checked(traceparent):",
+        "if tracing.checked(traceparent):",
         "if False:",
         f"{TRACING}::test_a_plan_takes_its_steps_trace_on_if_it_is_one",
     ),
     "a_plan_takes_any_trace_on": Fault(
         "control_plane/steps/plans.py",
-        "if traceparent and tracing.checked(traceparent):",
+        "if tracing.checked(traceparent):",
         "if traceparent:",
         f"{TRACING}::test_a_plan_takes_its_steps_trace_on_if_it_is_one",
     ),
