@@ -11,7 +11,7 @@ namespace {
 
 // What a StepResponse holds; payload, signature and news are empty where it has none.
 struct StepAnswer {
-  int64_t number;  // of the request
+  int64_t number;            // of the request
   std::string_view results;  // the field `results` of a StepResponse, encoded
   std::string_view payload;
   std::string_view signature;
