@@ -60,7 +60,10 @@ async def test_page_command_metrics_and_api_agree_on_a_stack_that_had_traffic(
             while (await asyncio.to_thread(shown, port))["num_sequences"] == 0:
                 assert not load.done(), load
             await load
-        page = await asyncio.to_thread(shown, port)
+        async with asyncio.timeout(PATIENCE_S):  # until the data plane has fenced the session
+            page = await asyncio.to_thread(shown, port)
+            while any(drawn["num_in"]["retired"] for drawn in page["maps"]):
+                page = await asyncio.to_thread(shown, port)
         assert page["num_lookup_tokens"] > before["num_lookup_tokens"]
 
         (status,) = (await asyncio.to_thread(command, stack, "status"))["pools"]
