@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -62,7 +63,7 @@ def _value(field: F, value: Any, encoding: str) -> bytes:
     if field.type in (F.TYPE_STRING, F.TYPE_BYTES):
         return _delimited(value.encode() if isinstance(value, str) else value)
     if field.type in (F.TYPE_FLOAT, F.TYPE_DOUBLE):
-        raise NotImplementedError("no message that is tested has one")
+        return struct.pack("<f" if field.type == F.TYPE_FLOAT else "<d", value)
     if field.type in _FIXED:
         size = _FIXED[field.type]
         return (int(value) % (1 << 8 * size)).to_bytes(size, "little")

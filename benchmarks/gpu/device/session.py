@@ -37,7 +37,7 @@ class Session:
         )
         self._key = signing.new_key()
         self.number = 0
-        """Of the plan that was started last."""
+        """The number of the plan that was started last."""
         self.executor.install(SESSION.incarnation, self._key)
         grant = pb.SessionGrant(
             **self._heading(),
