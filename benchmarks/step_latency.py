@@ -23,7 +23,7 @@ from pathlib import Path
 
 from examples.planes import Planes
 from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 
 BLOCK_SIZE_TOKENS = 16
 HEAD_SIZE = 8

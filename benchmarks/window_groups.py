@@ -23,7 +23,8 @@ from kvplane import ops
 from kvplane.layout import Layout
 from kvplane.models.model_layers import layer_groups
 from kvplane.shard import Shard
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 PART_TOKENS: Final = 2048
 MODELS: Final = {
@@ -52,10 +53,10 @@ class _Core:
         hello = messages.hello(num_device_blocks, 0)
         hello.layout.CopyFrom(layout.to_proto())
         hello.shard.CopyFrom(Shard.whole(layout).to_proto())
-        of_group = cpb.GroupBlocks(num_device_blocks=num_device_blocks)
+        of_group = rpb.GroupBlocks(num_device_blocks=num_device_blocks)
         hello.groups.extend([of_group] * len(layout.groups))
         key = self._core.register(hello).key
-        self._core.report(messages.POOL, 0, messages.EPOCH, cpb.BlockReport(last=True))
+        self._core.report(messages.POOL, 0, messages.EPOCH, rpb.BlockReport(last=True))
         self._core.take_notified()
         while self._core.has_work():
             self._core.work()

@@ -56,9 +56,10 @@ from kvplane.errors import (
 from kvplane.slices import Slices, run_to_end
 from kvplane.wire import signing
 from kvplane.wire.error_messages import duration_of
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import prefix_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class ControlPlane:
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
         self._requests = Requests(config, self._sharing_of, self._require_open)
 
-    def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
+    def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: rpb.FenceDone) -> None:
         """Record that a shard has fenced an ended session. Raises PoolNotFoundError,
         StaleEpochError.
         """

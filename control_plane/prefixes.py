@@ -19,7 +19,7 @@ from control_plane.pools.publications import (
 from kvplane.errors import BlockInUseError, InvalidRequestError, QuotaExceededError
 from kvplane.slices import Slices
 from kvplane.wire.error_messages import seconds_of
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as pb
 
 MAX_PRIORITY: Final = 100
@@ -160,7 +160,7 @@ def forget(pool: Pool, request: pb.ForgetPrefixesRequest, tenant: str) -> pb.For
             field="token_ids" if scope == pb.FORGET_SCOPE_PREFIX else "scope",
         )
     pool.shards.forget_files(
-        cpb.ForgetFiles(
+        rpb.ForgetFiles(
             tenant=tenant,
             namespace=request.namespace,
             token_ids=request.token_ids,

@@ -12,8 +12,8 @@ from kvplane.errors import SequenceNotFoundError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import duration_of
-from kvplane.wire.v1 import control_pb2 as cpb
 from kvplane.wire.v1 import pool_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 

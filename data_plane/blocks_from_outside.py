@@ -34,7 +34,7 @@ from kvplane.serving.callers.identity import caller, payer
 from kvplane.serving.config import ServingConfig
 from kvplane.serving.observability.metrics import Declaration, Samples
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import data_pb2
+from kvplane.wire.v1 import execution_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 __all__ = ["BlockRange", "BlocksFromOutside", "Lane", "PlugIn", "StartedPlan"]
@@ -67,7 +67,7 @@ class BlocksFromOutside:
         self._worker = worker
 
     @property
-    def source(self) -> data_pb2.BlockSource:
+    def source(self) -> execution_pb2.BlockSource:
         """Identifies this data plane as the source of the blocks that ``read`` returns."""
         return self._executor.block_source()
 

@@ -20,7 +20,7 @@ from kvplane import Layout, Tensor, ops
 from kvplane.errors import PoolFullError
 from kvplane.results import error_of
 from kvplane.sync import ControlClient, DataClient, Execution, Session
-from kvplane.wire.v1.control_pb2 import Operation
+from kvplane.wire.v1.session_pb2 import Operation
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 VOCABULARY = 64

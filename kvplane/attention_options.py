@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import execution_pb2 as pb
 
 MAX_QUERY_HEADS: Final = 1 << 20
 _MAX_FLOAT32: Final = (2 - 2**-23) * 2.0**127

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 
 Column = Iterable[int] | bytes
 Numbers = int | Column

@@ -11,8 +11,8 @@ from kvplane.errors import InternalError, KvplaneError, NeverFitsError, PoolFull
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_messages import from_wire, seconds_of
-from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
@@ -215,7 +215,7 @@ class Granted:
 class SessionNews:
     """Events that a session did not request; the message News.
 
-    ``cut``: the ``control_pb2.CutReason`` of each sequence that lost its blocks, which must be
+    ``cut``: the ``session_pb2.CutReason`` of each sequence that lost its blocks, which must be
     admitted again. ``num_blocks_asked``: blocks that the session is asked to release, 0 for none,
     within ``deadline_s`` seconds; else ``sequences_asked`` are cut.
     """

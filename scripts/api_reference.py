@@ -18,7 +18,7 @@ import kvplane
 
 ROOT = Path(__file__).resolve().parent.parent
 # Not for callers: stubs, programs, and code that servers and engines share.
-LEFT_OUT = ("v1", "cli", "ray", "serving", "transformers", "__main__")
+LEFT_OUT = ("v1", "plane", "cli", "ray", "serving", "transformers", "__main__")
 
 
 def modules() -> list[str]:

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Runs the protoc that requirements/protos.txt pins, in a virtual environment of its own: it needs
 # an older protobuf than everything else here.
-#     scripts/protos.sh            regenerates the stubs in kvplane/v1, kvplane/wire/v1,
-#                                 integrations/etcd and integrations/push
+#     scripts/protos.sh            regenerates the stubs in kvplane/v1, kvplane/plane/v1,
+#                                 kvplane/wire, integrations/etcd and integrations/push
 #     scripts/protos.sh ARG ...    runs protoc with these arguments instead
 #   PYTHON=python3.12   the interpreter to use (default: that of .venv, otherwise python3)
 #   OUT=FOLDER          where to write the stubs (default: the root of the repository)
 #
-# kvplane.wire.v1 is the twin of kvplane.v1: the same messages, but a column is the bytes of its
-# elements, which Python reads without an object for each. Services keep their names.
+# kvplane.wire.v1 is the twin of kvplane.v1, and kvplane.wire.plane.v1 that of kvplane.plane.v1: the
+# same messages, but a column is the bytes of its elements, which Python reads without an object for
+# each. Services keep their names.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
@@ -31,24 +32,27 @@ protoc=("$venv/bin/python" -m grpc_tools.protoc)
 [ $# -eq 0 ] || exec "${protoc[@]}" "$@"
 
 out=${OUT:-$root}
-source=$root/protos/kvplane/v1
 twin=$(mktemp -d)
 trap 'rm -rf "$twin"' EXIT
-mkdir -p "$twin/kvplane/wire/v1" "$twin/integrations/push" "$out"
-enums=$(sed -nE 's/^enum (\w+) .*/\1/p' "$source"/*.proto | paste -sd '|')
-for file in "$source"/*.proto; do
-  sed -E -e 's/^package kvplane\.v1;/package kvplane.wire.v1;/' \
-    -e 's#^import "kvplane/v1/#import "kvplane/wire/v1/#' \
-    -e "s/repeated (sfixed32|sfixed64|bool|uint32|$enums) (\w+ =)/bytes \2/" \
-    -e '/^extend /,/^}/d' -e '/option \((audience|callers)\)/d' \
-    "$file" >"$twin/kvplane/wire/v1/${file##*/}"
+mkdir -p "$twin/integrations/push" "$out"
+cd "$root/protos"
+files=$(find kvplane -name '*.proto' | sort)
+enums=$(sed -nE 's/^enum (\w+) .*/\1/p' $files | paste -sd '|')
+twins=()
+for file in $files; do
+  twins+=("$twin/kvplane/wire/${file#kvplane/}")
+  mkdir -p "$(dirname "${twins[-1]}")"
+  sed -E -e 's/^package kvplane\./package kvplane.wire./' -e 's#^import "kvplane/#&wire/#' \
+    -e "s/repeated (kvplane\.v1\.)?(sfixed32|sfixed64|bool|uint32|$enums) (\w+ =)/bytes \3/" \
+    -e '/^extend /,/^}/d' -e '/option \(.*(audience|callers)\)/d' \
+    -e 's/([ (])kvplane\.v1\.([A-Z])/\1kvplane.wire.v1.\2/' "$file" >"${twins[-1]}"
 done
 # A push holds messages of the contract, and its methods have the contract's option.
-sed -E -e 's#^import "kvplane/v1/(\w+)\.proto";#&\nimport "kvplane/wire/v1/\1.proto";#' \
+sed -E -e 's#^import "kvplane/(v1/\w+\.proto)";#&\nimport "kvplane/wire/\1";#' \
   -e 's/ kvplane\.v1\.([A-Z])/ kvplane.wire.v1.\1/' \
   "$root/integrations/push/push.proto" >"$twin/integrations/push/push.proto"
 
 generate=("${protoc[@]}" "-I$root/protos" "-I$twin" "-I$root" --python_out="$out" --pyi_out="$out")
 "${generate[@]}" "$twin/integrations/push/push.proto" "$root/integrations/etcd/etcd.proto"
-"${generate[@]}" --grpc_python_out="$out" "$source"/*.proto "$twin"/kvplane/wire/v1/*.proto
-sed -i 's/kvplane\.wire\.v1\./kvplane.v1./' "$out"/kvplane/wire/v1/*_pb2_grpc.py
+"${generate[@]}" --grpc_python_out="$out" $files "${twins[@]}"
+sed -i -E "s/'(\/?)kvplane\.wire\./'\1kvplane./" "$out"/kvplane/wire/{,plane/}v1/*_pb2_grpc.py

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
-from kvplane.v1 import control_pb2, types_pb2
+from kvplane.plane.v1 import plan_pb2
+from kvplane.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 
 # What each payload version added: numbers of fields by message, and of values by enum.
@@ -47,9 +48,9 @@ FIELDS: dict[int, dict[str, Iterable[int]]] = {
         "WithdrawBlocks": range(1, 4),
     },
 }
-SIGNED = [getattr(types_pb2, name).DESCRIPTOR for name in ("Plan", "SessionGrant", "Receipt")]
-STREAM = [control_pb2.RegisterRequest.DESCRIPTOR, control_pb2.RegisterResponse.DESCRIPTOR]
-COLUMNS = [types_pb2.TableChangeKind.DESCRIPTOR]
+SIGNED = [getattr(plan_pb2, name).DESCRIPTOR for name in ("Plan", "SessionGrant", "Receipt")]
+STREAM = [rpb.RegisterRequest.DESCRIPTOR, rpb.RegisterResponse.DESCRIPTOR]
+COLUMNS = [plan_pb2.TableChangeKind.DESCRIPTOR]
 # Said before a version is agreed on: readers ignore what they do not know.
 FIRST = {"Hello", "Welcome"}
 

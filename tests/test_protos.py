@@ -22,8 +22,11 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+CALLERS = ("types", "local", "pool", "prefix", "session", "execution")
+PLANES = ("plan", "registration")
 PROTOS = {
-    **{name: f"kvplane/v1/{name}.proto" for name in ("types", "pool", "prefix", "control", "data")},
+    **{name: f"kvplane/v1/{name}.proto" for name in CALLERS},
+    **{name: f"kvplane/plane/v1/{name}.proto" for name in PLANES},
     "push": "integrations/push/push.proto",
 }
 
@@ -131,7 +134,9 @@ def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> Non
             f"{folder}/{p.name}": p.read_text()
             for folder in (
                 "kvplane/v1",
+                "kvplane/plane/v1",
                 "kvplane/wire/v1",
+                "kvplane/wire/plane/v1",
                 "integrations/etcd",
                 "integrations/push",
             )
@@ -146,7 +151,8 @@ def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> Non
 
 def test_the_package_is_the_folder_and_has_a_version(files: dict[str, FileDescriptorProto]) -> None:
     assert {name: files[name].package for name in PROTOS} == {
-        **dict.fromkeys(PROTOS, "kvplane.v1"),
+        **dict.fromkeys(CALLERS, "kvplane.v1"),
+        **dict.fromkeys(PLANES, "kvplane.plane.v1"),
         "push": "kvplane.push.v1",
     }
 
@@ -180,8 +186,11 @@ def test_services_are_named_as_services(files: dict[str, FileDescriptorProto]) -
         "types": [],
         "pool": ["ServerService", "PoolService"],
         "prefix": ["PrefixService"],
-        "control": ["ControlPlaneService"],
-        "data": ["DataPlaneService"],
+        "local": [],
+        "session": ["SessionService"],
+        "execution": ["ExecutionService", "BlockService"],
+        "plan": [],
+        "registration": ["RegistrationService"],
         "push": ["PushService", "BlockPushService"],
     }
 
@@ -217,13 +226,10 @@ message Planted {
 
 
 def test_a_field_with_no_comment_or_no_unit_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "kvplane" / "v1"
-    folder.mkdir(parents=True)
-    for name in ("pool", "prefix", "control", "data"):
-        (folder / f"{name}.proto").write_text('syntax = "proto3";\npackage kvplane.v1;\n')
-    (folder / "types.proto").write_text(PLANTED)
-    (tmp_path / "integrations" / "push").mkdir(parents=True)
-    (tmp_path / PROTOS["push"]).write_text('syntax = "proto3";\n')
+    for path in PROTOS.values():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text('syntax = "proto3";\n')
+    (tmp_path / PROTOS["types"]).write_text(PLANTED)
     file = describe(tmp_path, folder=tmp_path)["types"]
     assert uncommented(file) == [
         (4, 1, 2, 0),

@@ -19,9 +19,10 @@ from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from kvplane import ops
 from kvplane.slices import run_to_end
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 TENANT: Final = "tenant"
 
@@ -36,7 +37,7 @@ class CorePool:
         )
         self.key = self.core.register(messages.hello(num_device_blocks, num_host_blocks)).key
         self._num_engines = 0
-        self.on_outgoing: Callable[[list[cpb.RegisterResponse]], None] = lambda outgoing: None
+        self.on_outgoing: Callable[[list[rpb.RegisterResponse]], None] = lambda outgoing: None
         """Gets the messages for the data plane."""
         self.announce_s: list[float] = []
         """Seconds that it took to send the data plane a step's publications, after its answer."""
@@ -44,7 +45,7 @@ class CorePool:
     def report(self, part: bytes) -> float:
         """Take a part of the data plane's report, serialised; return the thread's seconds."""
         began = time.thread_time()
-        self.core.report(POOL, 0, EPOCH, cpb.RegisterRequest.FromString(part).report)
+        self.core.report(POOL, 0, EPOCH, rpb.RegisterRequest.FromString(part).report)
         return time.thread_time() - began
 
     def work(self) -> float | None:
@@ -125,7 +126,7 @@ class InProcess:
         self, num_device_blocks: int, num_host_blocks: int = 0
     ) -> AsyncIterator[CorePool]:
         pool = CorePool(num_device_blocks, num_host_blocks)
-        report = cpb.RegisterRequest(report=cpb.BlockReport(last=True))
+        report = rpb.RegisterRequest(report=rpb.BlockReport(last=True))
         pool.report(report.SerializeToString())
         while pool.work() is not None:
             pass

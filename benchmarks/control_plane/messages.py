@@ -9,7 +9,9 @@ from typing import Final
 from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import protocol, signing
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 BLOCK_SIZE_TOKENS: Final = 16
@@ -34,9 +36,9 @@ def prompt(seed: int, num_tokens: int) -> bytes:
     return array("i", [seed]).tobytes() + _TEXT[start + 1 : start + num_tokens].tobytes()
 
 
-def hello(num_device_blocks: int, num_host_blocks: int) -> cpb.Hello:
+def hello(num_device_blocks: int, num_host_blocks: int) -> rpb.Hello:
     """Return the Hello of the pool's one shard."""
-    return cpb.Hello(
+    return rpb.Hello(
         version="test",
         oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
         newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
@@ -59,7 +61,7 @@ def receipt(
     key: bytes, session: tpb.SessionRef, number: int, plan: tpb.SignedPayload
 ) -> tpb.SignedPayload:
     """Return the data plane's signed statement that the plan of step ``number`` ran."""
-    payload = tpb.Receipt(
+    payload = plan_pb2.Receipt(
         version=protocol.NEWEST_PAYLOAD_VERSION,
         session=session,
         pool_id=POOL,
@@ -71,14 +73,14 @@ def receipt(
     return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 
-def report_part(publications: tpb.Publications) -> cpb.BlockReport:
+def report_part(publications: plan_pb2.Publications) -> rpb.BlockReport:
     """Return a part of a report: published blocks with their generations."""
     blocks = tpb.Blocks(
         tier=tpb.TIER_DEVICE,
         indices=publications.indices,
         generations=publications.generations,
     )
-    return cpb.BlockReport(blocks=[blocks], publications=[publications])
+    return rpb.BlockReport(blocks=[blocks], publications=[publications])
 
 
 class Decoding:

@@ -24,14 +24,15 @@ import grpc.aio
 from benchmarks.control_plane import gc_pauses, messages
 from benchmarks.control_plane.engine import Engine
 from kvplane.transport.tls import open_channel
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2, pool_pb2_grpc
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
+from kvplane.wire.v1 import session_pb2 as cpb
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 30.0
 _HEARTBEAT_S: Final = 60.0
 # A registration stream whose answers after the first ones are not parsed.
-_REGISTER: Final = "/kvplane.v1.ControlPlaneService/Register"
+_REGISTER: Final = "/kvplane.plane.v1.RegistrationService/Register"
 
 
 class StreamWire:
@@ -77,7 +78,7 @@ class Connection:
 
     async def __aenter__(self) -> Connection:
         self._channel = open_channel(self.address, None)
-        self.stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
+        self.stub = session_pb2_grpc.SessionServiceStub(self._channel)
         self.pools = pool_pb2_grpc.PoolServiceStub(self._channel)
         self.server = pool_pb2_grpc.ServerServiceStub(self._channel)
         return self
@@ -102,7 +103,7 @@ class Connection:
 class DataPlane:
     """The data plane's end of a registration stream, for as long as a block of code runs."""
 
-    def __init__(self, address: str, hello: cpb.Hello) -> None:
+    def __init__(self, address: str, hello: rpb.Hello) -> None:
         self._address = address
         self._hello = hello
 
@@ -110,10 +111,10 @@ class DataPlane:
         """Register. The pool is ready after ``report``."""
         self._tasks: list[asyncio.Task[None]] = []
         self._channel = open_channel(self._address, None)
-        serialize = cpb.RegisterRequest.SerializeToString
+        serialize = rpb.RegisterRequest.SerializeToString
         open_stream: Any = self._channel.stream_stream(_REGISTER, request_serializer=serialize)
         self._stream = open_stream()
-        await self._stream.write(cpb.RegisterRequest(hello=self._hello))
+        await self._stream.write(rpb.RegisterRequest(hello=self._hello))
         self.welcome = (await self._read()).welcome
         self.key = self.welcome.key
         return self
@@ -125,7 +126,7 @@ class DataPlane:
         self._stream.cancel()
         await self._channel.close()
 
-    async def report(self, parts: Iterable[cpb.RegisterRequest]) -> None:
+    async def report(self, parts: Iterable[rpb.RegisterRequest]) -> None:
         """Send a report, and follow the stream once it was accepted."""
         for part in parts:
             await self._stream.write(part)
@@ -138,8 +139,8 @@ class DataPlane:
         packed: bytes = await self._stream.read()
         return packed
 
-    async def _read(self) -> cpb.RegisterResponse:
-        return cpb.RegisterResponse.FromString(await self.read())
+    async def _read(self) -> rpb.RegisterResponse:
+        return rpb.RegisterResponse.FromString(await self.read())
 
     async def _drain(self) -> None:
         while await self._stream.read() is not grpc.aio.EOF:
@@ -148,7 +149,7 @@ class DataPlane:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            await self._stream.write(cpb.RegisterRequest(heartbeat=cpb.Heartbeat()))
+            await self._stream.write(rpb.RegisterRequest(heartbeat=rpb.Heartbeat()))
 
 
 class Server:
@@ -227,7 +228,7 @@ class OverGrpc:
         hello = messages.hello(num_device_blocks, num_host_blocks)
         with Server(self) as server:
             async with DataPlane(server.address, hello) as data_plane:
-                await data_plane.report([cpb.RegisterRequest(report=cpb.BlockReport(last=True))])
+                await data_plane.report([rpb.RegisterRequest(report=rpb.BlockReport(last=True))])
                 async with Connection(server.address, data_plane.key) as connection:
                     await connection.wait_ready()
                     server.count_pauses()

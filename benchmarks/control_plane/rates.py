@@ -27,7 +27,7 @@ from benchmarks.control_plane.over_grpc import Connection, OverGrpc
 from benchmarks.control_plane.report import STEPS_PER_S, Row, quantile
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 NUM_SEQUENCES: Final = 64
 _NUM_POOL_BLOCKS: Final = 100_000  # 64 engines hold 74,000 at the end of a round

@@ -15,7 +15,7 @@ from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, 
 from benchmarks.control_plane.report import MICROSECONDS, Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 
@@ -36,7 +36,7 @@ async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def _in_process(
-    num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]
+    num_blocks: int, num_entries: int, parts: list[rpb.RegisterRequest]
 ) -> list[Row]:
     pool = CorePool(num_blocks)
     seconds = [pool.report(part.SerializeToString()) for part in parts]
@@ -60,7 +60,7 @@ async def _in_process(
 
 
 async def _over_grpc(
-    world: OverGrpc, num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]
+    world: OverGrpc, num_blocks: int, num_entries: int, parts: list[rpb.RegisterRequest]
 ) -> list[Row]:
     with Server(world) as server:
         async with (
@@ -89,11 +89,11 @@ def _check(description: pool_pb2.GetPoolResponse, num_entries: int) -> None:
         raise RuntimeError(f"{num_cached} blocks were restored instead of {num_entries}")
 
 
-async def published(num_blocks: int, sizes: Sizes) -> list[cpb.RegisterRequest]:
+async def published(num_blocks: int, sizes: Sizes) -> list[rpb.RegisterRequest]:
     """Return a report of prompts, which a control plane published in a pool of ``num_blocks``."""
-    publications: list[cpb.PublishBlocks] = []
+    publications: list[rpb.PublishBlocks] = []
 
-    def keep(outgoing: list[cpb.RegisterResponse]) -> None:
+    def keep(outgoing: list[rpb.RegisterResponse]) -> None:
         publications.extend(each.publish for each in outgoing if each.HasField("publish"))
 
     async with InProcess().pool(num_blocks) as pool:
@@ -107,7 +107,7 @@ async def published(num_blocks: int, sizes: Sizes) -> list[cpb.RegisterRequest]:
     return list(_parts(publications))
 
 
-def _parts(publications: list[cpb.PublishBlocks]) -> Iterator[cpb.RegisterRequest]:
+def _parts(publications: list[rpb.PublishBlocks]) -> Iterator[rpb.RegisterRequest]:
     for publication in publications:
-        yield cpb.RegisterRequest(report=report_part(publication.publications))
-    yield cpb.RegisterRequest(report=cpb.BlockReport(last=True))
+        yield rpb.RegisterRequest(report=report_part(publication.publications))
+    yield rpb.RegisterRequest(report=rpb.BlockReport(last=True))

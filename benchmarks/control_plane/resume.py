@@ -18,7 +18,7 @@ from benchmarks.control_plane.over_grpc import Connection, DataPlane
 from benchmarks.control_plane.report import MICROSECONDS, Row
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 
 _NAME: Final = "resume_1M_blocks"
@@ -93,14 +93,14 @@ async def _ask_again_and_again(server: Any, waits_s: list[float]) -> None:
             waits_s.append(time.perf_counter() - began)
 
 
-def _hello(num_blocks: int, incarnation: int, key: bytes) -> cpb.Hello:
+def _hello(num_blocks: int, incarnation: int, key: bytes) -> rpb.Hello:
     hello = messages.hello(num_blocks, 0)
     hello.incarnation, hello.key_id = incarnation, signing.key_id(key)
     return hello
 
 
 def _num_publications(packed: bytes) -> int:
-    message = cpb.RegisterResponse.FromString(packed)
+    message = rpb.RegisterResponse.FromString(packed)
     return columns.count(INT32, message.publish.publications.indices)
 
 

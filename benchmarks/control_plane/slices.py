@@ -17,7 +17,7 @@ from benchmarks.control_plane.sizes import Sizes
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.requests import Request
 from kvplane import ops
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _PROMPT_TOKENS = 485

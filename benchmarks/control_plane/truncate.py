@@ -9,7 +9,7 @@ from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 IN_CONTRACT = "truncate" in cpb.Operation.DESCRIPTOR.fields_by_name
 _NUM_SEQUENCES = 256

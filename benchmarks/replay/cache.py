@@ -15,8 +15,10 @@ from kvplane import ops
 from kvplane.clients.prefix_feed import PrefixEvent, read_events
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import protocol, signing
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 BLOCK_SIZE_TOKENS = 16
@@ -64,7 +66,7 @@ class Cache:
         self._now_s = 0.0
         config = CoreConfig(lease_s=1e9, watermark=0.0, eviction_policy=policy)
         self._core = ControlPlane(incarnation=1, config=config, clock=lambda: self._now_s)
-        hello = cpb.Hello(
+        hello = rpb.Hello(
             version="test",
             oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
             newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
@@ -76,7 +78,7 @@ class Cache:
             address="localhost:1",
         )
         self._key = self._core.register(hello).key
-        self._core.report(_POOL, 0, _EPOCH, cpb.BlockReport(last=True))
+        self._core.report(_POOL, 0, _EPOCH, rpb.BlockReport(last=True))
         while self._core.work():  # a large pool is made some blocks at a time
             pass
         request = cpb.OpenSessionRequest(pool_id=_POOL, layout=_LAYOUT.to_proto())
@@ -126,7 +128,7 @@ class Cache:
         return result
 
     def _receipt(self, plan: tpb.SignedPayload) -> tpb.SignedPayload:
-        payload = tpb.Receipt(
+        payload = plan_pb2.Receipt(
             version=protocol.NEWEST_PAYLOAD_VERSION,
             session=self._session,
             pool_id=_POOL,

@@ -30,8 +30,8 @@ from benchmarks.control_plane import messages
 from benchmarks.control_plane.over_grpc import DataPlane
 from benchmarks.control_plane.report import machine
 from benchmarks.soak.engine import MEAN_TOKENS, Counts, Engine
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2_grpc
 
 NUM_NORMAL: Final = 40
 OVERLOAD: Final = 10
@@ -74,12 +74,12 @@ async def soak(address: str, process_id: int, seconds: float) -> list[Phase]:
     """Run each of LOADS for its share of the time."""
     phases = []
     async with DataPlane(address, messages.hello(NUM_BLOCKS, 0)) as plane:
-        await plane.report([cpb.RegisterRequest(report=cpb.BlockReport(last=True))])
+        await plane.report([rpb.RegisterRequest(report=rpb.BlockReport(last=True))])
         for name, num_sessions, share in LOADS:
             phase = Phase(name, num_sessions, seconds * share)
             async with AsyncExitStack() as stack:
                 stubs = [
-                    control_pb2_grpc.ControlPlaneServiceStub(
+                    session_pb2_grpc.SessionServiceStub(
                         await stack.enter_async_context(
                             grpc.aio.insecure_channel(address, options=_OWN_CONNECTION)
                         )

@@ -14,7 +14,7 @@ from benchmarks.control_plane import messages
 from kvplane import ops
 from kvplane.results import news_of
 from kvplane.wire import columns
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 MIN_PROMPT_TOKENS: Final = 40
 MAX_PROMPT_TOKENS: Final = 72

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kvplane.errors import ProtocolMismatchError
 from kvplane.release import release
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
-from kvplane.wire.v1 import control_pb2 as cpb
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Plane:
         return f"{self.kind} {self.release!r}"
 
 
-def payload_version(hellos: Iterable[cpb.Hello]) -> int:
+def payload_version(hellos: Iterable[rpb.Hello]) -> int:
     """Return the newest payload version that this control plane and these data planes know.
 
     Raises ProtocolMismatchError, naming the releases that have none in common, and the one to

@@ -34,7 +34,7 @@ from control_plane.pools.statistics import (
 )
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.layout import Layout
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -375,7 +375,7 @@ class Pool:
             for follower in self.followers:
                 follower.wake()
 
-    def missed(self, group: int, first_block: int) -> tuple[list[cpb.RegisterResponse], int]:
+    def missed(self, group: int, first_block: int) -> tuple[list[rpb.RegisterResponse], int]:
         """Return messages that a resumed shard may have missed about the group's device blocks from
         ``first_block`` on: publications and withdrawals, of a megabyte at most. Also returns the
         first block of the rest, 0 when there are none left.

@@ -12,8 +12,8 @@ from typing import Final
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 
 HASH_ALGORITHM: Final = "xxh3-128"
 HASH_BYTES: Final = 16
@@ -44,11 +44,11 @@ def owner_of(root: bytes) -> tuple[str, str]:
     return root[begin:end].decode(), root[end + _LENGTH.size :].decode()
 
 
-def publish_message(run: Run, group: int = 0) -> cpb.RegisterResponse:
+def publish_message(run: Run, group: int = 0) -> rpb.RegisterResponse:
     """Return the message that announces published blocks of one root and layer group."""
     root, indices, generations, parent_indices, parent_generations, hashes, token_ids = run
     tenant, namespace = owner_of(root)
-    publications = tpb.Publications(
+    publications = plan_pb2.Publications(
         group=group,
         tenant=tenant,
         namespace=namespace,
@@ -60,19 +60,19 @@ def publish_message(run: Run, group: int = 0) -> cpb.RegisterResponse:
         hashes=hashes,
         token_ids=token_ids,
     )
-    return cpb.RegisterResponse(publish=cpb.PublishBlocks(publications=publications))
+    return rpb.RegisterResponse(publish=rpb.PublishBlocks(publications=publications))
 
 
-def withdraw_message(indices: bytes, generations: bytes, group: int = 0) -> cpb.RegisterResponse:
+def withdraw_message(indices: bytes, generations: bytes, group: int = 0) -> rpb.RegisterResponse:
     """Return the message that withdraws publications of a group's device blocks of these
     generations.
     """
-    return cpb.RegisterResponse(
-        withdraw=cpb.WithdrawBlocks(indices=indices, generations=generations, group=group)
+    return rpb.RegisterResponse(
+        withdraw=rpb.WithdrawBlocks(indices=indices, generations=generations, group=group)
     )
 
 
-def reported_root(message: tpb.Publications, *, fingerprint: bytes, num_blocks: int) -> bytes:
+def reported_root(message: plan_pb2.Publications, *, fingerprint: bytes, num_blocks: int) -> bytes:
     """Return the root of reported publications of a device tier of ``num_blocks``; reads none of
     their columns. Raises InvalidRequestError naming a field of the message.
     """

@@ -12,7 +12,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
@@ -41,7 +41,7 @@ class Reports:
         self,
         shard_index: int,
         num_blocks: Sequence[dict[tpb.Tier, int]],
-        part: cpb.BlockReport,
+        part: rpb.BlockReport,
     ) -> None:
         """Add a part of a shard's report. Raises InvalidRequestError naming a field of it; the
         messages before the faulty one are added then.

@@ -20,7 +20,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.shard import Shard, most_kv_heads
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 # Most of a tenant's file forgets that shards have not carried out: 1 for each message and for each
@@ -45,13 +45,13 @@ class ShardState:
         "welcomed",
     )
 
-    def __init__(self, hello: cpb.Hello, reports: Reports) -> None:
+    def __init__(self, hello: rpb.Hello, reports: Reports) -> None:
         self.hello = hello
         self._index = hello.shard.index
         self._reports = reports
         self._has_begun = False  # to report what the pool is to be built from
         self.connected = True
-        self.outgoing: deque[cpb.RegisterResponse] = deque()
+        self.outgoing: deque[rpb.RegisterResponse] = deque()
         self.welcomed = False  # has reported since its last Hello that was not resumed
         self.complete = False  # has reported all that the pool is to be built from
         self.asked = True  # for a report, on the present stream
@@ -62,9 +62,9 @@ class ShardState:
         """Ask for another report, after the messages queued so far."""
         self._reports = reports
         self.complete = self.asked = self._has_begun = False
-        self.outgoing.append(cpb.RegisterResponse(report_request=cpb.ReportRequest()))
+        self.outgoing.append(rpb.RegisterResponse(report_request=rpb.ReportRequest()))
 
-    def add_report(self, part: cpb.BlockReport) -> None:
+    def add_report(self, part: rpb.BlockReport) -> None:
         """Add a part of a report. Raises InvalidRequestError naming a field of ``report``; if the
         part is at fault, the next one begins a new report.
         """
@@ -80,7 +80,7 @@ class ShardState:
         if part.last:
             self.complete = self.welcomed = True
 
-    def take_outgoing(self) -> list[cpb.RegisterResponse]:
+    def take_outgoing(self) -> list[rpb.RegisterResponse]:
         """Return the messages to send, in order; none before its first report is complete."""
         if not self.welcomed:
             return []
@@ -96,7 +96,7 @@ class ShardState:
         self.outgoing.clear()
         self.asked = False
 
-    def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
+    def reconnect(self, hello: rpb.Hello, missed: list[rpb.RegisterResponse]) -> None:
         """Resume it on another stream. ``hello`` may bring a new address. Queues ``missed``, then
         all publications again.
         """
@@ -132,8 +132,8 @@ class FileForgets:
     def __init__(self) -> None:
         self._last_id = 0
         self._shards: frozenset[int] = frozenset()  # when last told
-        self._early: dict[str, list[cpb.ForgetFiles]] = {}  # told once, by tenant
-        self._waiting: dict[int, tuple[set[int], cpb.ForgetFiles]] = {}
+        self._early: dict[str, list[rpb.ForgetFiles]] = {}  # told once, by tenant
+        self._waiting: dict[int, tuple[set[int], rpb.ForgetFiles]] = {}
         self._ids: dict[str, set[int]] = {}  # of these, by tenant
         self._sizes: dict[str, int] = {}  # of a tenant's messages, early ones too
 
@@ -142,7 +142,7 @@ class FileForgets:
         """Whether some are to be sent again, once their blocks are withdrawn."""
         return bool(self._early)
 
-    def add(self, message: cpb.ForgetFiles) -> list[cpb.RegisterResponse]:
+    def add(self, message: rpb.ForgetFiles) -> list[rpb.RegisterResponse]:
         """Add a message; returns what to send shards with files at once."""
         tenant = message.tenant
         held = self._sizes.get(tenant, 0)
@@ -151,12 +151,12 @@ class FileForgets:
                 del self._waiting[forget_id]
             self._early.pop(tenant, None)
             self._sizes[tenant] = 0
-            message = cpb.ForgetFiles(tenant=tenant, all_namespaces=True)
+            message = rpb.ForgetFiles(tenant=tenant, all_namespaces=True)
         self._early.setdefault(tenant, []).append(message)
         self._sizes[tenant] = self._sizes.get(tenant, 0) + _size(message)
         return [_response(message)]
 
-    def second_notices(self, shards: Iterable[int]) -> list[cpb.RegisterResponse]:
+    def second_notices(self, shards: Iterable[int]) -> list[rpb.RegisterResponse]:
         """Return what to send shards with files once blocks have been withdrawn."""
         of_shards = frozenset(shards)
         if of_shards != self._shards:  # the pool may now be divided in another way
@@ -180,7 +180,7 @@ class FileForgets:
             self._waiting[forget_id][0].discard(shard_index)
             self._drop_if_done(forget_id)
 
-    def of_shard(self, shard_index: int) -> list[cpb.RegisterResponse]:
+    def of_shard(self, shard_index: int) -> list[rpb.RegisterResponse]:
         """Return the messages that a shard has not confirmed."""
         return [
             _response(message)
@@ -188,11 +188,11 @@ class FileForgets:
             if shard_index in waiting
         ]
 
-    def _kept(self, message: cpb.ForgetFiles) -> cpb.ForgetFiles:
+    def _kept(self, message: rpb.ForgetFiles) -> rpb.ForgetFiles:
         """Return the message to repeat to shards that come back."""
         if _size(message) <= MAX_WAITING:
             return message
-        kept = cpb.ForgetFiles(
+        kept = rpb.ForgetFiles(
             forget_id=message.forget_id, tenant=message.tenant, all_namespaces=True
         )
         self._sizes[message.tenant] -= _size(message) - _size(kept)
@@ -212,12 +212,12 @@ class FileForgets:
             del self._sizes[tenant]
 
 
-def _size(message: cpb.ForgetFiles) -> int:
+def _size(message: rpb.ForgetFiles) -> int:
     return 1 + len(message.token_ids) // 1024
 
 
-def _response(message: cpb.ForgetFiles) -> cpb.RegisterResponse:
-    return cpb.RegisterResponse(forget_files=message)
+def _response(message: rpb.ForgetFiles) -> rpb.RegisterResponse:
+    return rpb.RegisterResponse(forget_files=message)
 
 
 class PoolShards:
@@ -236,10 +236,10 @@ class PoolShards:
         self._num_sessions = 0  # opened since the key was made
         self._was_notified = False  # something since the last take_notified
         # Ended session -> the shards that have not fenced it yet, and the message to them.
-        self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
+        self._fencing: dict[int, tuple[set[int], rpb.RegisterResponse]] = {}
         self.file_forgets = FileForgets()
 
-    def add(self, hello: cpb.Hello) -> ShardState:
+    def add(self, hello: rpb.Hello) -> ShardState:
         """Add a shard, which is to report next."""
         state = self.states[hello.shard.index] = ShardState(hello, self.reports)
         state.outgoing.extend(self.fences_for(hello.shard.index))
@@ -247,12 +247,12 @@ class PoolShards:
         self._was_notified = True
         return state
 
-    def add_report(self, index: int, part: cpb.BlockReport) -> None:
+    def add_report(self, index: int, part: rpb.BlockReport) -> None:
         """Add a part of a shard's report. Raises InvalidRequestError naming a field of it."""
         self.states[index].add_report(part)
         self._was_notified = True
 
-    def reconnect(self, hello: cpb.Hello) -> None:
+    def reconnect(self, hello: rpb.Hello) -> None:
         """Resume a shard on another stream."""
         index = hello.shard.index
         self.states[index].reconnect(hello, self.fences_for(index))
@@ -350,7 +350,7 @@ class PoolShards:
         self._was_notified = False
         return [i for i, state in self.states.items() if state.outgoing]
 
-    def send(self, messages: list[cpb.RegisterResponse]) -> None:
+    def send(self, messages: list[rpb.RegisterResponse]) -> None:
         """Queue messages for every connected shard; the others get all they missed on resuming."""
         self._was_notified = True
         for state in self.states.values():
@@ -362,7 +362,7 @@ class PoolShards:
         """The shards that keep blocks in files."""
         return [i for i, state in self.states.items() if state.hello.has_file_tier]
 
-    def forget_files(self, message: cpb.ForgetFiles) -> None:
+    def forget_files(self, message: rpb.ForgetFiles) -> None:
         """Have files deleted, now and when ``withdrawn`` is called."""
         if self.file_tiers:
             self._send_to_files(self.file_forgets.add(message))
@@ -378,18 +378,18 @@ class PoolShards:
             )
 
     def _send_to_files(
-        self, messages: list[cpb.RegisterResponse], but: Collection[int] = ()
+        self, messages: list[rpb.RegisterResponse], but: Collection[int] = ()
     ) -> None:
         self._was_notified = True
         for i in self.file_tiers:
             if self.states[i].connected and i not in but:
                 self.states[i].outgoing.extend(messages)
 
-    def forgets_for(self, hello: cpb.Hello) -> list[cpb.RegisterResponse]:
+    def forgets_for(self, hello: rpb.Hello) -> list[rpb.RegisterResponse]:
         """Return the files that a shard is to delete, after its withdrawals."""
         return self.file_forgets.of_shard(hello.shard.index) if hello.has_file_tier else []
 
-    def fences_for(self, index: int) -> list[cpb.RegisterResponse]:
+    def fences_for(self, index: int) -> list[rpb.RegisterResponse]:
         """Return the fences that a shard has not carried out yet."""
         return [message for waiting, message in self._fencing.values() if index in waiting]
 
@@ -402,7 +402,7 @@ class PoolShards:
 
     def fence(self, session: tpb.SessionRef, ordinal: int) -> None:
         """Have every shard fence a session that ended."""
-        message = cpb.RegisterResponse(fence=cpb.Fence(session=session, ordinal=ordinal))
+        message = rpb.RegisterResponse(fence=rpb.Fence(session=session, ordinal=ordinal))
         self._fencing[session.session_id] = (set(self.states), message)
         self.send([message])
 
@@ -456,7 +456,7 @@ class PoolShards:
         return share_heads and not self._layers(a).isdisjoint(self._layers(b))
 
 
-def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
+def num_blocks_of(hello: rpb.Hello) -> list[dict[tpb.Tier, int]]:
     """Return the blocks of each tier of a shard, by layer group."""
     return [
         {tpb.TIER_DEVICE: group.num_device_blocks, tpb.TIER_HOST: group.num_host_blocks}
@@ -464,6 +464,6 @@ def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
     ]
 
 
-def total_blocks(hello: cpb.Hello) -> int:
+def total_blocks(hello: rpb.Hello) -> int:
     """Count the blocks of a shard, of all layer groups and both tiers."""
     return sum(sum(of_group.values()) for of_group in num_blocks_of(hello))

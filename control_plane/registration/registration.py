@@ -41,7 +41,7 @@ from kvplane.layout import Layout
 from kvplane.release import release
 from kvplane.shard import Shard, most_kv_heads
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 
 MAX_POOL_ID_CHARACTERS: Final = 128
 MAX_ADDRESS_CHARACTERS: Final = 512
@@ -79,7 +79,7 @@ class Registration:
         self._working: set[Pool] = set()  # have work that is done in slices
         self._announcing: set[Pool] = set()  # have something to announce
 
-    def register(self, hello: cpb.Hello) -> cpb.Welcome:
+    def register(self, hello: rpb.Hello) -> rpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
 
         Raises InvalidRequestError, LayoutMismatchError, ProtocolMismatchError,
@@ -87,7 +87,7 @@ class Registration:
         later process holds the shard), QuotaExceededError.
         """
         layout = _validate(hello)
-        welcome = cpb.Welcome(
+        welcome = rpb.Welcome(
             incarnation=self._incarnation(),
             version=release(),
             payload_version=payload_version([hello]),
@@ -121,7 +121,7 @@ class Registration:
         welcome.key = pool.key
         return welcome
 
-    def _check_total_blocks(self, hello: cpb.Hello) -> None:
+    def _check_total_blocks(self, hello: rpb.Hello) -> None:
         others = (
             state.hello
             for pool in self._pools.values()
@@ -136,7 +136,7 @@ class Registration:
                 field="hello.num_device_blocks",
             )
 
-    def holds_key(self, hello: cpb.Hello) -> bool:
+    def holds_key(self, hello: rpb.Hello) -> bool:
         """Whether the process shows that it is the one that is registered: by epoch and key."""
         pool = self._pools.get(hello.pool_id)
         state = None if pool is None else pool.shards.states.get(hello.shard.index)
@@ -147,7 +147,7 @@ class Registration:
             and _holds(hello, pool)
         )
 
-    def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
+    def report(self, pool_id: str, shard_index: int, epoch: int, report: rpb.BlockReport) -> None:
         """Add a part of a shard's report.
 
         Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
@@ -182,7 +182,7 @@ class Registration:
                 forgotten.append(pool.id)
         return forgotten
 
-    def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
+    def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: rpb.FenceDone) -> None:
         """Record that a shard has fenced a session. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
         if done.session.incarnation == self._incarnation():
@@ -191,7 +191,7 @@ class Registration:
             begin_if_complete(pool)
 
     def files_forgotten(
-        self, pool_id: str, shard_index: int, epoch: int, done: cpb.FilesForgotten
+        self, pool_id: str, shard_index: int, epoch: int, done: rpb.FilesForgotten
     ) -> None:
         """Record that a shard has deleted files. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
@@ -246,7 +246,7 @@ class Registration:
                 self._working.remove(pool)
         return self.has_work()
 
-    def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
+    def take_outgoing(self, pool_id: str, shard_index: int) -> list[rpb.RegisterResponse]:
         """Return the messages to send to a shard, in order, each once; see ``take_missed``."""
         pool = self._pools.get(pool_id)
         if pool is None:
@@ -255,7 +255,7 @@ class Registration:
         state = pool.shards.states.get(shard_index)
         return state.take_outgoing() if state is not None else []
 
-    def take_missed(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse] | None:
+    def take_missed(self, pool_id: str, shard_index: int) -> list[rpb.RegisterResponse] | None:
         """Return what ``take_outgoing`` does, and then messages that a resumed shard may have
         missed, of a megabyte at most. Call it again when they were sent; None when none are left.
         """
@@ -283,7 +283,7 @@ class Registration:
             )
         return pool, state
 
-    def _can_resume(self, pool: Pool, hello: cpb.Hello) -> bool:
+    def _can_resume(self, pool: Pool, hello: rpb.Hello) -> bool:
         """Return whether the same process registered and reported before, and nothing changed."""
         state = pool.shards.states.get(hello.shard.index)
         if state is None or not state.welcomed:
@@ -294,7 +294,7 @@ class Registration:
             and _is_same_run(hello, state.hello)
         )
 
-    def _restart(self, pool: Pool, hello: cpb.Hello, layout: Layout) -> None:
+    def _restart(self, pool: Pool, hello: rpb.Hello, layout: Layout) -> None:
         """Let a process that cannot be resumed take the shard's place.
 
         The other shards keep their key. When the pool's shape changes, or there is no other shard,
@@ -319,12 +319,12 @@ class Registration:
         pool.close()
 
 
-def _holds(hello: cpb.Hello, pool: Pool) -> bool:
+def _holds(hello: rpb.Hello, pool: Pool) -> bool:
     """Return whether the process proves that it holds the pool's key."""
     return hmac.compare_digest(hello.key_id, signing.key_id(pool.key))
 
 
-def _is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
+def _is_same_run(hello: rpb.Hello, known: rpb.Hello) -> bool:
     """Return whether both are of one process that holds the same part of the same pool."""
     return (
         hello.epoch == known.epoch
@@ -336,7 +336,7 @@ def _is_same_run(hello: cpb.Hello, known: cpb.Hello) -> bool:
     )
 
 
-def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
+def _reshapes(pool: Pool, hello: rpb.Hello, layout: Layout) -> bool:
     """Return whether the shard divides the pool otherwise, or holds other data, than those before.
 
     Raises InvalidRequestError or LayoutMismatchError when it does, and another shard is connected;
@@ -376,7 +376,7 @@ def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
     return bool(overlapping)
 
 
-def _check_epoch(hello: cpb.Hello, registered: cpb.Hello) -> None:
+def _check_epoch(hello: rpb.Hello, registered: rpb.Hello) -> None:
     if hello.epoch < registered.epoch:
         raise StaleEpochError(
             f"shard {registered.shard.index} of pool {hello.pool_id!r} is registered by a later "
@@ -386,7 +386,7 @@ def _check_epoch(hello: cpb.Hello, registered: cpb.Hello) -> None:
         )
 
 
-def _validate(hello: cpb.Hello) -> Layout:
+def _validate(hello: rpb.Hello) -> Layout:
     """Check a hello; returns its layout. Raises InvalidRequestError naming the field at fault."""
     shard = hello.shard
     longest = MAX_POOL_ID_CHARACTERS
@@ -435,7 +435,7 @@ def _validate(hello: cpb.Hello) -> Layout:
     return layout
 
 
-def _check_num_blocks(message: cpb.Hello | cpb.GroupBlocks, at: str) -> None:
+def _check_num_blocks(message: rpb.Hello | rpb.GroupBlocks, at: str) -> None:
     most = MAX_BLOCKS
     num_device, num_host = message.num_device_blocks, message.num_host_blocks
     _require(1 <= num_device <= most, f"{at}num_device_blocks", f"from 1 to {most}")

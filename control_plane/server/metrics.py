@@ -26,7 +26,7 @@ from kvplane.serving.observability.metrics import (
     PlaneMetrics,
     Samples,
 )
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 

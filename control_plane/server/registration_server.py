@@ -15,7 +15,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
+
+import grpc.aio
 
 from control_plane.core import ControlPlane
 from kvplane.errors import (
@@ -29,10 +31,14 @@ from kvplane.errors import (
     QuotaExceededError,
     StaleEpochError,
 )
+from kvplane.plane.v1 import registration_pb2 as contract
 from kvplane.serving.callers.access import Caller
+from kvplane.serving.callers.identity import caller
 from kvplane.serving.streams import stopping_error
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.plane.v1 import registration_pb2_grpc
 
+REGISTRATION: Final = contract.DESCRIPTOR.services_by_name["RegistrationService"]
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
 _ALIVE_HEARTBEATS: Final = 1.5
@@ -40,8 +46,10 @@ _ALIVE_HEARTBEATS: Final = 1.5
 _ANNOUNCE_DELAY_S: Final = 0.005
 _CUT_AFTER_S: Final = 2.0
 
+_Context = grpc.aio.ServicerContext[Any, Any]
 
-class Registrar:
+
+class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
     """All registration streams of this control plane."""
 
     def __init__(
@@ -57,9 +65,14 @@ class Registrar:
         self.has_work = asyncio.Event()
         """Is set when the core has long work to do."""
 
+    def Register(
+        self, request_iterator: AsyncIterator[rpb.RegisterRequest], context: _Context
+    ) -> AsyncIterator[rpb.RegisterResponse]:
+        return self.serve(request_iterator, caller())
+
     async def serve(
-        self, requests: AsyncIterator[pb.RegisterRequest], caller: Caller
-    ) -> AsyncIterator[pb.RegisterResponse]:
+        self, requests: AsyncIterator[rpb.RegisterRequest], caller: Caller
+    ) -> AsyncIterator[rpb.RegisterResponse]:
         """Answer one stream until either side ends it.
 
         Raises what the core raises for the Hello or the report; NotPermittedError when the caller
@@ -117,7 +130,7 @@ class Registrar:
         self._core.announce()
         self.flush()
 
-    def _send(self, stream: _Stream, messages: list[pb.RegisterResponse]) -> None:
+    def _send(self, stream: _Stream, messages: list[rpb.RegisterResponse]) -> None:
         """Queue messages, or cut the stream of a data plane that does not read: it gets the
         messages that it missed when it comes back.
         """
@@ -138,7 +151,9 @@ class Registrar:
         for stream in self._streams.values():
             stream.fail(stopping_error("control plane"))
 
-    async def _hello(self, requests: AsyncIterator[pb.RegisterRequest], caller: Caller) -> pb.Hello:
+    async def _hello(
+        self, requests: AsyncIterator[rpb.RegisterRequest], caller: Caller
+    ) -> rpb.Hello:
         if self._stopping:
             raise stopping_error("control plane")
         first = await self._next(requests)
@@ -153,7 +168,7 @@ class Registrar:
             raise stopping_error("control plane")
         return hello
 
-    def _open(self, hello: pb.Hello) -> _Stream:
+    def _open(self, hello: rpb.Hello) -> _Stream:
         self._require_free(hello)
         try:
             welcome = self._core.register(hello)
@@ -164,13 +179,13 @@ class Registrar:
         welcome.heartbeat_interval.FromNanoseconds(int(self._heartbeat_s * 1e9))
         stream = _Stream(hello)
         self._supersede(stream)
-        stream.outbox.append(pb.RegisterResponse(welcome=welcome))
+        stream.outbox.append(rpb.RegisterResponse(welcome=welcome))
         self.flush()
         text = "registered %s address=%s version=%r resumed=%s"
         _LOGGER.info(text, stream, hello.address, hello.version, welcome.resumed)
         return stream
 
-    def _require_free(self, hello: pb.Hello) -> None:
+    def _require_free(self, hello: rpb.Hello) -> None:
         """Raise PoolNotReadyError while another process holds the shard and sends messages: epochs
         are public, so a higher one does not prove that this is its successor.
         """
@@ -195,7 +210,7 @@ class Registrar:
         else:
             old.fail(CancelledError("superseded by a newer registration stream"))
 
-    async def _read(self, stream: _Stream, requests: AsyncIterator[pb.RegisterRequest]) -> None:
+    async def _read(self, stream: _Stream, requests: AsyncIterator[rpb.RegisterRequest]) -> None:
         while (request := await self._next(requests)) is not None and stream.failure is None:
             stream.heard_s = time.monotonic()
             kind = request.WhichOneof("message")
@@ -212,15 +227,17 @@ class Registrar:
                     field=kind or "message",
                 )
 
-    def _report(self, stream: _Stream, report: pb.BlockReport) -> None:
+    def _report(self, stream: _Stream, report: rpb.BlockReport) -> None:
         self._core.report(*stream.key, stream.epoch, report)
         if report.last:
-            stream.outbox.append(pb.RegisterResponse(report_accepted=pb.ReportAccepted()))
+            stream.outbox.append(rpb.RegisterResponse(report_accepted=rpb.ReportAccepted()))
             stream.changed.set()
             self.flush()
             _LOGGER.info("reported %s", stream)
 
-    async def _next(self, requests: AsyncIterator[pb.RegisterRequest]) -> pb.RegisterRequest | None:
+    async def _next(
+        self, requests: AsyncIterator[rpb.RegisterRequest]
+    ) -> rpb.RegisterRequest | None:
         silence_s = self._heartbeat_s * _MISSED_HEARTBEATS
         loop = asyncio.get_running_loop()
         read = asyncio.ensure_future(anext(requests, None))
@@ -247,10 +264,10 @@ class Registrar:
 class _Stream:
     """One live stream: its shard and epoch, and the messages that wait to be sent."""
 
-    def __init__(self, hello: pb.Hello) -> None:
+    def __init__(self, hello: rpb.Hello) -> None:
         self.key = (hello.pool_id, hello.shard.index)
         self.epoch = hello.epoch
-        self.outbox: deque[pb.RegisterResponse] = deque()
+        self.outbox: deque[rpb.RegisterResponse] = deque()
         self.changed = asyncio.Event()
         self.most_waiting: int | None = None  # set once the first messages are in the outbox
         self.failure: KvplaneError | None = None

@@ -26,8 +26,8 @@ from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.pool_service import POOLS, PoolService
 from control_plane.server.prefix_service import PREFIX, PrefixService
-from control_plane.server.registration_server import Registrar
-from control_plane.server.service import SERVICE, ControlPlaneService
+from control_plane.server.registration_server import REGISTRATION, Registrar
+from control_plane.server.service import SESSIONS, SessionService
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.release import release
@@ -38,13 +38,14 @@ from kvplane.serving.plane_server import PlaneServer, Service
 from kvplane.serving.server import wait_for_signal
 from kvplane.serving.server_service import SERVER, ServerService
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
+from kvplane.wire.plane.v1.registration_pb2_grpc import add_RegistrationServiceServicer_to_server
 from kvplane.wire.v1 import pool_pb2
-from kvplane.wire.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
 from kvplane.wire.v1.pool_pb2_grpc import (
     add_PoolServiceServicer_to_server,
     add_ServerServiceServicer_to_server,
 )
 from kvplane.wire.v1.prefix_pb2_grpc import add_PrefixServiceServicer_to_server
+from kvplane.wire.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 0.25
@@ -119,7 +120,7 @@ class ControlPlaneServer(PlaneServer):
             asyncio.get_running_loop(),
             lambda: ([core.observe_pool(i) for i in core.pool_ids()], registrar.heartbeat_ages()),
         )
-        self._servicer = servicer = ControlPlaneService(core, registrar, self.metrics)
+        self._servicer = servicer = SessionService(core, registrar, self.metrics)
         about = ServerService(self._describe)
         of_prefixes = PrefixService(core, servicer.flush)
         max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.max_operations)
@@ -129,9 +130,14 @@ class ControlPlaneServer(PlaneServer):
                 Service(SERVER, partial(add_ServerServiceServicer_to_server, about)),
                 Service(POOLS, partial(add_PoolServiceServicer_to_server, PoolService(core))),
                 Service(
-                    SERVICE,
-                    partial(add_ControlPlaneServiceServicer_to_server, servicer),
+                    SESSIONS,
+                    partial(add_SessionServiceServicer_to_server, servicer),
                     servicer.stop,
+                ),
+                Service(
+                    REGISTRATION,
+                    partial(add_RegistrationServiceServicer_to_server, registrar),
+                    registrar.stop,
                 ),
                 Service(
                     PREFIX,
@@ -223,7 +229,7 @@ class ControlPlaneServer(PlaneServer):
         self.work.cancel()
 
 
-async def _tick(core: ControlPlane, service: ControlPlaneService) -> None:
+async def _tick(core: ControlPlane, service: SessionService) -> None:
     """End expired leases, and cut sequences whose blocks others wait for, until cancelled."""
     while True:
         delay_s = _LONGEST_TICK_S

@@ -1,4 +1,4 @@
-"""The control plane's gRPC service: passes requests to the core and returns its answers.
+"""Sessions and their steps: passes requests to the core and returns its answers.
 
 All of it runs on one event loop, and a call into the core is never interrupted, so the core needs
 no locks. Requests of several slices run one at a time, and between their slices other sessions are
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, cast
 
@@ -30,12 +30,12 @@ from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
 from kvplane.slices import Slices
-from kvplane.v1 import control_pb2 as contract
+from kvplane.v1 import session_pb2 as contract
 from kvplane.wire.error_codec import to_wire
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import session_pb2 as pb
+from kvplane.wire.v1 import session_pb2_grpc
 
-SERVICE: Final = contract.DESCRIPTOR.services_by_name["ControlPlaneService"]
+SESSIONS: Final = contract.DESCRIPTOR.services_by_name["SessionService"]
 _LOGGER: Final = logging.getLogger(__name__)
 
 _FAILED_WORK_DELAY_S: Final = 1.0
@@ -110,7 +110,7 @@ async def _run_all(slices: Slices[Any]) -> Any:
             await asyncio.sleep(0)
 
 
-class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
+class SessionService(session_pb2_grpc.SessionServiceServicer):
     """Serves one core."""
 
     def __init__(
@@ -130,7 +130,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     def stop(self) -> None:
         """End streams that wait for a request now, the others after their current answer."""
         self._streams.stop()
-        self._registrar.stop()
 
     def flush(self) -> None:
         """Send what the core has for data planes, and push news to sessions."""
@@ -277,11 +276,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                         next(slices)
         except StopIteration as end:
             return cast(pb.CheckOperationsResponse, end.value)
-
-    def Register(
-        self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
-    ) -> AsyncIterator[pb.RegisterResponse]:
-        return self._registrar.serve(request_iterator, caller())
 
     def _refuse(self, number: int, error: KvplaneError) -> pb.StreamStepsResponse:
         self._metrics.rpc.rejected.inc(error.reason)

@@ -21,7 +21,7 @@ from kvplane.errors import (
     StepConflictError,
     StepOutOfOrderError,
 )
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 _METHODS: Final[dict[type[Message], bytes]] = {
     cpb.StepRequest: b"step",

@@ -19,6 +19,7 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
 )
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _MAX_VOIDED: Final = 1024
@@ -106,7 +107,7 @@ class Session:
         self.receipted = [0] * pool.shards.num_shards  # highest plan receipted by each shard
         self.done = 0  # highest plan receipted by all
         # The fields that all plans of the session begin with, encoded.
-        self.plan_prefix = tpb.Plan(
+        self.plan_prefix = plan_pb2.Plan(
             version=self.payload_version, session=ref, pool_id=pool.id, shard_epochs=self.epochs
         ).SerializeToString(deterministic=True)
         self._receipt_prefixes: dict[int, bytes] = {}  # by shard: what its receipts begin with
@@ -141,7 +142,7 @@ class Session:
             return None
         prefix = self._receipt_prefixes.get(shard_index)
         if prefix is None:
-            prefix = self._receipt_prefixes[shard_index] = tpb.Receipt(
+            prefix = self._receipt_prefixes[shard_index] = plan_pb2.Receipt(
                 version=self.payload_version,
                 session=self.ref,
                 pool_id=self.pool.id,

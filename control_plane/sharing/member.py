@@ -10,7 +10,7 @@ from control_plane.sessions.session import Session
 from control_plane.sharing.families import Families, Family
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 # Sequences that were cut and are remembered to be so.
 _MAX_REVOKED: Final = 4096

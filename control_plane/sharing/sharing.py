@@ -37,7 +37,7 @@ from control_plane.sharing.member import Member, QueuedAdmission
 from kvplane.errors import SequenceExistsError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 Failure = tuple[int, int, int, int, int]

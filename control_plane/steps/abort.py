@@ -13,7 +13,7 @@ from control_plane.sessions.session import Session
 from control_plane.steps.slices import SLICE_ENTRIES
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.slices import Slices
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 
 def abort_plans(session: Session, request: cpb.AbortPlansRequest) -> Slices[None]:

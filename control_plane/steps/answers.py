@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from control_plane.sessions.session import Session
 from control_plane.steps.operation import Named
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 
 class SignedPlan(NamedTuple):

@@ -17,7 +17,7 @@ from control_plane.steps.operations import DEFERRED_TOKENS
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 
 def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items: int) -> None:

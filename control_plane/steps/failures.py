@@ -23,7 +23,7 @@ from kvplane.errors import (
     SequenceSwappedError,
 )
 from kvplane.wire.error_messages import to_wire
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 # About as long as a step takes on a busy engine: receipts come with steps.

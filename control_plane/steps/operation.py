@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvplane.slices import Slices
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 _ID_BYTES: Final = 8
 

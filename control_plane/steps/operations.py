@@ -41,7 +41,7 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.slices import Slices
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _ALL: Final = -1

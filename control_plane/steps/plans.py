@@ -10,6 +10,7 @@ from control_plane.steps.slices import SLICE_BYTES, SLICE_ENTRIES, digest_of
 from kvplane import tracing
 from kvplane.slices import Slices
 from kvplane.wire import signing
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
@@ -22,7 +23,7 @@ def finish_plan(member: Member, number: int, traceparent: str = "") -> Slices[Si
         yield
     prefix = session.plan_prefix
     if tracing.checked(traceparent):
-        prefix += tpb.Plan(traceparent=traceparent).SerializeToString()
+        prefix += plan_pb2.Plan(traceparent=traceparent).SerializeToString()
     member.is_drafted = False
     payload = session.native.finish(session.handle, prefix)
     if payload is None:
@@ -41,7 +42,7 @@ def finish_plan(member: Member, number: int, traceparent: str = "") -> Slices[Si
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
     """Return the session's grant for data planes, signed with the pool's key."""
     pool = session.pool
-    payload = tpb.SessionGrant(
+    payload = plan_pb2.SessionGrant(
         version=session.payload_version,
         session=session.ref,
         ordinal=session.ordinal,

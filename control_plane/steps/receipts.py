@@ -21,6 +21,7 @@ from kvplane.errors import (
 )
 from kvplane.slices import Slices
 from kvplane.wire import signing
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -43,7 +44,7 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
             session.pool.key, signing.RECEIPT, signed.type, payload, signed.signature, field=at
         )
         try:
-            receipt = tpb.Receipt.FromString(payload)
+            receipt = plan_pb2.Receipt.FromString(payload)
         except DecodeError as error:
             raise InvalidRequestError("is not a Receipt", field=f"{at}.payload") from error
         number, shard = receipt.plan_number, receipt.shard_index
@@ -58,7 +59,7 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
         yield
 
 
-def _check(session: Session, receipt: tpb.Receipt, payload: bytes, at: str) -> None:
+def _check(session: Session, receipt: plan_pb2.Receipt, payload: bytes, at: str) -> None:
     if receipt.version != session.payload_version:
         raise ProtocolMismatchError(
             f"is {receipt.version}, and the session's plans have {session.payload_version}",

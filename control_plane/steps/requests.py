@@ -27,7 +27,7 @@ from control_plane.steps.slices import SLICE_SEQUENCES, SLICE_TOKENS
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.slices import Slices
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)

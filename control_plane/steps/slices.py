@@ -14,7 +14,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.slices import Slices
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 SLICE_TOKENS: Final = 65_536
 """Tokens that are appended: a millisecond or two."""

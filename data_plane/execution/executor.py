@@ -43,7 +43,9 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.shard import Shard
 from kvplane.slices import Slices, guarded, run_to_end
-from kvplane.wire.v1 import control_pb2, data_pb2
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import execution_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 
@@ -165,9 +167,9 @@ class Executor:
         with self._command.lock, self._command("finish"):
             self._plans.quiesce(raises=raises)
 
-    def block_source(self) -> data_pb2.BlockSource:
+    def block_source(self) -> execution_pb2.BlockSource:
         """Identifies this process as the source of the blocks that ``read_blocks`` returns."""
-        return data_pb2.BlockSource(
+        return execution_pb2.BlockSource(
             pool_id=self.pool_id,
             shard_index=self.shard.index,
             epoch=self.epoch,
@@ -191,7 +193,7 @@ class Executor:
         with self._command.lock, self._command("report"):
             return block_report(self._tables, blocks_per_part)
 
-    def publish(self, publications: pb.Publications) -> int:
+    def publish(self, publications: plan_pb2.Publications) -> int:
         """Keep the publications whose block still has their generation, and ignore the others.
         Returns the number kept.
 
@@ -202,7 +204,7 @@ class Executor:
             present = self._tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
             return self._tables.publications[group].keep(publications, present, "publications")
 
-    def withdraw(self, blocks: control_pb2.WithdrawBlocks) -> int:
+    def withdraw(self, blocks: rpb.WithdrawBlocks) -> int:
         """Drop publications whose block still has their generation. Returns the number dropped."""
         with self._command.lock, self._command("withdraw"):
             group = check_group(blocks.group, self.layout, "withdraw.group")
@@ -250,7 +252,7 @@ class Executor:
         ``session``: the id that ``open`` returned, or the grant. Starting a plan that is running
         lets it continue, and starting one that has run returns its receipt again; neither changes
         the tables. A plan without spans has run when this returns. Raises the errors listed in the
-        comment of ``DataPlaneService`` in ``data.proto``.
+        comment of ``ExecutionService`` in ``execution.proto``.
         """
         with self._command.lock, self._command("start"):
             return self._begin(session, *self._verifier.plan(plan))
@@ -497,7 +499,9 @@ class Executor:
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
 
-    def _begin(self, session: int | pb.SignedPayload, plan: pb.Plan, digest: bytes) -> StartedPlan:
+    def _begin(
+        self, session: int | pb.SignedPayload, plan: plan_pb2.Plan, digest: bytes
+    ) -> StartedPlan:
         session_id = session if isinstance(session, int) else self.open(session)
         require(
             plan.session.session_id == session_id,

@@ -43,6 +43,7 @@ from kvplane.errors import (
 )
 from kvplane.slices import Slices
 from kvplane.wire import columns
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 LayerTensors = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
@@ -92,7 +93,7 @@ class PlanRunner:
         self.reused: ReusedBlocks | None = None
         """Notes which prefixes are found, for a file tier; None without one."""
 
-    def start(self, session: Session, plan: pb.Plan, digest: bytes) -> StartedPlan:
+    def start(self, session: Session, plan: plan_pb2.Plan, digest: bytes) -> StartedPlan:
         """Begin a verified plan, continue it, or return its receipt if it has run. ``digest``: of
         the bytes that were signed.
         """
@@ -119,7 +120,7 @@ class PlanRunner:
         tokens, spans = run.num_tokens, run.num_spans
         return StartedPlan(run.number, tokens, spans, receipt, pass_index=run.pass_index)
 
-    def _prepare(self, session: Session, plan: pb.Plan, digest: bytes) -> RunningPlan:
+    def _prepare(self, session: Session, plan: plan_pb2.Plan, digest: bytes) -> RunningPlan:
         """Make a new plan's table changes, all or nothing."""
         tables = self._tables
         transfers = Transfers.read(tables.num_blocks, plan.transfers)
@@ -456,7 +457,7 @@ class PlanRunner:
         return session, run
 
 
-def _changed_ids(changes: pb.TableChanges, num_groups: int) -> list[bytes]:
+def _changed_ids(changes: plan_pb2.TableChanges, num_groups: int) -> list[bytes]:
     """Return, for each layer group, the ids of the sequences whose tables change."""
     if num_groups == 1:
         return [changes.sequence_ids]

@@ -29,6 +29,7 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     SessionExpiredError,
 )
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 MAX_PLANS_IN_FLIGHT = 1024
@@ -212,7 +213,9 @@ class Session:
         """The plan that has started and not finished."""
         return self.latest if self.latest is not None and self.latest.receipt is None else None
 
-    def continued(self, plan: pb.Plan, digest: bytes) -> pb.SignedPayload | RunningPlan | None:
+    def continued(
+        self, plan: plan_pb2.Plan, digest: bytes
+    ) -> pb.SignedPayload | RunningPlan | None:
         """Return the receipt of a plan that has run, the run of one that is running, or None for a
         new one that may start.
 
@@ -328,7 +331,7 @@ class Sessions:
         """Return the plans that have started and not finished."""
         return [run for session in self._open.values() if (run := session.running) is not None]
 
-    def open(self, grant: pb.SessionGrant) -> Session:
+    def open(self, grant: plan_pb2.SessionGrant) -> Session:
         """Return the session of a verified grant, opening it if it is new.
 
         Raises SessionExpiredError when it has ended, InvalidRequestError for numbers out of range.

@@ -20,11 +20,12 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as pb
 
-Payload = TypeVar("Payload", pb.Plan, pb.SessionGrant)
+Payload = TypeVar("Payload", plan_pb2.Plan, plan_pb2.SessionGrant)
 
 _MAX_EPOCH: Final = 2**64 - 1
 
@@ -75,18 +76,18 @@ class Verifier:
                 field=field,
             )
 
-    def grant(self, signed: pb.SignedPayload) -> pb.SessionGrant:
+    def grant(self, signed: pb.SignedPayload) -> plan_pb2.SessionGrant:
         """Verify a grant. Raises as ``plan`` does."""
-        return self._read(signed, signing.GRANT, pb.SessionGrant, "grant")[0]
+        return self._read(signed, signing.GRANT, plan_pb2.SessionGrant, "grant")[0]
 
-    def plan(self, signed: pb.SignedPayload) -> tuple[pb.Plan, bytes]:
+    def plan(self, signed: pb.SignedPayload) -> tuple[plan_pb2.Plan, bytes]:
         """Verify a plan for this pool, epoch and incarnation. Returns it and its payload's digest.
 
         Raises PoolNotReadyError before there is a key, BadSignatureError, StaleEpochError,
         StaleIncarnationError, ProtocolMismatchError for an unknown version, and InvalidRequestError
         for a payload that does not parse, is for another pool, or has unknown fields.
         """
-        return self._read(signed, signing.PLAN, pb.Plan, "plan")
+        return self._read(signed, signing.PLAN, plan_pb2.Plan, "plan")
 
     def receipt(
         self, session: pb.SessionRef, plan_number: int, plan_digest: bytes, *, version: int
@@ -94,7 +95,7 @@ class Verifier:
         """Sign the statement that a plan has run. ``version``: the plan's payload version, which
         the control plane that wrote it reads too.
         """
-        payload = pb.Receipt(
+        payload = plan_pb2.Receipt(
             version=version,
             session=session,
             pool_id=self.pool_id,
@@ -164,7 +165,7 @@ class Verifier:
         if message.pool_id == self.pool_id and len(message.shard_epochs) == self.num_shards:
             self._check_run(message, field)
 
-    def _check_run(self, message: pb.Plan | pb.SessionGrant, field: str) -> None:
+    def _check_run(self, message: plan_pb2.Plan | plan_pb2.SessionGrant, field: str) -> None:
         epoch = message.shard_epochs[self.shard_index]
         if epoch != self.epoch:
             raise StaleEpochError(

@@ -18,7 +18,8 @@ from kvplane.errors import InvalidRequestError
 from kvplane.slices import Slices
 from kvplane.transport.local import packets
 from kvplane.wire.twin import whole
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 
 SLICE_S: Final = 0.01
@@ -62,10 +63,10 @@ class Layer:
     """
 
 
-Share = Callable[[pb.ShareDeviceMemory], pb.ExecuteResponse]
+Share = Callable[[local_pb2.ShareDeviceMemory], pb.ExecuteResponse]
 
 
-def _share_nothing(request: pb.ShareDeviceMemory) -> pb.ExecuteResponse:
+def _share_nothing(request: local_pb2.ShareDeviceMemory) -> pb.ExecuteResponse:
     raise InvalidRequestError("there is no region on a GPU here", field="share")
 
 

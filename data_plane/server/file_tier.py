@@ -43,8 +43,8 @@ from data_plane.server.fair_queue import Lane
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError, KvplaneError, PlaneUnavailableError
 from kvplane.wire import columns
-from kvplane.wire.v1 import control_pb2
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import execution_pb2 as pb
 
 CHUNK_BYTES: Final = 2 * 1024 * 1024
 _MAX_LOADS: Final = 4
@@ -287,7 +287,7 @@ class FileTier:
                     break
         return pb.LoadFileBlocksResponse(num_blocks=num_loaded, receipt=receipt)
 
-    async def forget(self, message: control_pb2.ForgetFiles) -> None:
+    async def forget(self, message: rpb.ForgetFiles) -> None:
         """Delete files, and cancel pending writes of them. Raises OSError."""
         tenant = None if message.all_tenants else message.tenant
         await self._worker.run(partial(self._executor.published.drop_reused, tenant))

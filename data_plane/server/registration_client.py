@@ -38,14 +38,14 @@ from kvplane.release import release
 from kvplane.transport.connection import BROKEN_CALL
 from kvplane.transport.tls import TlsOptions, open_channel
 from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.plane.v1 import registration_pb2_grpc
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-_SERVICE: Final = "kvplane.v1.ControlPlaneService"
+_SERVICE: Final = "kvplane.plane.v1.RegistrationService"
 BLOCKS_PER_REPORT: Final = 2048
 _ANSWER_TIMEOUT_S: Final = 30.0
 _HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)
@@ -126,10 +126,10 @@ class RegistrationClient:
 
     async def _register(self) -> None:
         """Run one stream from its Hello to its end. Raises KvplaneError."""
-        stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
+        stub = registration_pb2_grpc.RegistrationServiceStub(self._channel)
         stream = RegistrationStream(stub.Register())
         try:
-            await stream.send(pb.RegisterRequest(hello=_hello_of(self._executor, self._address)))
+            await stream.send(rpb.RegisterRequest(hello=_hello_of(self._executor, self._address)))
             welcome = (await stream.expect("welcome")).welcome
             _check_payload_version(welcome)
             async with _beating(stream, welcome):
@@ -142,7 +142,7 @@ class RegistrationClient:
         finally:
             stream.cancel()
 
-    async def _begin(self, stream: RegistrationStream, welcome: pb.Welcome) -> None:
+    async def _begin(self, stream: RegistrationStream, welcome: rpb.Welcome) -> None:
         """Resume the registration with a control plane that knows this run, or report all blocks
         to one that does not.
         """
@@ -168,7 +168,7 @@ class RegistrationClient:
     async def _report(self, stream: RegistrationStream) -> None:
         """Send generations and publications of all blocks."""
         for part in await self._worker.run(partial(self._executor.report, BLOCKS_PER_REPORT)):
-            await stream.send(pb.RegisterRequest(report=part))
+            await stream.send(rpb.RegisterRequest(report=part))
 
     async def _follow(self, stream: RegistrationStream) -> None:
         """Handle the control plane's messages until the stream ends."""
@@ -185,8 +185,8 @@ class RegistrationClient:
             elif kind == "fence":
                 fence = response.fence
                 await self._worker.run(partial(executor.fence, fence.session, fence.ordinal))
-                done = pb.FenceDone(session=fence.session)
-                await stream.send(pb.RegisterRequest(fence_done=done))
+                done = rpb.FenceDone(session=fence.session)
+                await stream.send(rpb.RegisterRequest(fence_done=done))
             elif kind == "forget_files" and self._files is not None:
                 # Many files take long, and plans must not wait for them.
                 task = asyncio.create_task(self._forget(self._files, stream, response.forget_files))
@@ -203,22 +203,22 @@ class RegistrationClient:
                 )
 
     async def _forget(
-        self, files: FileTier, stream: RegistrationStream, message: pb.ForgetFiles
+        self, files: FileTier, stream: RegistrationStream, message: rpb.ForgetFiles
     ) -> None:
         """Delete files. A failure is not answered: the control plane repeats the request when this
         process registers again, and not before.
         """
         try:
             await files.forget(message)
-            done = pb.FilesForgotten(forget_id=message.forget_id)
-            await stream.send(pb.RegisterRequest(files_forgotten=done))
+            done = rpb.FilesForgotten(forget_id=message.forget_id)
+            await stream.send(rpb.RegisterRequest(files_forgotten=done))
         except (OSError, KvplaneError) as error:
             _LOGGER.warning("files were not forgotten forget_id=%d: %s", message.forget_id, error)
 
 
-def _hello_of(executor: Executor, address: str) -> pb.Hello:
+def _hello_of(executor: Executor, address: str) -> rpb.Hello:
     """Make a Hello. ``address``: where clients reach the executor."""
-    return pb.Hello(
+    return rpb.Hello(
         pool_id=executor.pool_id,
         shard=executor.shard.to_proto(),
         epoch=executor.epoch,
@@ -236,7 +236,7 @@ def _hello_of(executor: Executor, address: str) -> pb.Hello:
     )
 
 
-def _check_payload_version(welcome: pb.Welcome) -> None:
+def _check_payload_version(welcome: rpb.Welcome) -> None:
     """Raise ProtocolMismatchError unless the control plane chose a version that was offered."""
     oldest, newest = OLDEST_PAYLOAD_VERSION, NEWEST_PAYLOAD_VERSION
     if not oldest <= welcome.payload_version <= newest:
@@ -255,7 +255,7 @@ class RegistrationStream:
         self._call = call
         self._turn = asyncio.Lock()
 
-    async def send(self, request: pb.RegisterRequest) -> None:
+    async def send(self, request: rpb.RegisterRequest) -> None:
         try:
             async with self._turn:
                 await self._call.write(request)
@@ -264,17 +264,17 @@ class RegistrationStream:
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             raise PlaneUnavailableError("the stream has ended") from error
 
-    async def receive(self) -> pb.RegisterResponse:
+    async def receive(self) -> rpb.RegisterResponse:
         try:
             response: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise _typed(error) from error
         if response is grpc.aio.EOF:
             raise PlaneUnavailableError("the control plane ended the stream")
-        message: pb.RegisterResponse = response
+        message: rpb.RegisterResponse = response
         return message
 
-    async def expect(self, kind: str) -> pb.RegisterResponse:
+    async def expect(self, kind: str) -> rpb.RegisterResponse:
         """Return the next message, which has to be a ``kind``, and arrive in _ANSWER_TIMEOUT_S."""
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -303,7 +303,7 @@ def _typed(error: grpc.aio.AioRpcError) -> KvplaneError:
 
 
 @asynccontextmanager
-async def _beating(stream: RegistrationStream, welcome: pb.Welcome) -> AsyncIterator[None]:
+async def _beating(stream: RegistrationStream, welcome: rpb.Welcome) -> AsyncIterator[None]:
     """Send heartbeats while inside. A failed send is ignored: reading the stream fails too."""
     shortest_s, longest_s = _HEARTBEAT_RANGE_S
     interval_s = min(max(welcome.heartbeat_interval.ToNanoseconds() / 1e9, shortest_s), longest_s)
@@ -311,7 +311,7 @@ async def _beating(stream: RegistrationStream, welcome: pb.Welcome) -> AsyncIter
     async def beat() -> None:
         while True:
             await asyncio.sleep(interval_s)
-            await stream.send(pb.RegisterRequest(heartbeat=pb.Heartbeat()))
+            await stream.send(rpb.RegisterRequest(heartbeat=rpb.Heartbeat()))
 
     task = asyncio.create_task(beat())
     try:
@@ -321,13 +321,13 @@ async def _beating(stream: RegistrationStream, welcome: pb.Welcome) -> AsyncIter
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _groups(executor: Executor) -> list[pb.GroupBlocks]:
+def _groups(executor: Executor) -> list[rpb.GroupBlocks]:
     """Return the blocks of each layer group; none if there is one group."""
     num_groups, num_blocks = len(executor.layout.groups), executor.pools.num_blocks
     if num_groups == 1:
         return []
     return [
-        pb.GroupBlocks(
+        rpb.GroupBlocks(
             num_device_blocks=num_blocks[tier_key_of(group, tpb.TIER_DEVICE)],
             num_host_blocks=num_blocks[tier_key_of(group, tpb.TIER_HOST)],
         )

@@ -24,12 +24,14 @@ from data_plane.execution.executor import Executor
 from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.sizing import fit_blocks, free_bytes, measure_num_blocks, share_blocks
+from data_plane.server.block_service import BLOCKS, BlockService
+from data_plane.server.calls import Calls
 from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.registration_client import RegistrationClient
-from data_plane.server.service import SERVICE, DataPlaneService
+from data_plane.server.service import EXECUTIONS, ExecutionService
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import tracing
 from kvplane.errors import (
@@ -52,7 +54,10 @@ from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from kvplane.shard import Shard
 from kvplane.sync.short_thread import call_in_short_thread
 from kvplane.wire.v1 import pool_pb2, types_pb2
-from kvplane.wire.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
+from kvplane.wire.v1.execution_pb2_grpc import (
+    add_BlockServiceServicer_to_server,
+    add_ExecutionServiceServicer_to_server,
+)
 from kvplane.wire.v1.pool_pb2_grpc import add_ServerServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -134,14 +139,15 @@ class DataPlaneServer(PlaneServer):
         self.metrics.watch(
             self.executor, lambda: worker.num_waiting, self.local, self.files, self.plug_ins
         )
-        service = DataPlaneService(
+        calls = Calls(self.executor, worker, knows_callers=config.knows_callers)
+        executions = ExecutionService(
+            calls, self.executor, rejected=self.metrics.rpc.rejected, local=self.local
+        )
+        blocks = BlockService(
+            calls,
             self.executor,
-            self._worker,
-            rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
-            local=self.local,
             files=self.files,
-            knows_callers=config.knows_callers,
         )
         about = ServerService(self._describe)
         super().__init__(
@@ -149,8 +155,11 @@ class DataPlaneServer(PlaneServer):
             [
                 Service(SERVER, partial(add_ServerServiceServicer_to_server, about)),
                 Service(
-                    SERVICE, partial(add_DataPlaneServiceServicer_to_server, service), service.stop
+                    EXECUTIONS,
+                    partial(add_ExecutionServiceServicer_to_server, executions),
+                    executions.stop,
                 ),
+                Service(BLOCKS, partial(add_BlockServiceServicer_to_server, blocks)),
                 *(Service(plug_in.service, plug_in.add_to) for plug_in in self.plug_ins),
             ],
             self.metrics,

@@ -27,9 +27,9 @@ from kvplane.runtime.backend import DataBackend
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.wire.error_messages import from_wire, to_wire
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from kvplane.wire.v1.data_pb2 import ExecuteResponse, LayerOutput, PlanStarted
+from kvplane.wire.v1.execution_pb2 import ExecuteResponse, LayerOutput, PlanStarted
 
 from ..config import EngineConfig
 from ..models import loader

@@ -25,7 +25,7 @@ from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
 from kvplane.results import Granted, SequenceState, SessionNews, StepResult, error_of
 from kvplane.wire import columns
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as types
 
 from .intents import Counts, Failures, Intent, Kind, Outcome, Span

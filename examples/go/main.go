@@ -18,7 +18,7 @@ func main() {
 	defer cancel()
 
 	plane := dial(os.Args[1])
-	control := pb.NewControlPlaneServiceClient(plane)
+	control := pb.NewSessionServiceClient(plane)
 	pool, err := pb.NewPoolServiceClient(plane).GetPool(ctx, &pb.GetPoolRequest{PoolId: "default"})
 	check(err)
 	opened, err := control.OpenSession(ctx, &pb.OpenSessionRequest{
@@ -29,7 +29,7 @@ func main() {
 	planned, err := control.Step(ctx, step)
 	check(err)
 
-	data := pb.NewDataPlaneServiceClient(dial(opened.Shards[0].Address))
+	data := pb.NewExecutionServiceClient(dial(opened.Shards[0].Address))
 	stream, err := data.Execute(ctx)
 	check(err)
 	ask := func(request *pb.ExecuteRequest) *pb.ExecuteResponse {
@@ -65,7 +65,7 @@ func dial(address string) *grpc.ClientConn {
 }
 
 // receive returns the next answer.
-func receive(stream pb.DataPlaneService_ExecuteClient) *pb.ExecuteResponse {
+func receive(stream pb.ExecutionService_ExecuteClient) *pb.ExecuteResponse {
 	answer, err := stream.Recv()
 	check(err)
 	if failure := answer.GetError(); failure != nil {

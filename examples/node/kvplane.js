@@ -24,7 +24,7 @@ export async function connect(service, address, source = "protos") {
     source === "reflection"
       ? await reflected(service, address, credentials)
       : grpc.loadPackageDefinition(
-          protoLoader.loadSync(["pool", "control", "data"].map((name) => `kvplane/v1/${name}.proto`), {
+          protoLoader.loadSync(["pool", "session", "execution"].map((name) => `kvplane/v1/${name}.proto`), {
             ...SHAPE,
             includeDirs: [PROTOS],
           }),

@@ -2,7 +2,7 @@ import { connect, zeros } from "./kvplane.js";
 
 const [address, source] = process.argv.slice(2);
 
-const control = await connect("ControlPlaneService", address, source);
+const control = await connect("SessionService", address, source);
 const pools = await connect("PoolService", address, source);
 const { layout } = await pools.call("GetPool", { pool_id: "default" });
 const opened = await control.call("OpenSession", { pool_id: "default", layout: { fingerprint: layout.fingerprint } });
@@ -10,7 +10,7 @@ const { session, grant, shards } = opened;
 const admit = { sequence_id: 1, token_ids: [97, 98, 99] };
 const { plan } = await control.call("Step", { session, number: 1, operations: [{ admit }] });
 
-const data = await connect("DataPlaneService", shards[0].address, source);
+const data = await connect("ExecutionService", shards[0].address, source);
 const execution = data.stream("Execute");
 const { layers } = (await execution.ask({ open: { grant } })).opened;
 const { plan_number, num_tokens } = (await execution.ask({ plan })).started;

@@ -1,5 +1,5 @@
-from kvplane.v1 import data_pb2 as _data_pb2
-from kvplane.wire.v1 import data_pb2 as _data_pb2_1
+from kvplane.v1 import execution_pb2 as _execution_pb2
+from kvplane.wire.v1 import execution_pb2 as _execution_pb2_1
 from kvplane.v1 import types_pb2 as _types_pb2
 from kvplane.wire.v1 import types_pb2 as _types_pb2_1
 from google.protobuf import descriptor as _descriptor
@@ -71,9 +71,9 @@ class OpenPush(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     secret: bytes
-    source: _data_pb2_1.BlockSource
+    source: _execution_pb2_1.BlockSource
     shard: _types_pb2_1.Shard
-    def __init__(self, secret: _Optional[bytes] = ..., source: _Optional[_Union[_data_pb2_1.BlockSource, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2_1.Shard, _Mapping]] = ...) -> None: ...
+    def __init__(self, secret: _Optional[bytes] = ..., source: _Optional[_Union[_execution_pb2_1.BlockSource, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2_1.Shard, _Mapping]] = ...) -> None: ...
 
 class BlockChunk(_message.Message):
     __slots__ = ("group", "first_layer", "num_layers", "first_block", "num_blocks", "data", "checksum")

@@ -26,11 +26,11 @@ from kvplane.results import ForgetResult, PoolMatch
 from kvplane.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2, pool_pb2_grpc
+from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
+from kvplane.wire.v1 import session_pb2 as pb
 
 _POLL_S: Final = 0.2
-CONTROL_PLANE_SERVICE: Final = "kvplane.v1.ControlPlaneService"
+CONTROL_PLANE_SERVICE: Final = "kvplane.v1.SessionService"
 
 
 class ControlClient:
@@ -48,7 +48,7 @@ class ControlClient:
         self._connection = Connection(
             target, tls=tls, timeout_s=timeout_s, health_of=CONTROL_PLANE_SERVICE
         )
-        self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._connection.channel)
+        self._stub = session_pb2_grpc.SessionServiceStub(self._connection.channel)
         self._pools = pool_pb2_grpc.PoolServiceStub(self._connection.channel)
         self._prefixes = PrefixCalls(self._connection)
         # A session is kept alive by the task that renews its lease, not by the client.

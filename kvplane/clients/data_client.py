@@ -12,8 +12,8 @@ from kvplane.clients.server_info import get_server_info
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc, pool_pb2
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
@@ -38,7 +38,8 @@ class DataClient:
         self._shared_memory = shared_memory
         self._executions: weakref.WeakSet[Execution] = weakref.WeakSet()
         self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
-        self._stub = data_pb2_grpc.DataPlaneServiceStub(self._connection.channel)
+        self._stub = execution_pb2_grpc.ExecutionServiceStub(self._connection.channel)
+        self._blocks = execution_pb2_grpc.BlockServiceStub(self._connection.channel)
 
     async def __aenter__(self) -> DataClient:
         return self
@@ -164,7 +165,7 @@ class DataClient:
             num_layers=num_layers,
         )
         response: pb.ReadBlocksResponse = await self._connection.call(
-            self._stub.ReadBlocks, request, timeout_s
+            self._blocks.ReadBlocks, request, timeout_s
         )
         return response
 
@@ -201,7 +202,7 @@ class DataClient:
             source=source,
         )
         response: pb.WriteBlocksResponse = await self._connection.call(
-            self._stub.WriteBlocks, request, timeout_s
+            self._blocks.WriteBlocks, request, timeout_s
         )
         return response
 
@@ -211,7 +212,7 @@ class DataClient:
         """Count the leading full blocks of a prompt that this shard has in files."""
         request = pb.FindFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(tokens))
         response: pb.FindFileBlocksResponse = await self._connection.call(
-            self._stub.FindFileBlocks, request, timeout_s
+            self._blocks.FindFileBlocks, request, timeout_s
         )
         return response.num_blocks
 
@@ -231,7 +232,7 @@ class DataClient:
             grant=grant, plan=plan, sequence_id=sequence_id, token_ids=ops.pack_tokens(tokens)
         )
         response: pb.LoadFileBlocksResponse = await self._connection.call(
-            self._stub.LoadFileBlocks, request, timeout_s
+            self._blocks.LoadFileBlocks, request, timeout_s
         )
         return response
 

@@ -37,8 +37,10 @@ from kvplane.transport.local.layer import LocalLayer
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.stream import Stream
 from kvplane.wire.error_codec import from_wire
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1.types_pb2 import Plan, SignedPayload
+from kvplane.wire.plane.v1.plan_pb2 import Plan
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import local_pb2
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 if TYPE_CHECKING:
     from kvplane_kernels import LayerCall
@@ -253,14 +255,14 @@ class Execution:
             self._check_local(answer, layer)
         return answer is None
 
-    def share_now(self, cuda_device_uuid: str) -> tuple[pb.MemoryRegion, int] | None:
+    def share_now(self, cuda_device_uuid: str) -> tuple[local_pb2.MemoryRegion, int] | None:
         """Get a region on the data plane's GPU, which has to be this one, and a file to keep open
         as long as the region; in the calling thread. Returns None if that is not possible.
         """
         local, begun, timeout_s = self.local, self._begun, self._connection.timeout_s
         if local is None or (begun is not None and begun.by is not local):
             return None
-        share = pb.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
+        share = local_pb2.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
         try:
             local.send(pb.ExecuteRequest(share=share).SerializeToString())
             if begun is not None:
@@ -335,7 +337,7 @@ class Execution:
             raise
         self.layers = list(opened.layers)
 
-    async def _join(self, offer: pb.LocalOffer) -> LocalConnection | None:
+    async def _join(self, offer: local_pb2.LocalOffer) -> LocalConnection | None:
         """Take an offer. Returns None if that fails, as in a container that has other folders."""
         try:
             return await LocalConnection.join(offer)

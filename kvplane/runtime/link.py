@@ -27,8 +27,8 @@ from kvplane.results import SequenceState, StepResult
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread, Pending, wait
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as types
 
 _LOGGER: Final = logging.getLogger(__name__)

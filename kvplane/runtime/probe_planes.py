@@ -13,6 +13,7 @@ from data_plane.execution.executor import Executor
 from kvplane.attention_options import AttentionOptions
 from kvplane.layout import LATENT, LayerGroup, Layout
 from kvplane.wire import columns, signing
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 
@@ -63,7 +64,7 @@ class _Plane:
         )
         self._key = signing.new_key()
         self._executor.install(_SESSION.incarnation, self._key)
-        grant = pb.SessionGrant(
+        grant = plan_pb2.SessionGrant(
             version=NEWEST_PAYLOAD_VERSION,
             session=_SESSION,
             ordinal=1,
@@ -81,7 +82,7 @@ class _Plane:
         """Start a pass. The first plan makes the tables."""
         self._number += 1
         ids, first_positions, num_tokens = zip(*spans, strict=True)
-        plan = pb.Plan(
+        plan = plan_pb2.Plan(
             version=NEWEST_PAYLOAD_VERSION,
             session=_SESSION,
             pool_id=_POOL_ID,
@@ -89,13 +90,13 @@ class _Plane:
             number=self._number,
             previous=self._number - 1,
             changes=self._changes,
-            spans=pb.Spans(
+            spans=plan_pb2.Spans(
                 sequence_ids=columns.pack(columns.INT64, (i + 1 for i in ids)),
                 first_positions=columns.pack(columns.INT64, first_positions),
                 num_tokens=columns.pack(columns.INT32, num_tokens),
             ),
         )
-        self._changes = pb.TableChanges()
+        self._changes = plan_pb2.TableChanges()
         self._executor.start(
             _SESSION.session_id, self._sign(signing.PLAN, plan.SerializeToString())
         )
@@ -120,13 +121,13 @@ class _Plane:
         return pb.SignedPayload(type=tag, payload=payload, signature=signature)
 
 
-def _tables(counts: Sequence[int]) -> pb.TableChanges:
+def _tables(counts: Sequence[int]) -> plan_pb2.TableChanges:
     """Make a table of ``counts[i]`` blocks for each sequence, in descending order, so that a model
     that relies on ascending blocks fails.
     """
     total = sum(counts)
-    return pb.TableChanges(
-        kinds=columns.pack(columns.UINT8, [pb.TABLE_CHANGE_KIND_SET] * len(counts)),
+    return plan_pb2.TableChanges(
+        kinds=columns.pack(columns.UINT8, [plan_pb2.TABLE_CHANGE_KIND_SET] * len(counts)),
         sequence_ids=columns.pack(columns.INT64, range(1, len(counts) + 1)),
         tiers=columns.pack(columns.UINT8, [pb.TIER_DEVICE] * len(counts)),
         first_blocks=columns.pack(columns.INT32, [0] * len(counts)),

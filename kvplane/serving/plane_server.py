@@ -33,9 +33,10 @@ _OURS: Final = "kvplane."
 _CONTRACT: Final = "kvplane.v1."
 _PLANES: Final = {
     "PoolService": "the control plane",
-    "ControlPlaneService": "the control plane",
+    "SessionService": "the control plane",
     "PrefixService": "the control plane",
-    "DataPlaneService": "a data plane",
+    "ExecutionService": "a data plane",
+    "BlockService": "a data plane",
 }
 """Who serves a service of the contract that only one of the planes has."""
 

@@ -21,7 +21,7 @@ _ARRIVAL_S: Final = 30.0
 _SMALL_ANSWER_BYTES: Final = 1 << 16
 # Requests that take a millisecond or more to read.
 _LARGE_BYTES: Final = 1 << 20
-_BETWEEN_PLANES: Final = frozenset({"/kvplane.v1.ControlPlaneService/Register"})
+_BETWEEN_PLANES: Final = frozenset({"/kvplane.plane.v1.RegistrationService/Register"})
 # How soon a call without a request to refuse ends after its caller lost the right to make it.
 _RECHECK_S: Final = 1.0
 

@@ -39,7 +39,7 @@ from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
 from kvplane.transport.stream import Stream
 from kvplane.wire.error_codec import from_wire
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 _LOGGER: Final = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from kvplane.errors import (
 )
 from kvplane.results import SessionNews, StepResult
 from kvplane.transport.retry import Deadline, retry_until
-from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import session_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 Send = Callable[[Any, Deadline], Awaitable[Any]]
@@ -205,6 +205,6 @@ def _repeats(pending: _Pending, content: Any) -> bool:
     bare.CopyFrom(request)
     for field in ("number", "receipts"):
         bare.ClearField(field)
-    if isinstance(bare, control_pb2.StepRequest):
+    if isinstance(bare, session_pb2.StepRequest):
         bare.traceparent = content.traceparent
     return bool(bare == content)

@@ -34,8 +34,8 @@ from kvplane.transformers import attention
 from kvplane.transformers.inputs import inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
-from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import session_pb2 as pb
 
 attention.register()
 

@@ -42,8 +42,8 @@ from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import session_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MODEL_ID: Final = "embedded"

@@ -17,9 +17,9 @@ from kvplane.errors import BadSignatureError
 
 KEY_BYTES: Final = 32
 
-PLAN: Final = "kvplane.v1.Plan"
-RECEIPT: Final = "kvplane.v1.Receipt"
-GRANT: Final = "kvplane.v1.SessionGrant"
+PLAN: Final = "kvplane.plane.v1.Plan"
+RECEIPT: Final = "kvplane.plane.v1.Receipt"
+GRANT: Final = "kvplane.plane.v1.SessionGrant"
 
 _BLOCK_BYTES: Final = 64
 _NUM_KEYS: Final = 64

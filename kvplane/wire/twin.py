@@ -1,5 +1,6 @@
-"""The twin of the contract: ``kvplane.wire.v1`` has the messages of ``kvplane.v1`` with the same
-bytes, but a column is the bytes of its elements (see ``scripts/protos.sh``).
+"""The twin of the contract: ``kvplane.wire.v1`` has the messages of ``kvplane.v1``, and
+``kvplane.wire.plane.v1`` those of ``kvplane.plane.v1``, with the same bytes, but a column is the
+bytes of its elements (see ``scripts/protos.sh``).
 
 protobuf allows other encodings of the same message than the one that its libraries in most
 languages write: columns unpacked or in several parts, zeros written out. The twin cannot read all
@@ -18,8 +19,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from kvplane.errors import InvalidRequestError
 
-TYPED: Final = "kvplane.v1."
-TWIN: Final = "kvplane.wire.v1."
+TYPED: Final = "kvplane."
+TWIN: Final = "kvplane.wire."
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -60,9 +61,9 @@ def _typed(twin: Any) -> Any:
     name = described.full_name
     if not name.startswith(TWIN):
         return twin
-    file = described.file.name.rpartition("/")[2].removesuffix(".proto")
-    contract = importlib.import_module(f"{TYPED}{file}_pb2")  # most processes never need it
-    return getattr(contract, name.removeprefix(TWIN))
+    module = described.file.name.replace("/", ".").replace(TWIN, TYPED).replace(".proto", "_pb2")
+    contract = importlib.import_module(module)  # most processes never need it
+    return getattr(contract, described.name)
 
 
 def _first_unknown(message: Message) -> tuple[str, int] | None:

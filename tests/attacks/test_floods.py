@@ -29,8 +29,8 @@ from kvplane.errors import (
 from kvplane.serving import requests, server
 from kvplane.wire import protocol
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1 import data_pb2 as dpb
-from kvplane.wire.v1 import data_pb2_grpc, prefix_pb2, prefix_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as dpb
+from kvplane.wire.v1 import execution_pb2_grpc, prefix_pb2, prefix_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import (
     HonestCaller,
@@ -93,13 +93,13 @@ def test_streams_on_one_connection_are_bounded(
 
     def attack() -> list[float]:
         with honest.meanwhile(0.3) as during:
-            error = refusal(channel, "PoolService/ListPools", b"", timeout_s=0.5)
+            error = refusal(channel, "v1.PoolService/ListPools", b"", timeout_s=0.5)
         assert isinstance(error, DeadlineExceededError), "it has as many calls as it may"
         return during
 
     idle = threading.Event()
     with grpc.insecure_channel(control_plane.address) as channel:
-        step = channel.stream_stream("/kvplane.v1.ControlPlaneService/StreamSteps")
+        step = channel.stream_stream("/kvplane.v1.SessionService/StreamSteps")
         calls = [step(never()) for _ in range(300)]
         assert_calm(honest, attack)
         for call in calls:
@@ -107,9 +107,9 @@ def test_streams_on_one_connection_are_bounded(
         idle.set()
         # The server refuses streams until it has heard that others were cancelled.
         deadline_s = time.monotonic() + 10.0
-        while isinstance(refusal(channel, "PoolService/ListPools", b""), UnavailableError):
+        while isinstance(refusal(channel, "v1.PoolService/ListPools", b""), UnavailableError):
             assert time.monotonic() < deadline_s
-        assert refusal(channel, "PoolService/ListPools", b"") is None
+        assert refusal(channel, "v1.PoolService/ListPools", b"") is None
 
 
 def test_metadata_is_bounded(
@@ -129,7 +129,7 @@ def test_metadata_is_bounded(
     begin_bytes = control_plane.begin_peak()
     assert_calm(honest, attack)
     assert control_plane.peak_bytes() - begin_bytes < 16 * MIB
-    assert refusal(channel, "PoolService/ListPools", b"") is None
+    assert refusal(channel, "v1.PoolService/ListPools", b"") is None
 
 
 def test_idle_connections_leave_room_for_the_planes(tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_idle_connections_leave_room_for_the_planes(tmp_path: Path) -> None:
         for _ in range(40):
             stack.enter_context(socket.create_connection((host, int(port)), 5))
         with grpc.insecure_channel(plane.address) as late:
-            error = refusal(late, "PoolService/ListPools", b"", timeout_s=2)
+            error = refusal(late, "v1.PoolService/ListPools", b"", timeout_s=2)
             assert isinstance(error, KvplaneError)
         assert plane.num_descriptors() - before <= 12
         with grpc.insecure_channel(f"127.0.0.1:{plane_port}") as channel:
-            assert refusal(channel, "PoolService/ListPools", b"") is None
+            assert refusal(channel, "v1.PoolService/ListPools", b"") is None
 
 
 async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
@@ -163,13 +163,15 @@ async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
             grpc.aio.insecure_channel(server.address, options=protocol.CHANNEL_OPTIONS) as greedy,
             grpc.aio.insecure_channel(server.address, options=protocol.CHANNEL_OPTIONS) as other,
         ):
-            first = data_pb2_grpc.DataPlaneServiceStub(greedy).ReshapeAndCache(write)
-            neighbour = data_pb2_grpc.DataPlaneServiceStub(other).ReshapeAndCache(write)
+            first = execution_pb2_grpc.ExecutionServiceStub(greedy).ReshapeAndCache(write)
+            neighbour = execution_pb2_grpc.ExecutionServiceStub(other).ReshapeAndCache(write)
             async with asyncio.timeout(10):
                 while server.metrics.rpc.received.num_bytes < 6 * MIB:
                     await asyncio.sleep(0.01)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await data_pb2_grpc.DataPlaneServiceStub(greedy).ReshapeAndCache(write, timeout=5)
+                await execution_pb2_grpc.ExecutionServiceStub(greedy).ReshapeAndCache(
+                    write, timeout=5
+                )
             busy.set()
             assert isinstance(from_rpc_error(refused.value), QuotaExceededError)
             assert server.metrics.rpc.rejected.values["QUOTA_EXCEEDED",] == 1

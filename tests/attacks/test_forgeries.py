@@ -31,13 +31,15 @@ from kvplane.errors import (
 )
 from kvplane.transport.connection import typed_errors
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2, pool_pb2_grpc
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2, pool_pb2_grpc
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 from tests.helpers.listed_peers import Peers, listed_peers
+from tests.helpers.planning.control_wire import stub_of
 
 PROMPT = range(20)
 ATTEMPTS = 3
@@ -72,7 +74,7 @@ def next_token(position: int) -> cpb.Operation:
 
 def number_of(plan: tpb.SignedPayload | None) -> int:
     assert plan is not None
-    return tpb.Plan.FromString(plan.payload).number
+    return plan_pb2.Plan.FromString(plan.payload).number
 
 
 def changed(signed: tpb.SignedPayload, **fields: Any) -> tpb.SignedPayload:
@@ -115,8 +117,8 @@ async def refused(metrics: Any, attempt: Any, *errors: type[KvplaneError]) -> Kv
     return caught.value
 
 
-def data_stub(execution: Execution) -> data_pb2_grpc.DataPlaneServiceStub:
-    return data_pb2_grpc.DataPlaneServiceStub(execution._connection.channel)
+def data_stub(execution: Execution) -> execution_pb2_grpc.ExecutionServiceStub:
+    return stub_of(execution._connection.channel)
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -181,7 +183,7 @@ async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engin
         grant = session.grant
     read = pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)
     async with peers.data_client("engine-a") as data:
-        stub = data_pb2_grpc.DataPlaneServiceStub(data._connection.channel)
+        stub = stub_of(data._connection.channel)
         async with asyncio.timeout(10):  # until the data plane has fenced it
             while not isinstance(await outcome(stub.ReadBlocks(read)), SessionExpiredError):
                 await asyncio.sleep(0.02)
@@ -202,7 +204,7 @@ async def test_another_tenants_session_is_as_if_there_were_none(
     ref, free = victim.session.ref, tpb.SessionRef(session_id=1)
     free.incarnation = ref.incarnation
     async with peers.client("engine-b") as control:
-        stub = control_pb2_grpc.ControlPlaneServiceStub(control._connection.channel)
+        stub = stub_of(control._connection.channel)
         for call in (
             lambda s: stub.RenewSession(cpb.RenewSessionRequest(session=s)),
             lambda s: stub.CloseSession(cpb.CloseSessionRequest(session=s)),

@@ -14,9 +14,9 @@ import pytest
 from kvplane.errors import InvalidRequestError
 from kvplane.transport.connection import typed_errors
 from kvplane.wire import columns
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
@@ -49,8 +49,8 @@ def entries_that_are_not_sent() -> dict[str, object]:
 def trimmed_entries() -> dict[str, object]:
     num = 100
     return {
-        "changes": tpb.TableChanges(
-            kinds=bytes([tpb.TABLE_CHANGE_KIND_REPLACE]) * num,
+        "changes": plan_pb2.TableChanges(
+            kinds=bytes([plan_pb2.TABLE_CHANGE_KIND_REPLACE]) * num,
             sequence_ids=columns.pack(columns.INT64, range(1, num + 1)),
             tiers=bytes([DEVICE]) * num,
             first_blocks=columns.pack(columns.INT32, [1 << 20] * num),
@@ -84,7 +84,7 @@ async def test_a_claim_is_refused_before_memory_is_taken(tmp_path: Path, field: 
     ):
         author: PlanAuthor = author_of(server, side)
         plan = author.plan(1, **CLAIMS[field]())
-        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         tracemalloc.reset_peak()
         begin_bytes, _ = tracemalloc.get_traced_memory()
         with pytest.raises(InvalidRequestError) as refused, typed_errors():

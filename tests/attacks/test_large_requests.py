@@ -12,11 +12,13 @@ import pytest
 from google.protobuf import duration_pb2
 
 from kvplane.errors import InvalidRequestError, KvplaneError, QuotaExceededError
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import HonestCaller, PlaneProcess, assert_calm, refusal
+from tests.helpers.planning.control_wire import stub_of
 from tests.helpers.planning.registration_messages import LAYOUT, hello
 
 MIB = 1 << 20
@@ -142,7 +144,7 @@ ANSWERED: dict[str, tuple[str, Request]] = {
 
 @pytest.fixture
 def session(channel: grpc.Channel, honest: HonestCaller) -> tpb.SessionRef:
-    stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+    stub = stub_of(channel)
     request = pb.OpenSessionRequest(
         pool_id="pool",
         layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
@@ -174,11 +176,11 @@ def unharmed(control_plane: PlaneProcess, honest: HonestCaller) -> Unharmed:
 
 
 def path_of(method: str) -> str:
-    """Return "SERVICE/METHOD"."""
+    """Return "v1.SERVICE/METHOD"."""
     files = (pb.DESCRIPTOR, pool_pb2.DESCRIPTOR, ppb.DESCRIPTOR)
     services = {name: each for file in files for name, each in file.services_by_name.items()}
     (name,) = [name for name, each in services.items() if method in each.methods_by_name]
-    return f"{name}/{method}"
+    return f"v1.{name}/{method}"
 
 
 def data_of(request: object) -> bytes:
@@ -215,8 +217,8 @@ def test_a_long_column_is_answered_soon(
 
 def register(channel: grpc.Channel, **fields: object) -> KvplaneError | None:
     """What refuses a data plane of this Hello; None when it is welcomed."""
-    requests = iter([pb.RegisterRequest(hello=hello(**fields))])
-    return refusal(channel, "ControlPlaneService/Register", requests)
+    requests = iter([rpb.RegisterRequest(hello=hello(**fields))])
+    return refusal(channel, "plane.v1.RegistrationService/Register", requests)
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 2**24])

@@ -11,17 +11,16 @@ import grpc
 import pytest
 
 from kvplane import ops
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import HonestCaller, assert_calm
+from tests.helpers.planning.control_wire import Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
 
 NUM_BLOCKS = 480
 NUM_FORKS = 8_000  # of so many blocks each, all that a session's tables may refer to
 FORKS_A_STEP = 4_000
 
-Stub = control_pb2_grpc.ControlPlaneServiceStub
 End = Callable[[Stub, tpb.SessionRef, int], object]
 ENDS: dict[str, End] = {
     "closed": lambda stub, s, n: stub.CloseSession(pb.CloseSessionRequest(session=s)),
@@ -48,7 +47,7 @@ def run(stub: Stub, session: tpb.SessionRef, number: int, *operations: pb.Operat
 def test_a_session_of_many_forks_ends_between_others_steps(
     channel: grpc.Channel, honest: HonestCaller, end: str
 ) -> None:
-    stub = Stub(channel)
+    stub = stub_of(channel)
     prompt = ops.admit(1, range(NUM_BLOCKS * LAYOUT.block_size_tokens), num_compute_tokens=0)
     parents = struct.pack(f"<{FORKS_A_STEP}q", *[1] * FORKS_A_STEP)
     made = [

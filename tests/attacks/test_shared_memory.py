@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc.aio
 
 from kvplane.transport.local import packets
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
 
@@ -24,7 +24,7 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         author = author_of(server, side)
-        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         peer = await LocalPeer.joined(stub, author.grant(1))
         assert (await peer.ask(plan=plan_of_two_tokens(author))).started.num_tokens == 2
         packet, tail = peer.packet(peer.layer(0, 2)), packets.tail_of(1, None)

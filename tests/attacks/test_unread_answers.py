@@ -14,11 +14,11 @@ import grpc.aio
 
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.wire import protocol
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as pb
 from tests.helpers.attacked_planes import HELPERS, PATIENCE_S, PlaneProcess, environment
 from tests.helpers.data.data_server import write_layout
 from tests.helpers.data.plan_author import BLOCK_SIZE, POOL_ID, PlanAuthor, set_blocks, span, tokens
+from tests.helpers.planning.control_wire import stub_of
 from tests.helpers.planning.register_side import RegisterSide
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ async def test_answers_that_are_not_read_are_bounded(tmp_path: Path) -> None:
         async with grpc.aio.insecure_channel(
             plane.address, options=protocol.CHANNEL_OPTIONS
         ) as channel:
-            stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+            stub = stub_of(channel)
             request = await written(stub, author)
             answer_bytes = (await stub.ReadBlocks(request)).ByteSize()
             assert NUM_READS * answer_bytes > 2 * MOST_BYTES

@@ -16,8 +16,8 @@ import yaml
 from examples.load import Load
 from kvplane import ControlClient, Layout, ops
 from kvplane.session import Session
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.monitored_stack import ROOT, RULES, MonitoredStack
 from tests.helpers.tools import needs
@@ -48,7 +48,9 @@ async def session_of(control: ControlClient) -> Session:
 async def forge(address: str) -> None:
     """Present a plan that nobody signed."""
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: data_pb2_grpc.DataPlaneServiceStub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub: execution_pb2_grpc.ExecutionServiceStub = execution_pb2_grpc.ExecutionServiceStub(
+            channel
+        )
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.CopyBlocks(pb.CopyBlocksRequest(plan=SignedPayload(payload=b"x")))
 

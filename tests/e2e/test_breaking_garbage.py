@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from engine import LLM, SamplingParams
 from kvplane.errors import REASONS
-from kvplane.v1 import control_pb2, control_pb2_grpc, data_pb2, prefix_pb2, types_pb2
+from kvplane.v1 import execution_pb2, prefix_pb2, session_pb2, session_pb2_grpc, types_pb2
 
 NUM_MESSAGES = 20  # of each kind, for each call
 _WHOLE = {
@@ -30,7 +30,7 @@ _WHOLE = {
 }
 _METHODS = [
     method
-    for file in (control_pb2, prefix_pb2, data_pb2)
+    for file in (session_pb2, prefix_pb2, execution_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
@@ -169,15 +169,15 @@ def usage_is_sound(llm: LLM) -> None:
 def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
     llm: LLM, pair: Pair, method: MethodDescriptor
 ) -> None:
-    is_control = method.containing_service.name != "DataPlaneService"
+    is_control = method.containing_service.name not in ("ExecutionService", "BlockService")
     address = pair.control.address if is_control else pair.data.address
     with grpc.insecure_channel(pair.control.address) as control:
-        stub = control_pb2_grpc.ControlPlaneServiceStub(control)
+        stub = session_pb2_grpc.SessionServiceStub(control)
         layout = types_pb2.Layout.FromString(llm.get_pool().layout.SerializeToString())
-        opened = stub.OpenSession(control_pb2.OpenSessionRequest(pool_id=POOL, layout=layout))
-        admit = control_pb2.Admit(sequence_id=1, token_ids=[0] * 20)
-        step = control_pb2.StepRequest(
-            session=opened.session, number=1, operations=[control_pb2.Operation(admit=admit)]
+        opened = stub.OpenSession(session_pb2.OpenSessionRequest(pool_id=POOL, layout=layout))
+        admit = session_pb2.Admit(sequence_id=1, token_ids=[0] * 20)
+        step = session_pb2.StepRequest(
+            session=opened.session, number=1, operations=[session_pb2.Operation(admit=admit)]
         )
         admitted = stub.Step(step)
         good = {
@@ -200,7 +200,7 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
                 messages = [fuzz.message(cls).SerializeToString() for _ in range(3)]
                 tell(channel, method, messages)
                 tell(channel, method, [fuzz.garbage(messages[0])])
-        stub.CloseSession(control_pb2.CloseSessionRequest(session=opened.session))
+        stub.CloseSession(session_pb2.CloseSessionRequest(session=opened.session))
     usage_is_sound(llm)
     (output,) = llm.generate(["still there"], SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 2

@@ -25,7 +25,7 @@ from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = (ROOT / "docs" / "clients.md").read_text()
-SERVICE = "kvplane.v1.ControlPlaneService"
+SERVICE = "kvplane.v1.SessionService"
 LAYOUT = Layout("clients", 16, "float32", "float32", (LayerGroup("full", (0, 1), 2, 16),))
 ATTENDED = "".join(f"layer {layer}: attention [3{{0}}2{{0}}16]\n" for layer in (0, 1))
 # Compilers and registries share the machine with other tests.

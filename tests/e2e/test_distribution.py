@@ -145,7 +145,7 @@ def test_a_source_distribution_holds_what_everything_is_built_from(
         "CHANGELOG.md",
         "LICENSE",
         "kvplane/commit.txt",
-        "protos/kvplane/v1/control.proto",
+        "protos/kvplane/v1/session.proto",
         "csrc/CMakeLists.txt",
         "csrc/blocks/bindings/module.cpp",
         "deploy/kubernetes/base/kustomization.yaml",
@@ -174,9 +174,9 @@ import kvplane
 
 for name in kvplane.__all__:
     getattr(kvplane, name)
-for name in ("types", "control", "data"):
-    import_module(f"kvplane.v1.{name}_pb2")
-    import_module(f"kvplane.v1.{name}_pb2_grpc")
+for name in ("v1.types", "v1.session", "v1.execution", "plane.v1.registration"):
+    import_module(f"kvplane.{name}_pb2")
+    import_module(f"kvplane.{name}_pb2_grpc")
 
 async def ask():
     async with kvplane.ControlClient(sys.argv[1]) as client:

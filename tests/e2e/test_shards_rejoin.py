@@ -14,7 +14,8 @@ from data_plane.execution.executor import Executor
 from kvplane import ops
 from kvplane.errors import StaleEpochError
 from kvplane.shard import Shard
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello
 
@@ -38,7 +39,7 @@ def executor(index: int = 0, num_shards: int = 1, *, num_blocks: int = 16) -> Ex
     )
 
 
-def join(control: ControlPlane, plane: Executor, num_blocks: int = 16) -> pb.Welcome:
+def join(control: ControlPlane, plane: Executor, num_blocks: int = 16) -> rpb.Welcome:
     """Register, and report unless it was resumed."""
     welcome = control.register(
         hello(
@@ -68,7 +69,7 @@ def deliver(control: ControlPlane, *planes: Executor) -> None:
             if message.HasField("fence"):
                 fence = message.fence
                 plane.fence(fence.session, fence.ordinal)
-                done = pb.FenceDone(session=fence.session)
+                done = rpb.FenceDone(session=fence.session)
                 control.fence_done("pool", plane.shard.index, plane.epoch, done)
             elif message.HasField("report_request"):
                 report(control, plane)

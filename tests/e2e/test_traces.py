@@ -26,7 +26,7 @@ STEP = {
     ("kvplane-control-plane", "kvplane.control_plane.step", "kvplane.StepRequest"),
     ("kvplane-data-plane", "kvplane.data_plane.plan", "kvplane.StepRequest"),
 }
-UNARY = "kvplane.v1.ControlPlaneService/Step"
+UNARY = "kvplane.v1.SessionService/Step"
 UNARY_STEP = {
     ("a-client", "a unary step", None),
     ("kvplane-control-plane", UNARY, "a unary step"),
@@ -43,15 +43,16 @@ import grpc
 
 from kvplane import Layout, tracing
 from kvplane.sync import ControlClient
-from kvplane.wire.v1 import control_pb2, control_pb2_grpc
+from kvplane.wire.v1 import session_pb2, session_pb2_grpc
+from tests.helpers.planning.control_wire import stub_of
 
 assert tracing.setup("a-client")
 with ControlClient(sys.argv[1]) as control, grpc.insecure_channel(sys.argv[1]) as channel:
     layout = Layout.from_proto(control.wait_ready("default").layout)
     with control.open_session("default", layout) as session:
         session.submit_receipts()
-        step = control_pb2.StepRequest(session=session.ref, number=session.last_number + 1)
-        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        step = session_pb2.StepRequest(session=session.ref, number=session.last_number + 1)
+        stub = stub_of(channel)
         with tracing.span("a unary step"):
             stub.Step(step, metadata=tracing.to_metadata())
 """
@@ -113,7 +114,7 @@ def test_the_engine_and_both_planes_send_one_trace_for_each_step(
     assert traces.count(STEP) >= 3, traces
     assert UNARY_STEP in traces
     assert SUBMIT in traces
-    opened = ("kvplane-control-plane", "kvplane.v1.ControlPlaneService/OpenSession", None)
+    opened = ("kvplane-control-plane", "kvplane.v1.SessionService/OpenSession", None)
     assert {opened} in traces
     numbers = {
         attribute.value.int_value

@@ -18,8 +18,8 @@ from kvplane.errors import (
     PoolNotReadyError,
     TooManyPlansInFlightError,
 )
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_world import World
 
@@ -279,7 +279,8 @@ class Scenario:
             for m in engine.plans
         )
         receipts = tuple(
-            engine.number - tpb.Receipt.FromString(r.payload).plan_number for r in engine.receipts
+            engine.number - plan_pb2.Receipt.FromString(r.payload).plan_number
+            for r in engine.receipts
         )
         table = process.executor._tables.of_session(engine.id).get(1)
         return (

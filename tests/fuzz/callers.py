@@ -19,9 +19,11 @@ from kvplane.integrations.push import push_pb2 as ppb
 from kvplane.shard import Shard
 from kvplane.wire import protocol, signing
 from kvplane.wire.error_messages import duration_of
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import data_pb2 as dpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import execution_pb2 as dpb
 from kvplane.wire.v1 import pool_pb2, prefix_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import (
     HOST,
@@ -50,9 +52,9 @@ WHOLE = Shard(0, 1, 0, 2, 0, 2)
 def sent(signed: tpb.SignedPayload, key: bytes, change: Callable[[Message], bytes]) -> None:
     """Change what was signed, and sign it again."""
     of_type: dict[str, type[Message]] = {
-        signing.PLAN: tpb.Plan,
-        signing.GRANT: tpb.SessionGrant,
-        signing.RECEIPT: tpb.Receipt,
+        signing.PLAN: plan_pb2.Plan,
+        signing.GRANT: plan_pb2.SessionGrant,
+        signing.RECEIPT: plan_pb2.Receipt,
     }
     signed.payload = change(of_type[signed.type].FromString(signed.payload))
     signed.signature = signing.sign(key, signed.type, signed.payload)
@@ -158,8 +160,8 @@ class Engine:
         return {"session": self.opened.session, "number": self.number, "receipts": receipts}
 
     def _receipt(self, signed: tpb.SignedPayload) -> tpb.SignedPayload:
-        plan = tpb.Plan.FromString(signed.payload)
-        payload = tpb.Receipt(
+        plan = plan_pb2.Plan.FromString(signed.payload)
+        payload = plan_pb2.Receipt(
             version=protocol.NEWEST_PAYLOAD_VERSION,
             session=plan.session,
             pool_id=plan.pool_id,
@@ -194,7 +196,7 @@ class Engine:
 
     def _registration(self, rng: random.Random) -> list[Message]:
         """Of a data plane of another pool: Hello, a report, a word more."""
-        hello = cpb.Hello(
+        hello = rpb.Hello(
             version="test",
             oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
             newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
@@ -211,7 +213,7 @@ class Engine:
             indices=ops.pack("i", [0, 1], ""),
             generations=ops.pack("q", [1, 3], ""),
         )
-        report = cpb.BlockReport(blocks=[blocks], last=rng.random() < 0.7)
+        report = rpb.BlockReport(blocks=[blocks], last=rng.random() < 0.7)
         report.publications.add(
             tenant="default",
             hash_algorithm="xxh3-128",
@@ -222,12 +224,12 @@ class Engine:
             hashes=bytes(16),
             token_ids=bytes(4 * LAYOUT.block_size_tokens),
         )
-        done = cpb.FenceDone(session=self.opened.session)
+        done = rpb.FenceDone(session=self.opened.session)
         return [
-            cpb.RegisterRequest(hello=hello),
-            cpb.RegisterRequest(report=report),
-            cpb.RegisterRequest(fence_done=done),
-            cpb.RegisterRequest(heartbeat=cpb.Heartbeat()),
+            rpb.RegisterRequest(hello=hello),
+            rpb.RegisterRequest(report=report),
+            rpb.RegisterRequest(fence_done=done),
+            rpb.RegisterRequest(heartbeat=rpb.Heartbeat()),
         ][: rng.randrange(1, 5)]
 
 

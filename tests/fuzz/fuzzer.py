@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
 from kvplane.integrations.push import chunks
@@ -95,12 +96,12 @@ class Fuzzer:
         self._next_probe = PROBE_INPUTS
         self._calls: dict[str, tuple[str, Any]] = {}
 
-    def serve(self, service: str, channel: grpc.aio.Channel, methods: list[str]) -> None:
-        """Where methods are sent."""
-        for method in methods:
-            path = f"/kvplane.v1.{service}/{method}"
-            call = channel.stream_stream if method in STREAMS else channel.unary_unary
-            self._calls[method] = path, call(path)
+    def serve(self, service: ServiceDescriptor, channel: grpc.aio.Channel) -> None:
+        """Where the service's methods are sent."""
+        for method in service.methods:
+            path = f"/{service.full_name}/{method.name}"
+            call = channel.stream_stream if method.name in STREAMS else channel.unary_unary
+            self._calls[method.name] = path, call(path)
 
     async def attack(
         self, num_inputs: int, seed: int, session: Callable[[Lane], Awaitable[None]]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvplane_blocks import GroupedPool, Pool
 
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 
 if TYPE_CHECKING:
     from atheris import FuzzedDataProvider
@@ -190,7 +190,7 @@ class World:
             payload = self.pool.finish(session.handle, b"")
         session.is_due = False
         if payload is not None:
-            plan = tpb.Plan.FromString(payload)
+            plan = plan_pb2.Plan.FromString(payload)
             assert plan.number == session.number, plan
         encoded, step_at = self.pool.answer(session.number, b"", payload or b"", b"signed", 1, b"")
         result = cpb.StepResponse.FromString(encoded[step_at:])

@@ -17,15 +17,16 @@ from google.protobuf.descriptor import ServiceDescriptor
 from kvplane import ops
 from kvplane.integrations.push import push_pb2
 from kvplane.wire import protocol
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2, prefix_pb2
-from kvplane.wire.v1 import data_pb2 as dpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import execution_pb2 as dpb
+from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2, prefix_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.fuzz.callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
 from tests.fuzz.fuzzer import NUM_LANES, PATIENCE_S, Fuzzer, Lane, Result
 from tests.helpers.attacked_planes import PlaneProcess, free_port
 from tests.helpers.data.data_server import write_layout
 from tests.helpers.data.plan_author import POOL_ID, PlanAuthor, set_blocks
-from tests.helpers.planning.control_wire import RawSession, RawShard
+from tests.helpers.planning.control_wire import RawSession, RawShard, stub_of
 from tests.helpers.planning.register_side import RegisterSide
 
 MAX_GROWTH_BYTES = 512 << 20
@@ -37,7 +38,15 @@ SERVICES: dict[str, ServiceDescriptor] = {
     **prefix_pb2.DESCRIPTOR.services_by_name,
     **dpb.DESCRIPTOR.services_by_name,
     **push_pb2.DESCRIPTOR.services_by_name,
+    **rpb.DESCRIPTOR.services_by_name,
 }
+CONTROL_SERVICES = (
+    "ServerService",
+    "PoolService",
+    "PrefixService",
+    "SessionService",
+    "RegistrationService",
+)
 
 
 async def run(folder: Path, *, num_inputs: int, seed: int) -> Result:
@@ -57,17 +66,13 @@ def _channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=protocol.CHANNEL_OPTIONS)
 
 
-def _serve(fuzzer: Fuzzer, service: str, channel: grpc.aio.Channel) -> None:
-    fuzzer.serve(service, channel, [method.name for method in SERVICES[service].methods])
-
-
 async def _control(folder: Path, num_inputs: int, seed: int) -> Result:
     with PlaneProcess("control_plane", folder) as plane:
         async with AsyncExitStack() as stack:
             honest, channel = [
                 await stack.enter_async_context(_channel(plane.address)) for _ in range(2)
             ]
-            stub = control_pb2_grpc.ControlPlaneServiceStub(honest)
+            stub = stub_of(honest)
             shard = RawShard(stub, num_device_blocks=1024)
             await shard.register()
             await shard.report()
@@ -83,10 +88,8 @@ async def _control(folder: Path, num_inputs: int, seed: int) -> Result:
                 await stub.CloseSession(cpb.CloseSessionRequest(session=opened.session))
 
             fuzzer = Fuzzer(shard.key, probe)
-            _serve(fuzzer, "ServerService", channel)
-            _serve(fuzzer, "PoolService", channel)
-            _serve(fuzzer, "PrefixService", channel)
-            _serve(fuzzer, "ControlPlaneService", channel)
+            for service in CONTROL_SERVICES:
+                fuzzer.serve(SERVICES[service], channel)
             beats = asyncio.create_task(_beat(shard, victim))
             begin_bytes = plane.begin_peak()
             await fuzzer.attack(num_inputs, seed, session)
@@ -110,7 +113,7 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
             await side.accepted.wait()
         author = PlanAuthor(side.hellos[-1].epoch, side.incarnation, side.key)
         async with _channel(plane.address) as channel, _channel(push_address) as pushes:
-            stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+            stub = execution_pb2_grpc.ExecutionServiceStub(channel)
             grant = author.grant(_HONEST, ordinal=1)
             numbers = itertools.count(1)
             session_ids = [itertools.count(2 + i, NUM_LANES) for i in range(NUM_LANES)]
@@ -125,13 +128,12 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
                 client = Client(author, next(session_ids[lane.number]), lane.number)
                 await lane.speak(client)
                 ended = author.session(client.session_id)
-                side.say(fence=cpb.Fence(session=ended, ordinal=client.session_id))
+                side.say(fence=rpb.Fence(session=ended, ordinal=client.session_id))
 
             fuzzer = Fuzzer(side.key, probe)
-            _serve(fuzzer, "ServerService", channel)
-            _serve(fuzzer, "DataPlaneService", channel)
-            _serve(fuzzer, "PushService", channel)
-            _serve(fuzzer, "BlockPushService", pushes)
+            for service in ("ServerService", "ExecutionService", "BlockService", "PushService"):
+                fuzzer.serve(SERVICES[service], channel)
+            fuzzer.serve(SERVICES["BlockPushService"], pushes)
             await probe()  # before grants that are changed and signed again can open the session
             begin_bytes = plane.begin_peak()
             await fuzzer.attack(num_inputs, seed, session)
@@ -143,7 +145,7 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
 async def _beat(shard: RawShard, session: RawSession) -> None:
     while True:
         await asyncio.sleep(1.0)
-        await shard.send(heartbeat=cpb.Heartbeat())
+        await shard.send(heartbeat=rpb.Heartbeat())
         await session.stub.RenewSession(cpb.RenewSessionRequest(session=session.ref))
 
 

@@ -181,9 +181,9 @@ def refusal(
     timeout_s: float = PATIENCE_S,
 ) -> KvplaneError | None:
     """Return the error that refuses a call; None when it is answered. ``requests``: the bytes of a
-    unary call's, or the messages of a stream's. ``method``: "SERVICE/METHOD".
+    unary call's, or the messages of a stream's. ``method``: "v1.SERVICE/METHOD".
     """
-    path = f"/kvplane.v1.{method}"
+    path = f"/kvplane.{method}"
     try:
         if isinstance(requests, bytes):
             channel.unary_unary(path)(requests, timeout=timeout_s)

@@ -9,7 +9,7 @@ from kvplane.clients.execution import Execution
 from kvplane.results import StepResult
 from kvplane.session import Session
 from kvplane.tensor import Tensor
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.data.plan_author import dense_attention, tokens
 
 CPU = torch.device("cpu")

@@ -14,14 +14,14 @@ from pathlib import Path
 import grpc.aio
 
 from kvplane.wire import protocol
-from kvplane.wire.v1 import data_pb2_grpc
-from kvplane.wire.v1.data_pb2 import ReadBlocksRequest
+from kvplane.wire.v1.execution_pb2 import ReadBlocksRequest
+from tests.helpers.planning.control_wire import stub_of
 
 
 async def main(address: str, file: str, num: str) -> None:
     request = ReadBlocksRequest.FromString(Path(file).read_bytes())
     async with grpc.aio.insecure_channel(address, options=protocol.CHANNEL_OPTIONS) as channel:
-        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub = stub_of(channel)
         await stub.ReadBlocks(request)
         calls = [stub.ReadBlocks(request) for _ in range(int(num))]
         await asyncio.sleep(0.1)  # until they are sent

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvplane import ControlClient, DataClient, Layout, Session, Tensor, TlsOptions, ops
 from kvplane.clients.execution import Execution
-from kvplane.wire.v1.control_pb2 import Operation
+from kvplane.wire.v1.session_pb2 import Operation
 
 POOL_ID = "pool"
 TLS = Path(__file__).parents[1] / "rpc" / "tls"

@@ -34,8 +34,9 @@ from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, StepResult, sequence_states
 from kvplane.runtime.backend import PlanStarted
 from kvplane.wire import protocol
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as types
 
 POOL = "pool"
@@ -89,7 +90,7 @@ class Planes:
         )
         executor = self.executor
         welcome = self.core.register(
-            pb.Hello(
+            rpb.Hello(
                 version="test",
                 oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
                 newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
@@ -115,7 +116,7 @@ class Planes:
                 self.executor.publish(message.publish.publications)
             if message.HasField("fence"):
                 self.executor.fence(message.fence.session, message.fence.ordinal)
-                done = pb.FenceDone(session=message.fence.session)
+                done = rpb.FenceDone(session=message.fence.session)
                 self.core.fence_done(POOL, 0, self.executor.epoch, done)
 
     def pool(self) -> pool_pb2.GetPoolResponse:

@@ -14,7 +14,7 @@ from pathlib import Path
 from google.protobuf import descriptor_pb2, duration_pb2
 from google.protobuf.compiler import plugin_pb2
 
-from kvplane.v1 import control_pb2, data_pb2, pool_pb2, types_pb2
+from kvplane.v1 import execution_pb2, local_pb2, pool_pb2, session_pb2, types_pb2
 from tests.helpers.tools import needs
 
 DEBIAN = Path("/usr/share/gocode")
@@ -44,7 +44,8 @@ def write_stubs(path: Path, cache: Path) -> None:
     plugin = path / "protoc-gen-go"
     go("build", "-o", str(plugin), f"{_KNOWN}/protoc-gen-go", path=path, cache=cache)
     request = plugin_pb2.CodeGeneratorRequest(parameter=",".join(_PARAMETERS))
-    contract = (types_pb2, control_pb2, pool_pb2, data_pb2)  # each after those that it imports
+    # Each after those that it imports.
+    contract = (types_pb2, local_pb2, session_pb2, pool_pb2, execution_pb2)
     for module in (descriptor_pb2, duration_pb2, *contract):
         module.DESCRIPTOR.CopyToProto(request.proto_file.add())
     for module in contract:

@@ -16,9 +16,9 @@ import grpc.aio
 
 from kvplane import ops
 from kvplane.wire import protocol
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc
-from tests.helpers.planning.control_wire import RawSession, RawShard
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as pb
+from tests.helpers.planning.control_wire import RawSession, RawShard, stub_of
 
 PAUSE_S = 0.002
 HEARTBEAT_S = 1.0
@@ -27,7 +27,7 @@ MIN_STEPS = 20
 
 async def main(address: str) -> None:
     async with grpc.aio.insecure_channel(address, options=protocol.CHANNEL_OPTIONS) as channel:
-        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        stub = stub_of(channel)
         shard = RawShard(stub, num_device_blocks=1024)
         await shard.register()
         await shard.report()
@@ -49,7 +49,7 @@ def tell(latencies: list[float]) -> None:
 async def beat(shard: RawShard, session: RawSession) -> None:
     while True:
         await asyncio.sleep(HEARTBEAT_S)
-        await shard.send(heartbeat=pb.Heartbeat())
+        await shard.send(heartbeat=rpb.Heartbeat())
         await session.stub.RenewSession(pb.RenewSessionRequest(session=session.ref))
 
 

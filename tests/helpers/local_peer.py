@@ -14,7 +14,8 @@ import torch
 
 from data_plane.server.server import DataPlaneServer
 from kvplane.transport.local import packets
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span, tokens
 
@@ -24,11 +25,11 @@ FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32
 class LocalPeer:
     """One execution stream, its socket and its region. ``call``: the stream over gRPC."""
 
-    def __init__(self, call: Any, offer: pb.LocalOffer) -> None:
+    def __init__(self, call: Any, offer: local_pb2.LocalOffer) -> None:
         self.call = call
         self.offer = offer
         self.peer = packets.new_socket()
-        self.region = pb.MemoryRegion()
+        self.region = local_pb2.MemoryRegion()
         self.memory: mmap.mmap | None = None
         self.fd = -1
         self.file = -1
@@ -57,7 +58,7 @@ class LocalPeer:
     async def join(self, secret: bytes | None = None) -> pb.ExecuteResponse:
         """Connect and present the secret."""
         self.peer.connect(self.offer.socket_path)
-        join = pb.JoinExecution(secret=self.offer.secret if secret is None else secret)
+        join = local_pb2.JoinExecution(secret=self.offer.secret if secret is None else secret)
         self.send(pb.ExecuteRequest(join=join).SerializeToString())
         await self._readable()
         packet, fds, _, _ = socket.recv_fds(self.peer, packets.MAX_PACKET_BYTES, 4)
@@ -101,7 +102,7 @@ class LocalPeer:
 
     async def share(self, cuda_device_uuid: str) -> pb.ExecuteResponse:
         """Ask for a region on the GPU, and keep its file open without opening the memory."""
-        request = pb.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
+        request = local_pb2.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
         self.send(pb.ExecuteRequest(share=request).SerializeToString())
         await self._readable()
         packet, files, _, _ = socket.recv_fds(self.peer, packets.MAX_PACKET_BYTES, 4)

@@ -16,7 +16,7 @@ from control_plane.server.server import ControlPlaneServer
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor
-from kvplane.wire.v1 import control_pb2
+from kvplane.wire.v1 import session_pb2
 
 LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
 PROMPT = tuple(random.Random(7).choices(range(1000), k=28))  # three blocks and a half
@@ -83,7 +83,7 @@ class Side:
         self.execution = execution
         self.plane = plane
 
-    async def run(self, operation: control_pb2.Operation, positions: Sequence[int]) -> list[bytes]:
+    async def run(self, operation: session_pb2.Operation, positions: Sequence[int]) -> list[bytes]:
         """A step that computes the tokens at ``positions``; each layer's attention output."""
         result = await self.session.run(operation)
         await self.execution.start(result.plan)

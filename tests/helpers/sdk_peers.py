@@ -9,17 +9,19 @@ from typing import Any
 import grpc.aio
 
 from kvplane.layout import LayerGroup, Layout
+from kvplane.plane.v1 import registration_pb2
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission
-from kvplane.v1 import control_pb2, data_pb2, pool_pb2, prefix_pb2
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, pool_pb2_grpc, prefix_pb2_grpc
-from kvplane.wire.v1 import data_pb2 as dpb
-from kvplane.wire.v1.types_pb2 import Plan, SessionRef, SignedPayload
+from kvplane.v1 import execution_pb2, pool_pb2, prefix_pb2, session_pb2
+from kvplane.wire.plane.v1.plan_pb2 import Plan
+from kvplane.wire.v1 import execution_pb2 as dpb
+from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2_grpc, prefix_pb2_grpc, session_pb2_grpc
+from kvplane.wire.v1 import session_pb2 as cpb
+from kvplane.wire.v1.types_pb2 import SessionRef, SignedPayload
 
 LAYOUT = Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
 
@@ -31,7 +33,7 @@ class Hangup(Exception):
 
 
 class ScriptedControlPlane(
-    control_pb2_grpc.ControlPlaneServiceServicer,
+    session_pb2_grpc.SessionServiceServicer,
     pool_pb2_grpc.PoolServiceServicer,
     prefix_pb2_grpc.PrefixServiceServicer,
 ):
@@ -98,22 +100,15 @@ class ScriptedControlPlane(
 
 def add_services(plane: Any, server: grpc.aio.Server) -> None:
     """Serve the services of a control plane that ``plane`` answers for."""
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    session_pb2_grpc.add_SessionServiceServicer_to_server(plane, server)
     pool_pb2_grpc.add_PoolServiceServicer_to_server(plane, server)
     prefix_pb2_grpc.add_PrefixServiceServicer_to_server(plane, server)
 
 
 def interceptor() -> ErrorInterceptor:
     """Return the interceptor of a server without an access list."""
-    services = [
-        file.DESCRIPTOR.services_by_name[name]
-        for file, name in (
-            (control_pb2, "ControlPlaneService"),
-            (pool_pb2, "PoolService"),
-            (prefix_pb2, "PrefixService"),
-            (data_pb2, "DataPlaneService"),
-        )
-    ]
+    files = (session_pb2, pool_pb2, prefix_pb2, execution_pb2, registration_pb2)
+    services = [each for file in files for each in file.DESCRIPTOR.services_by_name.values()]
     admission = Admission(Gate(AccessList(None), services), {}, ReceiveBudget())
     return ErrorInterceptor(RpcMetrics(), admission)
 
@@ -129,7 +124,9 @@ async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
     await server.stop(0)
 
 
-class ScriptedDataPlane(data_pb2_grpc.DataPlaneServiceServicer):
+class ScriptedDataPlane(
+    execution_pb2_grpc.ExecutionServiceServicer, execution_pb2_grpc.BlockServiceServicer
+):
     """Works as ScriptedControlPlane; answers to requests of a stream are always lists."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from kvplane import ControlClient, Layout, Session, Tensor, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.results import StepResult
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.sharded_pool import NUM_HEADS, POOL, Ranges, ShardedPool
 
 OPTIONS = AttentionOptions(

@@ -18,7 +18,7 @@ from data_plane.plans.contents import reused_blocks
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.server import file_tier as tier
 from data_plane.server.file_tier import FileTier, FileWriter
-from kvplane.wire.v1 import control_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from tests.helpers.patched_faults import Run, assert_noticed, load
 
 FILES = load("unit/files/test_block_files.py")
@@ -207,7 +207,7 @@ def a_tenant_forgets_the_files_of_all(patch: pytest.MonkeyPatch) -> None:
         told = original(self, message)
         if told[0].forget_files.all_namespaces:
             self._early.clear()
-            self._early[message.tenant] = [control_pb2.ForgetFiles(all_tenants=True)]
+            self._early[message.tenant] = [rpb.ForgetFiles(all_tenants=True)]
         return told
 
     patch.setattr(FileForgets, "add", add)

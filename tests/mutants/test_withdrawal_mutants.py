@@ -10,7 +10,7 @@ import pytest
 
 from control_plane.pools.pool import Pool
 from control_plane.pools.shards import PoolShards, ShardState
-from kvplane.wire.v1.control_pb2 import RegisterResponse
+from kvplane.wire.plane.v1.registration_pb2 import RegisterResponse
 from tests.helpers.patched_faults import alone, assert_noticed, load
 
 TESTS = load("unit/core/test_withdrawals.py")

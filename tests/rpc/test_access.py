@@ -25,14 +25,14 @@ from kvplane.release import release
 from kvplane.serving import requests
 from kvplane.serving.callers import access
 from kvplane.transport.connection import typed_errors
-from kvplane.v1 import data_pb2
-from kvplane.wire.v1 import control_pb2_grpc, data_pb2_grpc, prefix_pb2_grpc
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.v1 import execution_pb2
+from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import prefix_pb2_grpc, session_pb2_grpc
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 from tests.helpers.listed_peers import ROLES, Peers, listed, listed_peers
-from tests.helpers.planning.control_wire import PATIENCE_S, RawShard, Stub
+from tests.helpers.planning.control_wire import PATIENCE_S, RawShard, Stub, stub_of
 
 
 @pytest.fixture
@@ -111,10 +111,10 @@ def raw(peers: Peers, name: str, address: str = "") -> grpc.aio.Channel:
 async def test_only_engines_compute_and_everybody_known_may_ask_who_answers(
     peers: Peers, name: str
 ) -> None:
-    [service] = data_pb2.DESCRIPTOR.services_by_name.values()
+    services = execution_pb2.DESCRIPTOR.services_by_name.values()
     async with raw(peers, name, peers.data.address) as channel:
-        for method in service.methods:
-            path = f"/{service.full_name}/{method.name}"
+        for method in (method for service in services for method in service.methods):
+            path = f"/{method.containing_service.full_name}/{method.name}"
             answers: Any
             if method.client_streaming:
                 answers = channel.stream_stream(path)(iter([b""]), timeout=PATIENCE_S)
@@ -144,7 +144,7 @@ async def test_a_pools_key_goes_only_to_the_planes_that_are_listed_for_it(
     peers: Peers, name: str, pool_id: str
 ) -> None:
     async with raw(peers, name) as channel:
-        stub: Stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        stub = stub_of(channel)
         rogue = RawShard(stub, pool_id=pool_id, epoch=2**62, layout=LAYOUT.to_proto())
         with contextlib.suppress(Exception):  # the call may have ended before the message is sent
             await rogue.send(hello=rogue.hello)
@@ -164,7 +164,7 @@ async def test_another_tenants_grant_opens_nothing(peers: Peers) -> None:
         with pytest.raises(NotPermittedError) as caught:
             await thief.open(grant)
         assert caught.value.field == "grant.tenant"
-        stub = data_pb2_grpc.DataPlaneServiceStub(thief._connection.channel)
+        stub = stub_of(thief._connection.channel)
         for call in (
             stub.ReadBlocks(pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)),
             stub.CopyBlocks(pb.CopyBlocksRequest(grant=grant, plan=plan)),
@@ -217,7 +217,7 @@ async def test_a_follower_and_a_silent_stream_of_a_role_that_is_taken_away_are_c
         watch = stub.WatchPrefixes(ppb.WatchPrefixesRequest(pool_id=POOL_ID))
         while not (await watch.read()).revision:
             pass
-        step = control_pb2_grpc.ControlPlaneServiceStub(engines).StreamSteps()
+        step = session_pb2_grpc.SessionServiceStub(engines).StreamSteps()
         await step.wait_for_connection()
         peers.access_file.write_text(listed("plane"))
         for call in (watch, step):

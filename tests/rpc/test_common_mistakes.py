@@ -30,7 +30,7 @@ from kvplane.errors import (
     SessionNotFoundError,
     TooManyPlansInFlightError,
 )
-from kvplane.v1 import control_pb2, data_pb2, pool_pb2
+from kvplane.v1 import execution_pb2, pool_pb2, session_pb2
 from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step, zeros
 
 
@@ -178,7 +178,7 @@ MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], 
     ),
     data_client_for_a_control_plane: (
         ProtocolMismatchError,
-        "DataPlaneService is served by a data plane, and this is the control plane: are the "
+        "ExecutionService is served by a data plane, and this is the control plane: are the "
         "planes' addresses swapped?",
     ),
     a_pool_that_is_not_there: (
@@ -292,7 +292,7 @@ async def test_a_mistake_is_answered_with_what_to_do(
 
 
 async def test_a_plane_names_the_plane_of_each_service_that_it_lacks(planes: Planes) -> None:
-    for file in (control_pb2, data_pb2, pool_pb2):
+    for file in (session_pb2, execution_pb2, pool_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             texts = []
             for plane in (planes.control, planes.data):

@@ -19,8 +19,10 @@ from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import blocks, half, publications, report
@@ -131,7 +133,7 @@ async def leave(stub: Stub, shard: RawShard) -> None:
 
 async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
     early = RawShard(stub)
-    await early.send(heartbeat=pb.Heartbeat())
+    await early.send(heartbeat=rpb.Heartbeat())
     assert await shard_failure(early) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "hello")
     twice = RawShard(stub)
     await twice.register()
@@ -140,7 +142,7 @@ async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
     again = RawShard(stub, epoch=12)
     await again.register()
     await again.report()
-    await again.send(report=pb.BlockReport(last=True))
+    await again.send(report=rpb.BlockReport(last=True))
     assert await shard_failure(again) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "report")
 
 
@@ -148,12 +150,12 @@ async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
     ("part", "field"),
     [
         (report({16: 1}), "report.blocks[0].indices[0]"),
-        (pb.BlockReport(publications=[publications([], hash_algorithm="md5")]), "hash_algorithm"),
-        (pb.BlockReport(publications=[publications([], token_ids=bytes(2**20))]), "token_ids"),
+        (rpb.BlockReport(publications=[publications([], hash_algorithm="md5")]), "hash_algorithm"),
+        (rpb.BlockReport(publications=[publications([], token_ids=bytes(2**20))]), "token_ids"),
     ],
 )
 async def test_a_report_that_can_not_be_ends_the_stream(
-    stub: Stub, part: pb.BlockReport, field: str
+    stub: Stub, part: rpb.BlockReport, field: str
 ) -> None:
     shard = RawShard(stub)
     await shard.register()
@@ -226,7 +228,7 @@ async def test_a_shard_that_stays_when_another_restarts_fences_and_reports_again
     assert (fence.session, fence.ordinal) == (session.ref, 1)
     assert (await left.receive()).HasField("report_request")
     assert not await is_ready(stub)
-    await left.send(fence_done=pb.FenceDone(session=fence.session))
+    await left.send(fence_done=rpb.FenceDone(session=fence.session))
     await left.report(report({0: 7}))
     assert await is_ready(stub)
     fresh = await RawSession.open(stub, left)
@@ -276,7 +278,7 @@ async def test_a_closed_session_is_fenced_and_its_blocks_return_when_that_is_don
     counters = await counters_of(stub)
     assert counters["sessions"] == 0
     assert counters['blocks{state="retired",tier="device"}'] == 3
-    await shard.send(fence_done=pb.FenceDone(session=session.ref))
+    await shard.send(fence_done=rpb.FenceDone(session=session.ref))
 
     async def all_free() -> bool:
         pool = await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))
@@ -311,7 +313,7 @@ async def test_a_lease_that_is_not_renewed_ends_and_is_fenced(
         await asyncio.sleep(0.2)
         await stub.RenewSession(pb.RenewSessionRequest(session=kept.ref))
     assert (await shard.receive()).fence.session == lost.ref
-    await shard.send(fence_done=pb.FenceDone(session=lost.ref))
+    await shard.send(fence_done=rpb.FenceDone(session=lost.ref))
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await lost.admit(2, PROMPT)
     assert from_rpc_error(failure.value).reason == "SESSION_EXPIRED"
@@ -439,7 +441,7 @@ async def test_a_data_plane_is_not_gone_when_the_control_plane_was_held_up(
 
     async def beat() -> None:
         while True:
-            await shard.send(heartbeat=pb.Heartbeat())
+            await shard.send(heartbeat=rpb.Heartbeat())
             await asyncio.sleep(0.1)
 
     beats = asyncio.create_task(beat())
@@ -463,7 +465,7 @@ async def test_a_data_plane_without_heartbeats_counts_as_gone(
     await shard.report()
     for _ in range(6):
         await asyncio.sleep(0.2)
-        await shard.send(heartbeat=pb.Heartbeat())
+        await shard.send(heartbeat=rpb.Heartbeat())
     assert await is_ready(stub)
     assert (await shard_failure(shard))[:2] == ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
     assert not await is_ready(stub)
@@ -484,11 +486,11 @@ async def test_a_new_control_plane_learns_the_prefixes_from_the_report(
     indices = columns.read(INT32, told.indices, "indices")
     generations = columns.read(INT64, told.generations, "generations")
     held = blocks(dict(zip(indices, generations, strict=True)))
-    await moved.report(pb.BlockReport(blocks=[held], publications=[told], last=True))
+    await moved.report(rpb.BlockReport(blocks=[held], publications=[told], last=True))
     fresh = await RawSession.open(stub, moved)
     admitted = await fresh.admit(1, PROMPT)
     assert admitted.results[0].admit.num_cached_tokens == 16
-    changes = tpb.Plan.FromString(admitted.plan.payload).changes
+    changes = plan_pb2.Plan.FromString(admitted.plan.payload).changes
     assert changes.generations[:16] == told.generations
     assert changes.indices[:8] == told.indices
     moved.hang_up()
@@ -505,7 +507,7 @@ async def test_session_ids_are_not_given_twice_by_control_planes_of_one_incarnat
         await shard.register()
         await shard.report()
         sessions = [await RawSession.open(stub, shard) for _ in range(2)]
-        grants = [tpb.SessionGrant.FromString(s.opened.grant.payload) for s in sessions]
+        grants = [plan_pb2.SessionGrant.FromString(s.opened.grant.payload) for s in sessions]
         assert [grant.ordinal for grant in grants] == [1, 2]
         ids += [session.ref.session_id for session in sessions]
         shard.hang_up()

@@ -28,21 +28,22 @@ from kvplane.errors import InternalError, SessionNotFoundError
 from kvplane.release import release
 from kvplane.serving import server as serving
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
 ABOUT = pool_pb2.GetServerInfoRequest()
-SERVICE = "kvplane.v1.ControlPlaneService"
+SERVICE = "kvplane.v1.SessionService"
 SERVICES = {
     "kvplane.v1.ServerService",
     "kvplane.v1.PoolService",
     "kvplane.v1.PrefixService",
+    "kvplane.plane.v1.RegistrationService",
     SERVICE,
 }
 
@@ -91,9 +92,9 @@ async def test_reflection_lists_the_services(control_server: ControlPlaneServer)
     ("method", "text"),
     [
         (
-            "kvplane.v1.ControlPlaneService/DescribeControlPlane",
+            "kvplane.v1.ControlPlaneService/OpenSession",
             f"this server speaks kvplane.v1 of release {__version__}, which has no "
-            "ControlPlaneService/DescribeControlPlane: update the client, or the server if it is "
+            "ControlPlaneService/OpenSession: update the client, or the server if it is "
             "the older one",
         ),
         (
@@ -126,7 +127,7 @@ async def test_truncated_and_garbage_requests_are_the_callers_error(
                 with pytest.raises(grpc.aio.AioRpcError) as failure:
                     await call(garbage)
                 assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        call = channel.stream_stream(f"/{SERVICE}/Register")()
+        call = channel.stream_stream("/kvplane.plane.v1.RegistrationService/Register")()
         await call.write(b"\xff" * 20)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (await stub_of(channel).GetServerInfo(ABOUT)).incarnation
@@ -321,7 +322,7 @@ async def test_a_tenant_is_whom_the_client_certificate_names(start_control_plane
         await shard.register()
         await shard.report()
         session = await RawSession.open(stub, shard)
-        grant = tpb.SessionGrant.FromString(session.opened.grant.payload)
+        grant = plan_pb2.SessionGrant.FromString(session.opened.grant.payload)
         assert grant.tenant == "tenant-a"
         await session.admit(1, list(range(20)))
         await session.submit()

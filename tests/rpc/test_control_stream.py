@@ -14,7 +14,8 @@ from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, Stub
 
@@ -67,7 +68,7 @@ def statuses(answer: pb.StreamStepsResponse) -> list[int]:
 async def test_a_step_answers_each_operation_and_one_plan(steps: Steps) -> None:
     answer = await steps.step(ops.admit(1, [1, 2, 3]), ops.admit(2, [4, 5]))
     assert (answer.number, statuses(answer)) == (1, [OK, OK])
-    plan = tpb.Plan.FromString(answer.step.plan.payload)
+    plan = plan_pb2.Plan.FromString(answer.step.plan.payload)
     assert columns.read(INT64, plan.spans.sequence_ids, "sequence_ids").tolist() == [1, 2]
     assert columns.read(INT32, plan.spans.num_tokens, "num_tokens").tolist() == [3, 2]
     assert answer.step.usage[0].num_held_blocks == 2
@@ -196,7 +197,7 @@ async def test_bytes_that_are_no_request_are_refused_and_the_stream_goes_on(
     control_server: ControlPlaneServer, session: RawSession
 ) -> None:
     async with grpc.aio.insecure_channel(control_server.address) as channel:
-        call: Any = channel.stream_stream("/kvplane.v1.ControlPlaneService/StreamSteps")()
+        call: Any = channel.stream_stream("/kvplane.v1.SessionService/StreamSteps")()
         for garbage in (b"\xff\xff\xff", b"\x1a\xff\xff\xff\xff\x0f", b"\x0a"):
             await call.write(garbage)
             answer = pb.StreamStepsResponse.FromString(await call.read())

@@ -30,7 +30,7 @@ from tests.helpers.planning.register_side import RegisterSide
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
-SERVICE = "kvplane.v1.DataPlaneService"
+SERVICE = "kvplane.v1.ExecutionService"
 
 
 def use(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:

@@ -19,14 +19,14 @@ from kvplane.errors import PoolNotReadyError, SessionExpiredError
 from kvplane.release import release
 from kvplane.transport.health import check
 from kvplane.wire import columns, signing
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
-from kvplane.wire.v1 import control_pb2 as pb
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import DEVICE, blocks_of, publications, set_blocks, span, tokens
 from tests.helpers.planning.register_side import RegisterSide
 
-SERVICE = "kvplane.v1.DataPlaneService"
+SERVICE = "kvplane.v1.ExecutionService"
 
 
 async def test_hello_says_who_and_what_registers(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ async def test_a_new_control_plane_learns_blocks_and_old_sessions_end(tmp_path: 
         server.executor.open(author.grant(7))
         server.executor.start(7, author.plan(1, 7, changes=[set_blocks(1, [(0, 5), (1, 1)])]))
         published = publications((0, 5))
-        side.say(publish=pb.PublishBlocks(publications=published))
+        side.say(publish=rpb.PublishBlocks(publications=published))
         await side.until(lambda: server.executor.published.num_blocks == 1)
         await side.stop()
         successor = await RegisterSide(incarnation=2).start(side.port)
@@ -125,10 +125,10 @@ async def test_what_was_withdrawn_is_not_reported_to_the_next_control_plane(
         author = author_of(server, side)
         server.executor.open(author.grant(7))
         server.executor.start(7, author.plan(1, 7, changes=[set_blocks(1, [(0, 5), (1, 1)])]))
-        side.say(publish=pb.PublishBlocks(publications=publications((0, 5), (1, 1))))
+        side.say(publish=rpb.PublishBlocks(publications=publications((0, 5), (1, 1))))
         await side.until(lambda: server.executor.published.num_blocks == 2)
         side.say(
-            withdraw=pb.WithdrawBlocks(
+            withdraw=rpb.WithdrawBlocks(
                 indices=columns.pack(columns.INT32, [1]),
                 generations=columns.pack(columns.INT64, [1]),
             )
@@ -157,12 +157,12 @@ async def test_blocks_are_reported_again_when_the_control_plane_asks(tmp_path: P
         server.executor.open(author.grant(1))
         server.executor.start(1, author.plan(1, changes=[set_blocks(1, [(2, 4)])]))
         side.reports.clear()
-        side.say(fence=pb.Fence(session=author.session(1), ordinal=1))
-        side.say(report_request=pb.ReportRequest())
+        side.say(fence=rpb.Fence(session=author.session(1), ordinal=1))
+        side.say(report_request=rpb.ReportRequest())
         await side.until(lambda: side.num_reports == 2)
         assert side.fences_done.get_nowait() == author.session(1)
         assert reported(side) == [(2, 4)]
-        side.say(publish=pb.PublishBlocks(publications=publications((2, 4))))
+        side.say(publish=rpb.PublishBlocks(publications=publications((2, 4))))
         await side.until(lambda: server.executor.published.num_blocks == 1)
         assert len(side.hellos) == 1, "the stream goes on"
         assert server.executor.open(author.grant(2)) == 2, "the key stays"
@@ -170,7 +170,7 @@ async def test_blocks_are_reported_again_when_the_control_plane_asks(tmp_path: P
 
 async def test_a_report_that_nobody_sent_is_not_accepted(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_server, side):
-        side.say(report_accepted=pb.ReportAccepted())
+        side.say(report_accepted=rpb.ReportAccepted())
         await side.until(lambda: len(side.hellos) == 2)
 
 
@@ -207,7 +207,7 @@ async def test_a_fence_ends_the_session_before_it_is_answered(tmp_path: Path) ->
     async with serving(tmp_path) as (server, side):
         author = author_of(server, side)
         server.executor.open(author.grant(3))
-        side.say(fence=pb.Fence(session=author.session(3), ordinal=3))
+        side.say(fence=rpb.Fence(session=author.session(3), ordinal=3))
         assert await asyncio.wait_for(side.fences_done.get(), 10) == author.session(3)
         with pytest.raises(SessionExpiredError):
             server.executor.open(author.grant(3))
@@ -221,7 +221,7 @@ async def test_heartbeats_come_at_the_interval_asked_for(tmp_path: Path) -> None
 
 async def test_a_malformed_publication_does_not_end_the_data_plane(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, side):
-        side.say(publish=pb.PublishBlocks(publications=publications((99, 1))))
+        side.say(publish=rpb.PublishBlocks(publications=publications((99, 1))))
         await side.until(lambda: len(side.hellos) == 2)
         await side.until(side.accepted.is_set)
         async with DataClient(server.address) as client:

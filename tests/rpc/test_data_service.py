@@ -26,8 +26,8 @@ from kvplane.errors import (
 from kvplane.release import release
 from kvplane.tensor import Tensor
 from kvplane.wire.error_codec import from_rpc_error, from_wire
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc, types_pb2
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import types_pb2
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import (
     HOST,
@@ -41,6 +41,7 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
+from tests.helpers.planning.control_wire import stub_of
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ class Peer:
         self.server = server
         self.author = author
         self.client = DataClient(server.address)
-        self.stub: Any = data_pb2_grpc.DataPlaneServiceStub(channel)
+        self.stub: Any = stub_of(channel)
 
     async def opened(self, session_id: int = 1) -> Any:
         """A raw execution stream that is open."""
@@ -213,7 +214,7 @@ async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
 
 async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Peer) -> None:
     async with grpc.aio.insecure_channel(peer.server.address) as channel:
-        call = channel.stream_stream("/kvplane.v1.DataPlaneService/Execute")()
+        call = channel.stream_stream("/kvplane.v1.ExecutionService/Execute")()
         await call.write(b"\xff\xff\xff")
         answer = pb.ExecuteResponse.FromString(await call.read())
         assert answer.error.reason == "INVALID_REQUEST"

@@ -25,8 +25,8 @@ from data_plane.server.local.connection import LocalConnection
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, QuotaExceededError
 from kvplane.wire.error_messages import from_wire
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.gpu_engine import GpuEngine
@@ -111,7 +111,7 @@ async def rig_of(folder: Path, kernels: Kernels, **settings: Any) -> AsyncIterat
         serving(folder, noting(kernels, outs), **values | settings) as (server, side),
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         yield Rig(server, author_of(server, side), stub, native, outs)
     assert num_mapped() == 0 == num_gpu_maps()
     assert native.num_early_frees() == early
@@ -217,7 +217,7 @@ async def test_a_data_plane_without_a_gpu_offers_none(tmp_path: Path) -> None:
             serving(tmp_path, kernels, **settings) as (server, side),
             grpc.aio.insecure_channel(server.address) as channel,
         ):
-            stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+            stub = execution_pb2_grpc.ExecutionServiceStub(channel)
             peer = await LocalPeer.joined(stub, author_of(server, side).grant())
             assert peer.offer.cuda_device_uuid == ""
             for uuid in ("", "GPU-e0e1e2e3-e4e5-e6e7-e8e9-eaebecedeeef"):
@@ -260,7 +260,7 @@ async def test_a_gpu_without_memory_leaves_main_memory(rig: Rig, engine: GpuEngi
 
 async def test_a_region_on_the_gpu_is_not_given_over_grpc(rig: Rig) -> None:
     peer = await rig.joined()
-    request = pb.ShareDeviceMemory(cuda_device_uuid=rig.uuid)
+    request = local_pb2.ShareDeviceMemory(cuda_device_uuid=rig.uuid)
     await peer.call.write(pb.ExecuteRequest(share=request))
     error = error_of(await peer.call.read())
     assert (type(error), error.field) == (InvalidRequestError, "message")

@@ -28,10 +28,9 @@ from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.integrations.etcd.elector import EtcdElector
 from kvplane.transport.health import check
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1.control_pb2_grpc import ControlPlaneServiceStub
 from tests.helpers.etcd_cluster import EtcdCluster
 from tests.helpers.lease_api import LeaseApi
-from tests.helpers.planning.control_wire import RawShard
+from tests.helpers.planning.control_wire import RawShard, stub_of
 
 TTL_S = 2
 PATIENCE_S = 30
@@ -295,7 +294,7 @@ async def test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost(tmp_p
         assert await check(second.address) == "NOT_SERVING"
         with pytest.raises(PlaneUnavailableError, match="stands by"):
             await standby.get_server_info()
-        error = from_rpc_error(await RawShard(ControlPlaneServiceStub(channel)).failure())
+        error = from_rpc_error(await RawShard(stub_of(channel)).failure())
         assert (error.reason, "stands by" in str(error)) == ("PLANE_UNAVAILABLE", True)
         with pytest.raises(PlaneUnavailableError):
             await standby.wait_ready("pool", 0.1)

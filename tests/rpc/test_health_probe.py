@@ -11,7 +11,7 @@ import pytest
 from kvplane.serving import server as serving
 from kvplane.transport.health import check
 
-SERVICE = "kvplane.v1.ControlPlaneService"
+SERVICE = "kvplane.v1.SessionService"
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from kvplane.errors import (
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
 from kvplane.wire.error_messages import from_wire
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, tokens
 from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
@@ -98,7 +98,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         author = author_of(server, side)
-        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         peer = await LocalPeer.joined(stub, author.grant())
         yield Rig(server, author, peer)
         peer.close()
@@ -276,7 +276,7 @@ async def test_a_plan_that_was_run_elsewhere_is_not_written_again(rig: Rig) -> N
         await rig.run()
     await rig.start()
     async with grpc.aio.insecure_channel(rig.server.address) as channel:
-        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         other = await LocalPeer.joined(stub, rig.author.grant())
         await other.ask(plan=plan_of_two_tokens(rig.author, 3))
         for layer in range(NUM_LAYERS):

@@ -11,7 +11,7 @@ import pytest
 
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError, QuotaExceededError
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, Caller, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]

@@ -19,8 +19,8 @@ from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import PlanOutOfOrderError
 from kvplane.wire.error_messages import from_wire
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span, tokens
@@ -196,7 +196,7 @@ async def rig_of(way: str, folder: Path) -> AsyncIterator[Rig]:
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         author = author_of(server, side)
-        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         if way == "gRPC":
             call = stub.Execute()
             opening = pb.OpenExecution(grant=author.grant())

@@ -35,8 +35,8 @@ from kvplane.errors import (
 from kvplane.tensor import Tensor
 from kvplane.transport.local import packets
 from kvplane.wire.error_messages import from_wire
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 from tests.helpers.local_peer import (
@@ -76,7 +76,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         serving(tmp_path, local_region_bytes=REGION_BYTES, num_local_regions=6) as (server, side),
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         yield Rig(server, author_of(server, side), stub)
     assert num_mapped() == 0
 
@@ -129,7 +129,7 @@ async def test_a_process_of_another_user_is_not_spoken_to(
     monkeypatch.setattr(packets.os, "geteuid", lambda: os.getuid() + 1)
     peer.peer.connect(peer.offer.socket_path)
     with contextlib.suppress(OSError):  # it may have been closed already
-        join = pb.JoinExecution(secret=peer.offer.secret)
+        join = local_pb2.JoinExecution(secret=peer.offer.secret)
         peer.send(pb.ExecuteRequest(join=join).SerializeToString())
     assert await peer.ended()
     peer.close()
@@ -237,7 +237,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(
 async def test_packets_that_are_no_requests_are_answered(peer: LocalPeer) -> None:
     error = error_of(await peer.ask(b"\xff\xff\xff"))
     assert isinstance(error, InvalidRequestError)
-    for message in ({}, {"join": pb.JoinExecution(secret=peer.offer.secret)}):
+    for message in ({}, {"join": local_pb2.JoinExecution(secret=peer.offer.secret)}):
         error = error_of(await peer.ask(pb.ExecuteRequest(**message).SerializeToString() or b"\0"))
         assert isinstance(error, InvalidRequestError)
     assert (await peer.ask(layer=peer.layer(0, 2))).output.layer == 0

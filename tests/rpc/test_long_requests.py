@@ -11,7 +11,7 @@ from control_plane.core import ControlPlane
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
 from kvplane.slices import Slices
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 
 # Slices for which a request waits for what it waits for, and the most that it waits.

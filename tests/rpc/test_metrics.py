@@ -19,8 +19,8 @@ from examples.load import Load
 from kvplane import ControlClient
 from kvplane.errors import PoolNotFoundError
 from kvplane.serving.observability.metrics import SHARED, Declaration
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc
 from scripts.metrics_page import page
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
@@ -70,7 +70,7 @@ async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
 async def refusals(address: str) -> None:
     """Refused by the service, by the executor in a unary call, and in a stream."""
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = data_pb2_grpc.DataPlaneServiceStub(channel)
+        stub: Any = execution_pb2_grpc.ExecutionServiceStub(channel)
         for call, request in (
             (stub.ReshapeAndCache, pb.ReshapeAndCacheRequest()),
             (stub.CopyBlocks, pb.CopyBlocksRequest()),

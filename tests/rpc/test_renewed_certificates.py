@@ -27,8 +27,9 @@ from kvplane.integrations.router.program import engine_client
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2, pool_pb2_grpc, prefix_pb2_grpc
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.plane.v1 import registration_pb2_grpc
+from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, prefix_pb2_grpc, session_pb2_grpc
 from tests.helpers.data.data_server import config_of
 from tests.helpers.sdk_peers import add_services, interceptor
 
@@ -241,7 +242,8 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
 
 
 class WhoAmI(
-    control_pb2_grpc.ControlPlaneServiceServicer,
+    session_pb2_grpc.SessionServiceServicer,
+    registration_pb2_grpc.RegistrationServiceServicer,
     pool_pb2_grpc.PoolServiceServicer,
     prefix_pb2_grpc.PrefixServiceServicer,
 ):
@@ -253,7 +255,7 @@ class WhoAmI(
     async def ListPools(self, request: Any, context: Any) -> pool_pb2.ListPoolsResponse:
         return pool_pb2.ListPoolsResponse(pool_ids=[caller().tenant])
 
-    async def Register(self, requests: Any, context: Any) -> AsyncIterator[pb.RegisterResponse]:
+    async def Register(self, requests: Any, context: Any) -> AsyncIterator[rpb.RegisterResponse]:
         await anext(aiter(requests))
         self.registered.append(caller().tenant)
         for never in ():
@@ -269,7 +271,8 @@ async def who_am_i(authority: Authority, files: Files) -> AsyncIterator[tuple[st
     )
     plane = WhoAmI()
     add_services(plane, server.grpc_server)
-    await server.start(["kvplane.v1.ControlPlaneService"])
+    registration_pb2_grpc.add_RegistrationServiceServicer_to_server(plane, server.grpc_server)
+    await server.start(["kvplane.v1.SessionService", "kvplane.plane.v1.RegistrationService"])
     yield server.address, plane
     await server.stop(0)
 

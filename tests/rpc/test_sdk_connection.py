@@ -11,14 +11,14 @@ import pytest
 
 from kvplane import ControlClient
 from kvplane.errors import DeadlineExceededError, KvplaneError, PlaneUnavailableError
-from kvplane.wire.v1 import control_pb2_grpc
+from kvplane.wire.v1 import session_pb2_grpc
 from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane
 
 
 async def test_a_lease_is_renewed_three_times_in_its_life() -> None:
     plane = ScriptedControlPlane(time_to_live_s=0.3)
     server = grpc.aio.server()
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    session_pb2_grpc.add_SessionServiceServicer_to_server(plane, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with ControlClient(f"127.0.0.1:{port}") as client:
@@ -57,7 +57,7 @@ async def test_a_plane_that_accepts_and_says_nothing_is_late_not_for_ever() -> N
 
 async def test_a_call_reaches_a_plane_that_comes_up_late() -> None:
     server = grpc.aio.server()
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(ScriptedControlPlane(), server)
+    session_pb2_grpc.add_SessionServiceServicer_to_server(ScriptedControlPlane(), server)
     port = server.add_insecure_port("127.0.0.1:0")  # bound, but not served yet
     async with ControlClient(f"127.0.0.1:{port}") as client:
         opening = asyncio.create_task(client.open_session("p", LAYOUT))

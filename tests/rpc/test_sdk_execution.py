@@ -21,8 +21,8 @@ from kvplane.errors import (
     StaleEpochError,
 )
 from kvplane.wire.error_codec import to_wire
-from kvplane.wire.v1 import data_pb2 as pb
-from kvplane.wire.v1 import data_pb2_grpc
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
 
 QUERY = Tensor("float32", (2, 1, 8), bytes(range(64)))
@@ -37,7 +37,7 @@ async def plane() -> ScriptedDataPlane:
 @pytest.fixture
 async def address(plane: ScriptedDataPlane) -> AsyncIterator[str]:
     server = grpc.aio.server()
-    data_pb2_grpc.add_DataPlaneServiceServicer_to_server(plane, server)
+    execution_pb2_grpc.add_ExecutionServiceServicer_to_server(plane, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"

@@ -13,7 +13,7 @@ from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, ops
 from kvplane.errors import BadSignatureError, PlaneUnavailableError, QuotaExceededError
 from kvplane.session import session as sessions
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.registration_messages import LAYOUT as SMALL_LAYOUT
 from tests.helpers.sdk_peers import (

@@ -25,8 +25,8 @@ from kvplane.errors import (
 from kvplane.results import ForgetResult, PoolMatch
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
-from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
 

@@ -28,7 +28,7 @@ from kvplane.errors import (
 )
 from kvplane.wire import columns
 from kvplane.wire.error_codec import to_wire
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.sdk_peers import (
     LAYOUT,
     SESSION,

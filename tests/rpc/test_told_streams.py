@@ -12,8 +12,8 @@ import pytest
 from control_plane.server import registration_server, service
 from control_plane.watching import Follower
 from kvplane import Session, ops
-from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawShard
 from tests.helpers.planning.operations_world import World, prompt
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvplane import ops
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_known import HOST
 from tests.helpers.planes.planes_machine import PlanesMachine

@@ -11,6 +11,7 @@ from data_plane import Executor
 from data_plane.kernels.backend import Kernels
 from kvplane.layout import Layout
 from kvplane.wire import columns, signing
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 
@@ -39,7 +40,7 @@ class Session:
         self.number = 0
         """The number of the plan that was started last."""
         self.executor.install(SESSION.incarnation, self._key)
-        grant = pb.SessionGrant(
+        grant = plan_pb2.SessionGrant(
             **self._heading(),
             ordinal=1,
             tenant="default",
@@ -54,12 +55,12 @@ class Session:
         """
         self.number += 1
         ids = range(1, self._batch + 1)
-        plan = pb.Plan(
+        plan = plan_pb2.Plan(
             **self._heading(),
             number=self.number,
             previous=self.number - 1,
-            changes=self._tables() if self.number == 1 else pb.TableChanges(),
-            spans=pb.Spans(
+            changes=self._tables() if self.number == 1 else plan_pb2.TableChanges(),
+            spans=plan_pb2.Spans(
                 sequence_ids=columns.pack(columns.INT64, ids),
                 first_positions=columns.pack(columns.INT64, positions),
                 num_tokens=columns.pack(columns.INT32, [1] * self._batch),
@@ -76,10 +77,10 @@ class Session:
             "shard_epochs": [self.executor.epoch],
         }
 
-    def _tables(self) -> pb.TableChanges:
+    def _tables(self) -> plan_pb2.TableChanges:
         batch, total = self._batch, self._batch * self._of_table
-        return pb.TableChanges(
-            kinds=columns.pack(columns.UINT8, [pb.TABLE_CHANGE_KIND_SET] * batch),
+        return plan_pb2.TableChanges(
+            kinds=columns.pack(columns.UINT8, [plan_pb2.TABLE_CHANGE_KIND_SET] * batch),
             sequence_ids=columns.pack(columns.INT64, range(1, batch + 1)),
             tiers=columns.pack(columns.UINT8, [pb.TIER_DEVICE] * batch),
             first_blocks=columns.pack(columns.INT32, [0] * batch),

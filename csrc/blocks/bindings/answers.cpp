@@ -51,7 +51,7 @@ void write_step(Fields& fields, const StepAnswer& answer, Groups groups) {
   fields.encoded(answer.results);
   if (!answer.payload.empty())
     write_message(fields, 2, [&](auto& plan) {
-      plan.bytes(1, "kvplane.v1.Plan");
+      plan.bytes(1, "kvplane.plane.v1.Plan");
       plan.bytes(2, answer.payload);
       plan.bytes(3, answer.signature);
     });

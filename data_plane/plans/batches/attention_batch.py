@@ -34,6 +34,7 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from kvplane.wire import columns
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class AttentionBatch(StepRows):
 
 
 def prepare_batch(
-    tables: BlockTables, session_id: int, spans: pb.Spans, group: int = 0
+    tables: BlockTables, session_id: int, spans: plan_pb2.Spans, group: int = 0
 ) -> AttentionBatch:
     """Check a plan's spans and compute what the kernels need for a layer group.
 

@@ -26,6 +26,7 @@ from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.tier_keys import TIERS, TierKey
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.wire import columns
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 _AT = "plan.transfers"
@@ -72,7 +73,7 @@ class Transfers:
     destinations: TransferEnds
 
     @classmethod
-    def read(cls, num_blocks: dict[TierKey, int], message: pb.Transfers) -> Transfers:
+    def read(cls, num_blocks: dict[TierKey, int], message: plan_pb2.Transfers) -> Transfers:
         """Read and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
         if not message.ByteSize():
             return cls(_NONE, _NONE)

@@ -19,6 +19,7 @@ from data_plane.plans.plan_columns import Mask
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.tables.change_columns import REPLACE, SET
 from data_plane.tier_keys import tier_key_of
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 MAX_NOTED = 1024
@@ -60,7 +61,7 @@ class ReusedBlocks:
         self._on_reuse = on_reuse
         self._noted: deque[_Noted] = deque()
 
-    def note(self, plan: pb.Plan, transfers: Transfers) -> None:
+    def note(self, plan: plan_pb2.Plan, transfers: Transfers) -> None:
         """Note the prefixes of sequences that a plan admits. Its changes must have been applied, so
         that they are known to be valid.
         """

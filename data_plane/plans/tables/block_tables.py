@@ -33,7 +33,8 @@ from data_plane.plans.plan_columns import Mask, ints, refuse
 from data_plane.tier_keys import TierKey, group_of, tier_key_of, tier_of
 from kvplane.errors import InternalError, InvalidRequestError, SequenceNotFoundError
 from kvplane.wire import columns
-from kvplane.wire.v1 import control_pb2
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as pb
 
 Array: TypeAlias = NDArray[Any]
@@ -46,7 +47,7 @@ Scope = tuple[str, str, str]
 """Tenant, namespace, hash algorithm."""
 
 
-Parts: TypeAlias = list[control_pb2.BlockReport]
+Parts: TypeAlias = list[rpb.BlockReport]
 
 
 @dataclass(eq=False, slots=True)
@@ -119,7 +120,9 @@ class Publications:
     def __len__(self) -> int:
         return int(np.count_nonzero(self.published))
 
-    def keep(self, message: pb.Publications, generations: NDArray[np.int64], field: str) -> int:
+    def keep(
+        self, message: plan_pb2.Publications, generations: NDArray[np.int64], field: str
+    ) -> int:
         """Keep the publications of blocks that still have their generation, and ignore the others.
         ``generations``: the present one of each block. Returns the number kept.
 
@@ -146,7 +149,7 @@ class Publications:
         return num_kept
 
     def withdraw(
-        self, message: control_pb2.WithdrawBlocks, generations: NDArray[np.int64], field: str
+        self, message: rpb.WithdrawBlocks, generations: NDArray[np.int64], field: str
     ) -> int:
         """Drop the publications of blocks that still have their generation, and ignore the others.
         ``generations``: the present one of each block. Returns the number dropped.
@@ -168,7 +171,7 @@ class Publications:
 
     def report(
         self, generations: NDArray[np.int64], blocks_per_message: int
-    ) -> Iterator[pb.Publications]:
+    ) -> Iterator[plan_pb2.Publications]:
         """Yield all publications by scope, in their order of arrival. ``generations``: the present
         one of each block.
         """
@@ -181,7 +184,7 @@ class Publications:
             of_scope = blocks[numbers == number]
             for begin in range(0, len(of_scope), blocks_per_message):
                 part = of_scope[begin : begin + blocks_per_message]
-                yield pb.Publications(
+                yield plan_pb2.Publications(
                     group=self._group,
                     tenant=tenant,
                     namespace=namespace,
@@ -195,7 +198,7 @@ class Publications:
                 )
 
     def _check(
-        self, message: pb.Publications, generations: NDArray[np.int64], field: str
+        self, message: plan_pb2.Publications, generations: NDArray[np.int64], field: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Mask]:
         """Check a message. Returns indices, parents' indices and generations, and which blocks
         still have the publication's generation.
@@ -507,15 +510,15 @@ def block_report(tables: BlockTables, blocks_per_part: int) -> Parts:
                 indices=of_part.astype("<i4").tobytes(),
                 generations=generations[of_part].astype("<i8").tobytes(),
             )
-            parts.append(control_pb2.BlockReport(blocks=[blocks]))
+            parts.append(rpb.BlockReport(blocks=[blocks]))
     for group, publications in enumerate(tables.publications):
         present = tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
         parts += [
-            control_pb2.BlockReport(publications=[message])
+            rpb.BlockReport(publications=[message])
             for message in publications.report(present, blocks_per_part)
         ]
     if not parts:
-        parts.append(control_pb2.BlockReport())
+        parts.append(rpb.BlockReport())
     parts[-1].last = True
     return parts
 

@@ -21,7 +21,7 @@ from data_plane.plans.plan_columns import (
 from data_plane.tier_keys import TierKey
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
 
 AT_CHANGES = "plan.changes"
 AT_ALLOCATIONS = "plan.allocations"
@@ -29,13 +29,13 @@ MAX_ENTRIES = 2**22  # of a table, trimmed entries included
 # Of all tables that a plan replaces, or of all that it trims: no message carries these entries.
 MAX_TRIMMED_ENTRIES = 2**26
 SET, REPLACE, FORK, DROP, TRUNCATE, TRIM, KEEP = (
-    pb.TABLE_CHANGE_KIND_SET,
-    pb.TABLE_CHANGE_KIND_REPLACE,
-    pb.TABLE_CHANGE_KIND_FORK,
-    pb.TABLE_CHANGE_KIND_DROP,
-    pb.TABLE_CHANGE_KIND_TRUNCATE,
-    pb.TABLE_CHANGE_KIND_TRIM,
-    pb.TABLE_CHANGE_KIND_KEEP,
+    plan_pb2.TABLE_CHANGE_KIND_SET,
+    plan_pb2.TABLE_CHANGE_KIND_REPLACE,
+    plan_pb2.TABLE_CHANGE_KIND_FORK,
+    plan_pb2.TABLE_CHANGE_KIND_DROP,
+    plan_pb2.TABLE_CHANGE_KIND_TRUNCATE,
+    plan_pb2.TABLE_CHANGE_KIND_TRIM,
+    plan_pb2.TABLE_CHANGE_KIND_KEEP,
 )
 
 
@@ -73,7 +73,9 @@ class ChangeColumns:
     """[E]."""
 
     @classmethod
-    def read(cls, num_blocks: Mapping[TierKey, int], message: pb.TableChanges) -> ChangeColumns:
+    def read(
+        cls, num_blocks: Mapping[TierKey, int], message: plan_pb2.TableChanges
+    ) -> ChangeColumns:
         """Read and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
 
         def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
@@ -140,7 +142,9 @@ class ChangeColumns:
         return cls(kinds, ids, groups, in_tiers, firsts, counts, parents, entries, allocated == 1)
 
 
-def read_allocations(num_blocks: Mapping[TierKey, int], message: pb.Allocations) -> BlockColumns:
+def read_allocations(
+    num_blocks: Mapping[TierKey, int], message: plan_pb2.Allocations
+) -> BlockColumns:
     """Read the blocks that a plan allocates for no table. ``num_blocks``: of each tier. Raises
     InvalidRequestError.
     """
@@ -159,7 +163,7 @@ def read_allocations(num_blocks: Mapping[TierKey, int], message: pb.Allocations)
 
 
 def _read_blocks(
-    message: pb.TableChanges | pb.Allocations,
+    message: plan_pb2.TableChanges | plan_pb2.Allocations,
     in_tiers: NDArray[np.int64],
     limits_of: NDArray[np.int64],
     at: str,

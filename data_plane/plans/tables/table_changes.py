@@ -31,10 +31,10 @@ from data_plane.plans.tables.change_columns import (
 )
 from data_plane.tier_keys import TierKey, group_of
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError, StaleGenerationError
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
 
 
-def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> AllocatedBlocks:
+def apply_changes(tables: BlockTables, session_id: int, plan: plan_pb2.Plan) -> AllocatedBlocks:
     """Apply ``plan.changes`` in order, and ``plan.allocations``. Returns the blocks that the plan
     allocates.
 

@@ -18,7 +18,8 @@ from kvplane.serving.observability.logs import frames_of
 from kvplane.slices import Slices
 from kvplane.transport.local import packets
 from kvplane.wire.error_messages import to_wire
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import local_pb2
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -148,14 +149,14 @@ class LocalConnection:
         regions = [r for r in (self._host_region, self._device_region) if r is not None]
         self.stream.use_regions(regions, self._share)
 
-    def _share(self, request: pb.ShareDeviceMemory) -> pb.ExecuteResponse:
+    def _share(self, request: local_pb2.ShareDeviceMemory) -> pb.ExecuteResponse:
         """Give the client a region on the GPU, once."""
         if self._has_shared:
             raise InvalidRequestError("a region on the GPU was given already", field="share")
         region = self._device_regions.new(request)
         self._device_region, self._has_shared, self._new_file = region, True, True
         self._use_regions()
-        return pb.ExecuteResponse(joined=pb.ExecutionJoined(regions=[region.message]))
+        return pb.ExecuteResponse(joined=local_pb2.ExecutionJoined(regions=[region.message]))
 
     def _send(self, answer: bytes) -> None:
         region = self._device_region

@@ -25,7 +25,7 @@ from data_plane.kernels.backend import Kernels
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.server.local.region import Region
 from kvplane.errors import InternalError, InvalidRequestError, QuotaExceededError
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import local_pb2
 
 # Regions that clients had not closed when their server stopped. The extra reference keeps Python
 # from freeing them with its modules: the system frees them when this process has ended.
@@ -46,7 +46,7 @@ class DeviceRegion(Region):
         self._own, self.file = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._own, 0)  # reports only that the other end is closed everywhere
-        self.message = pb.MemoryRegion(
+        self.message = local_pb2.MemoryRegion(
             region_id=self.id,
             size_bytes=self.size_bytes,
             cuda_ipc_handle=memory.handle(),
@@ -97,7 +97,7 @@ class DeviceRegions:
         """Allocated regions, also those that clients keep open after their connection's end."""
         return len(self._regions)
 
-    def new(self, request: pb.ShareDeviceMemory) -> DeviceRegion:
+    def new(self, request: local_pb2.ShareDeviceMemory) -> DeviceRegion:
         """Allocate a region of zeros. Raises InvalidRequestError for tensors on another GPU,
         QuotaExceededError, and InternalError where the GPU has no memory or cannot share it.
         """

@@ -39,7 +39,8 @@ from kvplane.errors import (
 )
 from kvplane.transport.local import packets
 from kvplane.wire.error_messages import to_wire
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import local_pb2
 
 MAX_REGIONS_PER_SESSION: Final = 4
 _MAX_JOINING: Final = 64
@@ -139,7 +140,7 @@ class LocalEndpoint:
 
     def offer(
         self, stream: ExecuteStream, host_id: str, admit: Callable[[], None], payer: str
-    ) -> pb.LocalOffer | None:
+    ) -> local_pb2.LocalOffer | None:
         """Offer the caller of ``stream`` to join; None for a caller on another machine. ``admit``
         raises once the caller is not admitted any longer. ``payer`` is charged for its commands.
         """
@@ -148,7 +149,7 @@ class LocalEndpoint:
         self.withdraw(stream)
         secret = secrets.token_bytes(packets.SECRET_BYTES)
         self._offers[secret] = _Offer(stream, admit, payer, time.monotonic() + _OFFER_S)
-        return pb.LocalOffer(
+        return local_pb2.LocalOffer(
             socket_path=str(self._folder / _NAME),
             secret=secret,
             cuda_device_uuid=self._device_regions.cuda_device_uuid,
@@ -207,8 +208,8 @@ class LocalEndpoint:
             with peer, suppress(OSError):
                 packets.send(peer, refusal)
             return
-        shared = pb.MemoryRegion(region_id=region.id, size_bytes=region.size_bytes)
-        joined = pb.ExecuteResponse(joined=pb.ExecutionJoined(regions=[shared]))
+        shared = local_pb2.MemoryRegion(region_id=region.id, size_bytes=region.size_bytes)
+        joined = pb.ExecuteResponse(joined=local_pb2.ExecutionJoined(regions=[shared]))
         connection = LocalConnection(
             peer,
             region,

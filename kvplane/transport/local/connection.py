@@ -23,7 +23,8 @@ from kvplane.errors import (
 from kvplane.transport.local import packets
 from kvplane.transport.local.spin import Spin
 from kvplane.wire.error_messages import from_wire
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import local_pb2
 
 try:
     import kvplane_kernels as native
@@ -65,7 +66,7 @@ class LocalConnection:
         self._poll.register(peer, select.POLLIN)
 
     @classmethod
-    async def join(cls, offer: pb.LocalOffer) -> LocalConnection:
+    async def join(cls, offer: local_pb2.LocalOffer) -> LocalConnection:
         """Take a data plane's offer. Raises OSError if its socket or memory cannot be opened, and
         the KvplaneError that it answers.
         """
@@ -74,7 +75,7 @@ class LocalConnection:
             peer.connect(offer.socket_path)
             if not packets.is_same_user(peer):
                 raise PermissionError("the socket is another user's")
-            join = pb.ExecuteRequest(join=pb.JoinExecution(secret=offer.secret))
+            join = pb.ExecuteRequest(join=local_pb2.JoinExecution(secret=offer.secret))
             packets.send(peer, join.SerializeToString())
             async with asyncio.timeout(_JOIN_S):
                 await _readable(peer)

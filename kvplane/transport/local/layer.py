@@ -12,7 +12,7 @@ from kvplane.layout import dtype_to_wire
 from kvplane.tensor import Tensor
 from kvplane.transport.local import packets
 from kvplane.transport.local.connection import LocalConnection
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 try:

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kvplane.errors import InvalidRequestError
-from kvplane.wire.v1 import data_pb2
+from kvplane.wire.v1 import execution_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -102,8 +102,8 @@ def tail_of(plan_number: int, pass_index: int | None) -> bytes:
     """Return the second part of a layer's packet. It names the plan and the pass, and protobuf
     merges it into the first part, which is the same in each step: see ``LocalOffer``.
     """
-    layer = data_pb2.LayerInput(plan_number=plan_number, pass_index=pass_index)
-    return data_pb2.ExecuteRequest(layer=layer).SerializeToString()
+    layer = execution_pb2.LayerInput(plan_number=plan_number, pass_index=pass_index)
+    return execution_pb2.ExecuteRequest(layer=layer).SerializeToString()
 
 
 def head_of(packet: bytes, tail: bytes) -> bytes:
@@ -112,7 +112,7 @@ def head_of(packet: bytes, tail: bytes) -> bytes:
     """
     head = packet.removesuffix(tail)
     try:
-        alone = data_pb2.ExecuteRequest.FromString(head)
+        alone = execution_pb2.ExecuteRequest.FromString(head)
     except DecodeError:  # what looks like the tail is the end of something else
         return b""
     names_plan = alone.layer.plan_number or alone.layer.HasField("pass_index")

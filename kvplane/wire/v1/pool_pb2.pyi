@@ -1,5 +1,5 @@
 from google.protobuf import duration_pb2 as _duration_pb2
-from kvplane.wire.v1 import control_pb2 as _control_pb2
+from kvplane.wire.v1 import session_pb2 as _session_pb2
 from kvplane.wire.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -119,5 +119,5 @@ class SessionSummary(_message.Message):
     num_plans_in_flight: int
     last_number: int
     time_to_live: _duration_pb2.Duration
-    sequences: _control_pb2.SequenceStates
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., client_name: _Optional[str] = ..., namespace: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., last_number: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequences: _Optional[_Union[_control_pb2.SequenceStates, _Mapping]] = ...) -> None: ...
+    sequences: _session_pb2.SequenceStates
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., client_name: _Optional[str] = ..., namespace: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., last_number: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequences: _Optional[_Union[_session_pb2.SequenceStates, _Mapping]] = ...) -> None: ...

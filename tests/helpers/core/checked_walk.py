@@ -26,7 +26,9 @@ from kvplane.slices import run_to_end
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import to_wire
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.random_operations import Known, operation_of, tokens_written
 from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello
@@ -103,7 +105,7 @@ class CheckedWalk:
             new_key=lambda: bytes(32),
             new_session_id=lambda: next(ids),
         )
-        groups = [cpb.GroupBlocks(num_device_blocks=d, num_host_blocks=h) for d, h in sizes]
+        groups = [rpb.GroupBlocks(num_device_blocks=d, num_host_blocks=h) for d, h in sizes]
         num_layers = sum(len(group.layers) for group in self.layout.groups)
         core.register(
             hello(
@@ -115,7 +117,7 @@ class CheckedWalk:
                 groups=groups if len(sizes) > 1 else (),
             )
         )
-        core.report(POOL, 0, EPOCH, cpb.BlockReport(last=True))
+        core.report(POOL, 0, EPOCH, rpb.BlockReport(last=True))
         while core.work():
             pass
         return core
@@ -275,7 +277,7 @@ class CheckedWalk:
         for core in (self.checked, self.plain):
             for message in all_outgoing(core, POOL, 0):
                 if message.HasField("fence"):
-                    done = cpb.FenceDone(session=message.fence.session)
+                    done = rpb.FenceDone(session=message.fence.session)
                     core.fence_done(POOL, 0, EPOCH, done)
             while core.work():
                 pass
@@ -317,7 +319,7 @@ def failures_of(error: KvplaneError) -> list[cpb.ItemFailure]:
 
 def receipt(session: Session, number: int) -> tpb.SignedPayload:
     """Return the receipt of a plan in flight."""
-    payload = tpb.Receipt(
+    payload = plan_pb2.Receipt(
         version=protocol.NEWEST_PAYLOAD_VERSION,
         session=session.ref,
         pool_id=POOL,

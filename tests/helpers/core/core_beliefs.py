@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvplane.results import Granted
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import DEVICE, HOST, unpack
 
 

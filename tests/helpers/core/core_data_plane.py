@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import (
     BLOCK,
@@ -88,8 +89,8 @@ class DataPlane:
 
     # Registration
 
-    def hello(self) -> cpb.Hello:
-        return cpb.Hello(
+    def hello(self) -> rpb.Hello:
+        return rpb.Hello(
             version="test",
             oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
             newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
@@ -120,8 +121,8 @@ class DataPlane:
         for index, published in self.published.items():
             owned.setdefault(published.owner, []).append(index)
         parts = [
-            cpb.BlockReport(blocks=map(self._reported, TIERS)),
-            cpb.BlockReport(
+            rpb.BlockReport(blocks=map(self._reported, TIERS)),
+            rpb.BlockReport(
                 publications=[self._publications(owner, owned[owner]) for owner in owned],
                 last=True,
             ),
@@ -137,9 +138,9 @@ class DataPlane:
             generations=columns.pack(INT64, known.values()),
         )
 
-    def _publications(self, owner: tuple[str, str], indices: list[int]) -> tpb.Publications:
+    def _publications(self, owner: tuple[str, str], indices: list[int]) -> plan_pb2.Publications:
         published = [self.published[index] for index in indices]
-        return tpb.Publications(
+        return plan_pb2.Publications(
             tenant=owner[0],
             namespace=owner[1],
             hash_algorithm="xxh3-128",
@@ -162,13 +163,13 @@ class DataPlane:
             for message in messages:
                 self.take(message)
 
-    def take(self, message: cpb.RegisterResponse) -> None:
+    def take(self, message: rpb.RegisterResponse) -> None:
         kind = message.WhichOneof("message")
         if kind == "fence":
             session = message.fence.session
             self.tables.pop(session.session_id, None)
             self.quit.add(session.session_id)
-            done = cpb.FenceDone(session=session)
+            done = rpb.FenceDone(session=session)
             self.world.core.fence_done(POOL, self.index, self.epoch, done)
         elif kind == "publish":
             for index, published in publications_of(message.publish.publications).items():
@@ -215,10 +216,10 @@ class DataPlane:
         running = self.running[session_id][0] if session_id in self.running else 0
         return max(running, self.finished.get(session_id, 0))
 
-    def receipt(self, plan: tpb.Plan, digest: bytes) -> tpb.SignedPayload:
+    def receipt(self, plan: plan_pb2.Plan, digest: bytes) -> tpb.SignedPayload:
         """Return the signed statement that the plan ran."""
         return self.sign_receipt(
-            tpb.Receipt(
+            plan_pb2.Receipt(
                 version=protocol.NEWEST_PAYLOAD_VERSION,
                 session=plan.session,
                 pool_id=POOL,
@@ -229,7 +230,7 @@ class DataPlane:
             )
         )
 
-    def sign_receipt(self, receipt: tpb.Receipt) -> tpb.SignedPayload:
+    def sign_receipt(self, receipt: plan_pb2.Receipt) -> tpb.SignedPayload:
         payload = receipt.SerializeToString(deterministic=True)
         signature = signing.sign(self.key, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
@@ -243,7 +244,7 @@ class DataPlane:
         """
         if signed.signature != signing.sign(self.key, signed.type, signed.payload):
             return False
-        plan = tpb.Plan.FromString(signed.payload)
+        plan = plan_pb2.Plan.FromString(signed.payload)
         assert (signed.type, plan.version) == (signing.PLAN, protocol.NEWEST_PAYLOAD_VERSION)
         session_id = plan.session.session_id
         if (
@@ -280,33 +281,33 @@ class DataPlane:
         self.finished[session_id] = plan.number
         return True
 
-    def _apply(self, plan: tpb.Plan, before: dict[int, list[BlockId]], *, again: bool) -> None:
+    def _apply(self, plan: plan_pb2.Plan, before: dict[int, list[BlockId]], *, again: bool) -> None:
         session_id = plan.session.session_id
         tables = self.tables[session_id]
         for key, last_plan in list(self.cut.items()):
             if key[0] == session_id and last_plan < plan.number:
                 del self.cut[key]
         for change in changes_of(plan):
-            if change.kind == tpb.TABLE_CHANGE_KIND_FORK:
+            if change.kind == plan_pb2.TABLE_CHANGE_KIND_FORK:
                 assert change.sequence_id not in tables, "a fork over a live table"
                 parent = tables[change.parent_id]
                 assert change.num_blocks <= len(parent)
                 tables[change.sequence_id] = parent[: change.num_blocks]
-            elif change.kind == tpb.TABLE_CHANGE_KIND_KEEP:
+            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_KEEP:
                 assert plan.resync and change.sequence_id not in tables
                 kept = before[change.sequence_id]
                 assert change.num_blocks <= len(kept)
                 tables[change.sequence_id] = kept[: change.num_blocks]
-            elif change.kind == tpb.TABLE_CHANGE_KIND_DROP:
+            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_DROP:
                 del tables[change.sequence_id]
-            elif change.kind == tpb.TABLE_CHANGE_KIND_TRUNCATE:
+            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_TRUNCATE:
                 assert change.num_blocks <= len(tables[change.sequence_id])
                 del tables[change.sequence_id][change.num_blocks :]
             else:
                 for block, allocated in zip(change.blocks, change.allocated, strict=True):
                     self._check_block(session_id, block, allocated=allocated, again=again)
                 block_ids = [block.block_id for block in change.blocks]
-                replace = change.kind == tpb.TABLE_CHANGE_KIND_REPLACE
+                replace = change.kind == plan_pb2.TABLE_CHANGE_KIND_REPLACE
                 table = [] if replace else tables.setdefault(change.sequence_id, [])
                 assert change.first_block <= len(table), "a table with a hole"
                 table[change.first_block : change.first_block + len(block_ids)] = block_ids
@@ -356,7 +357,7 @@ class DataPlane:
             assert destination.index not in self.published, "a copy over a published block"
         self.content[destination.block_id] = list(content)
 
-    def _compute(self, plan: tpb.Plan, span: Span, values: list[int]) -> None:
+    def _compute(self, plan: plan_pb2.Plan, span: Span, values: list[int]) -> None:
         session_id, sequence_id = plan.session.session_id, span.sequence_id
         table = self.tables[session_id][sequence_id]
         for position in range(span.first_position):
@@ -372,7 +373,7 @@ class DataPlane:
             self._check_alone(plan, sequence_id, block_id)
             self.content[block_id][position % BLOCK] = values[position]
 
-    def _check_alone(self, plan: tpb.Plan, sequence_id: int, block_id: BlockId) -> None:
+    def _check_alone(self, plan: plan_pb2.Plan, sequence_id: int, block_id: BlockId) -> None:
         """Check that only sequences that this plan lets read the block, past its end, share it."""
         session_id = plan.session.session_id
         firsts = {span.sequence_id: span.first_position for span in spans_of(plan)}

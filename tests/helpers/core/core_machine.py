@@ -26,7 +26,7 @@ from kvplane import ops
 from kvplane.errors import StaleError, StepConflictError, TooManyPlansInFlightError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_beliefs import ModelSequence
 from tests.helpers.core.core_data_plane import DataPlane
 from tests.helpers.core.core_messages import BLOCK, DEVICE, TIERS, pack, publications_of

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 
 BLOCK = 8
@@ -90,7 +91,7 @@ class Published(NamedTuple):
     token_ids: bytes
 
 
-def changes_of(plan: tpb.Plan) -> list[Change]:
+def changes_of(plan: plan_pb2.Plan) -> list[Change]:
     """Yield a plan's changes, one by one."""
     message = plan.changes
     entries = zip(
@@ -109,11 +110,11 @@ def changes_of(plan: tpb.Plan) -> list[Change]:
         columns.read(INT32, message.num_blocks, "num_blocks"),
         strict=True,
     ):
-        sets = kind in (tpb.TABLE_CHANGE_KIND_SET, tpb.TABLE_CHANGE_KIND_REPLACE)
+        sets = kind in (plan_pb2.TABLE_CHANGE_KIND_SET, plan_pb2.TABLE_CHANGE_KIND_REPLACE)
         own = list(islice(entries, num)) if sets else []
         assert not sets or len(own) == num
         assert sets == bool(tier)
-        parent = next(parents) if kind == tpb.TABLE_CHANGE_KIND_FORK else 0
+        parent = next(parents) if kind == plan_pb2.TABLE_CHANGE_KIND_FORK else 0
         blocks = [Block(tier, index, generation) for index, generation, _ in own]
         allocated = [bool(flag) for _, _, flag in own]
         changes.append(Change(kind, sequence_id, first, num, parent, blocks, allocated))
@@ -122,7 +123,7 @@ def changes_of(plan: tpb.Plan) -> list[Change]:
     return changes
 
 
-def allocations_of(plan: tpb.Plan) -> list[Block]:
+def allocations_of(plan: plan_pb2.Plan) -> list[Block]:
     """Return the blocks that a plan allocates for no table."""
     message = plan.allocations
     return [
@@ -136,7 +137,7 @@ def allocations_of(plan: tpb.Plan) -> list[Block]:
     ]
 
 
-def transfers_of(plan: tpb.Plan) -> list[tuple[Block, Block]]:
+def transfers_of(plan: plan_pb2.Plan) -> list[tuple[Block, Block]]:
     """Return a plan's transfers, (source, destination) each."""
     message = plan.transfers
     sources, destinations = (
@@ -151,7 +152,7 @@ def transfers_of(plan: tpb.Plan) -> list[tuple[Block, Block]]:
     return list(zip(sources, destinations, strict=True))
 
 
-def spans_of(plan: tpb.Plan) -> list[Span]:
+def spans_of(plan: plan_pb2.Plan) -> list[Span]:
     """Return a plan's spans."""
     message = plan.spans
     return [
@@ -165,7 +166,7 @@ def spans_of(plan: tpb.Plan) -> list[Span]:
     ]
 
 
-def publications_of(message: tpb.Publications) -> dict[int, Published]:
+def publications_of(message: plan_pb2.Publications) -> dict[int, Published]:
     """Return publications by the index of their block."""
     parents = zip(
         columns.read(INT32, message.parent_indices, "parent_indices"),

@@ -20,9 +20,10 @@ from kvplane.layout import Layout
 from kvplane.results import SequenceState, error_of, news_of, sequence_states
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_beliefs import ModelSequence, believe, believe_grants
 from tests.helpers.core.core_data_plane import DataPlane
@@ -139,7 +140,7 @@ class MadePlan:
     """A plan that an engine got, and the tokens that its spans compute."""
 
     signed: tpb.SignedPayload
-    plan: tpb.Plan
+    plan: plan_pb2.Plan
     expected: dict[int, list[int]] = field(default_factory=dict)
     ran_on: set[int] = field(default_factory=set)
 
@@ -459,7 +460,7 @@ class Engine:
         """Return the last plan that has run, as far as the core knows with these receipts."""
         highest = list(self.world.core._sessions[self.id].receipted)
         for signed in receipts:
-            receipt = tpb.Receipt.FromString(signed.payload)
+            receipt = plan_pb2.Receipt.FromString(signed.payload)
             shard = receipt.shard_index
             if receipt.plan_number in self.world.core._sessions[self.id].plans:
                 highest[shard] = max(highest[shard], receipt.plan_number)
@@ -491,7 +492,7 @@ class Engine:
     def _made(self, signed: tpb.SignedPayload | None) -> None:
         if signed is None:
             return
-        made = MadePlan(signed, tpb.Plan.FromString(signed.payload))
+        made = MadePlan(signed, plan_pb2.Plan.FromString(signed.payload))
         fingerprint, start = self.world.layout.fingerprint, root_value(self.owner)
         for span in spans_of(made.plan):
             end = span.first_position + span.num_tokens

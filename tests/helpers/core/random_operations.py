@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvplane import ops
 from kvplane.results import SequenceState
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _LAST_ID: Final = 7

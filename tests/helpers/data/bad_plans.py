@@ -19,6 +19,7 @@ from kvplane.errors import (
     StaleGenerationError,
     StaleIncarnationError,
 )
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import (
     HOST,
@@ -176,7 +177,7 @@ BAD_PLANS |= {
     "a tier to drop from": (
         InvalidRequestError,
         f"{_CHANGES}.tiers[0]",
-        {"changes": [Change(pb.TABLE_CHANGE_KIND_DROP, 1, tier=HOST)]},
+        {"changes": [Change(plan_pb2.TABLE_CHANGE_KIND_DROP, 1, tier=HOST)]},
     ),
     "a gap in a table": (
         InvalidRequestError,
@@ -219,7 +220,7 @@ BAD_PLANS |= {
         {
             "changes": [
                 set_blocks(2, [(2, 1)]),
-                Change(pb.TABLE_CHANGE_KIND_SET, 3, tier=HOST, num_blocks=-1),
+                Change(plan_pb2.TABLE_CHANGE_KIND_SET, 3, tier=HOST, num_blocks=-1),
             ]
         },
     ),
@@ -272,7 +273,7 @@ BAD_PLANS |= {
     "a group that is not there": (
         InvalidRequestError,
         f"{_CHANGES}.groups[1]",
-        {"changes": pb.TableChanges(groups=b"\0\1", **_columns([fork(2, 1, 1), drop(1)]))},
+        {"changes": plan_pb2.TableChanges(groups=b"\0\1", **_columns([fork(2, 1, 1), drop(1)]))},
     ),
     "a change of no kind": (
         InvalidRequestError,
@@ -385,7 +386,7 @@ BAD_PLANS |= {
         f"{_TRANSFERS}.groups[0]",
         {
             "changes": [set_blocks(2, [(2, 1)])],
-            "transfers": pb.Transfers(
+            "transfers": plan_pb2.Transfers(
                 groups=b"\1", **_columns(pack_transfers([transfer(ref(0), ref(2))]))
             ),
         },

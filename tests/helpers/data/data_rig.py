@@ -11,7 +11,7 @@ import torch
 
 from data_plane import Executor, StartedPlan
 from kvplane.errors import KvplaneError
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     LAYOUT,
@@ -78,7 +78,9 @@ class Rig:
         assert output is not None
         return output
 
-    def run(self, number: int, session_id: int = 1, *, seed: int = 0, **fields: Any) -> pb.Receipt:
+    def run(
+        self, number: int, session_id: int = 1, *, seed: int = 0, **fields: Any
+    ) -> plan_pb2.Receipt:
         """Start a plan and run all its layers."""
         started = self.start(number, session_id, **fields)
         if started.receipt is None:
@@ -86,7 +88,9 @@ class Rig:
                 self.layer(layer, started.num_tokens, session_id=session_id, seed=seed)
         return self.author.read_receipt(self.executor.receipt(session_id))
 
-    def admit(self, number: int = 1, *, sequence_id: int = 1, num_tokens: int = 12) -> pb.Receipt:
+    def admit(
+        self, number: int = 1, *, sequence_id: int = 1, num_tokens: int = 12
+    ) -> plan_pb2.Receipt:
         """Run a prompt of at most 16 tokens on blocks 0 and 1."""
         return self.run(
             number,

@@ -17,7 +17,7 @@ from kvplane.runtime import device_region, region_layers
 from kvplane.runtime.device_region import DeviceRegion
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local.connection import LocalConnection
-from kvplane.wire.v1 import data_pb2 as pb
+from kvplane.wire.v1 import local_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.data.gpu_peer import MemoryUser, OtherProcess
 from tests.helpers.data.plan_author import tokens
@@ -56,7 +56,7 @@ class Engine(MemoryUser):
         """Change fields of the data plane's offer."""
         share_now = self.execution.share_now
 
-        def changed(uuid: str) -> tuple[pb.MemoryRegion, int] | None:
+        def changed(uuid: str) -> tuple[local_pb2.MemoryRegion, int] | None:
             given = share_now(uuid)
             if given is not None:
                 for name, value in fields.items():

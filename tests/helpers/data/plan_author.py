@@ -10,6 +10,7 @@ import torch
 
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import columns, signing
+from kvplane.wire.plane.v1 import plan_pb2 as plans
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 
@@ -54,7 +55,7 @@ class PlanAuthor:
             "layout_fingerprint": self.layout.fingerprint,
             "max_plans_in_flight": 2,
         }
-        grant = pb.SessionGrant(**{**values, **fields})
+        grant = plans.SessionGrant(**{**values, **fields})
         return self.sign(signing.GRANT, grant.SerializeToString())
 
     def plan(
@@ -62,10 +63,10 @@ class PlanAuthor:
         number: int,
         session_id: int = 1,
         *,
-        changes: Sequence[Change] | pb.TableChanges = (),
-        transfers: Sequence[Transfer] | pb.Transfers = (),
-        spans: Sequence[Span] | pb.Spans = (),
-        allocations: Sequence[pb.BlockRef] | pb.Allocations = (),
+        changes: Sequence[Change] | plans.TableChanges = (),
+        transfers: Sequence[Transfer] | plans.Transfers = (),
+        spans: Sequence[Span] | plans.Spans = (),
+        allocations: Sequence[pb.BlockRef] | plans.Allocations = (),
         **fields: Any,
     ) -> pb.SignedPayload:
         """Return a plan that follows plan ``number - 1`` unless ``previous`` is given."""
@@ -76,21 +77,23 @@ class PlanAuthor:
             "shard_epochs": [self.epoch],
             "number": number,
             "previous": number - 1,
-            "changes": changes if isinstance(changes, pb.TableChanges) else pack_changes(changes),
+            "changes": changes
+            if isinstance(changes, plans.TableChanges)
+            else pack_changes(changes),
             "transfers": (
-                transfers if isinstance(transfers, pb.Transfers) else pack_transfers(transfers)
+                transfers if isinstance(transfers, plans.Transfers) else pack_transfers(transfers)
             ),
-            "spans": spans if isinstance(spans, pb.Spans) else pack_spans(spans),
+            "spans": spans if isinstance(spans, plans.Spans) else pack_spans(spans),
             "allocations": (
                 allocations
-                if isinstance(allocations, pb.Allocations)
+                if isinstance(allocations, plans.Allocations)
                 else pack_allocations(allocations)
             ),
         }
-        plan = pb.Plan(**{**values, **fields})
+        plan = plans.Plan(**{**values, **fields})
         return self.sign(signing.PLAN, plan.SerializeToString())
 
-    def read_receipt(self, signed: pb.SignedPayload | None) -> pb.Receipt:
+    def read_receipt(self, signed: pb.SignedPayload | None) -> plans.Receipt:
         """Return the receipt, after a check of its signature."""
         assert signed is not None, "there is no receipt"
         signing.verify(
@@ -101,7 +104,7 @@ class PlanAuthor:
             signed.signature,
             field="receipt",
         )
-        return pb.Receipt.FromString(signed.payload)
+        return plans.Receipt.FromString(signed.payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ def set_blocks(
     replace: bool = False,
 ) -> Change:
     """``blocks``: (index, generation) pairs."""
-    kind = pb.TABLE_CHANGE_KIND_REPLACE if replace else pb.TABLE_CHANGE_KIND_SET
+    kind = plans.TABLE_CHANGE_KIND_REPLACE if replace else plans.TABLE_CHANGE_KIND_SET
     flags = [allocated] * len(blocks) if isinstance(allocated, bool) else allocated
     return Change(
         kind, sequence_id, tier, first_block, len(blocks), None, tuple(blocks), tuple(flags)
@@ -151,23 +154,23 @@ def set_blocks(
 
 
 def fork(sequence_id: int, parent: int, num_blocks: int) -> Change:
-    return Change(pb.TABLE_CHANGE_KIND_FORK, sequence_id, num_blocks=num_blocks, parent=parent)
+    return Change(plans.TABLE_CHANGE_KIND_FORK, sequence_id, num_blocks=num_blocks, parent=parent)
 
 
 def drop(sequence_id: int) -> Change:
-    return Change(pb.TABLE_CHANGE_KIND_DROP, sequence_id)
+    return Change(plans.TABLE_CHANGE_KIND_DROP, sequence_id)
 
 
 def truncate(sequence_id: int, num_blocks: int) -> Change:
-    return Change(pb.TABLE_CHANGE_KIND_TRUNCATE, sequence_id, num_blocks=num_blocks)
+    return Change(plans.TABLE_CHANGE_KIND_TRUNCATE, sequence_id, num_blocks=num_blocks)
 
 
 def trim(sequence_id: int, num_blocks: int) -> Change:
-    return Change(pb.TABLE_CHANGE_KIND_TRIM, sequence_id, num_blocks=num_blocks)
+    return Change(plans.TABLE_CHANGE_KIND_TRIM, sequence_id, num_blocks=num_blocks)
 
 
 def keep(sequence_id: int, num_blocks: int) -> Change:
-    return Change(pb.TABLE_CHANGE_KIND_KEEP, sequence_id, num_blocks=num_blocks)
+    return Change(plans.TABLE_CHANGE_KIND_KEEP, sequence_id, num_blocks=num_blocks)
 
 
 def ref(index: int, generation: int = 1, tier: pb.Tier = DEVICE) -> pb.BlockRef:
@@ -182,9 +185,9 @@ def span(sequence_id: int, first_position: int, num_tokens: int) -> Span:
     return Span(sequence_id, first_position, num_tokens)
 
 
-def pack_changes(changes: Sequence[Change]) -> pb.TableChanges:
+def pack_changes(changes: Sequence[Change]) -> plans.TableChanges:
     entries = [block for change in changes for block in change.blocks]
-    return pb.TableChanges(
+    return plans.TableChanges(
         kinds=_uint8(c.kind for c in changes),
         sequence_ids=_int64(c.sequence_id for c in changes),
         groups=_uint8(c.group for c in changes) if any(c.group for c in changes) else b"",
@@ -198,16 +201,16 @@ def pack_changes(changes: Sequence[Change]) -> pb.TableChanges:
     )
 
 
-def pack_allocations(blocks: Sequence[pb.BlockRef]) -> pb.Allocations:
-    return pb.Allocations(
+def pack_allocations(blocks: Sequence[pb.BlockRef]) -> plans.Allocations:
+    return plans.Allocations(
         tiers=_uint8(b.tier for b in blocks),
         indices=_int32(b.index for b in blocks),
         generations=_int64(b.generation for b in blocks),
     )
 
 
-def pack_transfers(transfers: Sequence[Transfer]) -> pb.Transfers:
-    return pb.Transfers(
+def pack_transfers(transfers: Sequence[Transfer]) -> plans.Transfers:
+    return plans.Transfers(
         groups=_uint8(t.group for t in transfers) if any(t.group for t in transfers) else b"",
         source_tiers=_uint8(t.source.tier for t in transfers),
         source_indices=_int32(t.source.index for t in transfers),
@@ -218,18 +221,18 @@ def pack_transfers(transfers: Sequence[Transfer]) -> pb.Transfers:
     )
 
 
-def pack_spans(spans: Sequence[Span]) -> pb.Spans:
-    return pb.Spans(
+def pack_spans(spans: Sequence[Span]) -> plans.Spans:
+    return plans.Spans(
         sequence_ids=_int64(s.sequence_id for s in spans),
         first_positions=_int64(s.first_position for s in spans),
         num_tokens=_int32(s.num_tokens for s in spans),
     )
 
 
-def publications(*blocks: tuple[int, int]) -> pb.Publications:
+def publications(*blocks: tuple[int, int]) -> plans.Publications:
     """Return one for each (index, generation), each the child of the one before it."""
     parents = [(-1, 0), *blocks[:-1]] if blocks else []
-    return pb.Publications(
+    return plans.Publications(
         tenant="default",
         namespace="",
         hash_algorithm="xxh3-128",
@@ -242,7 +245,7 @@ def publications(*blocks: tuple[int, int]) -> pb.Publications:
     )
 
 
-def blocks_of(message: pb.Blocks | pb.Publications) -> list[tuple[int, int]]:
+def blocks_of(message: pb.Blocks | plans.Publications) -> list[tuple[int, int]]:
     """Return (index, generation) of each block."""
     indices = columns.read(columns.INT32, message.indices, "indices")
     generations = columns.read(columns.INT64, message.generations, "generations")

@@ -15,7 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 from kvplane_blocks._native import Pool
 
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
 
 DEVICE, HOST = 1, 2
 NO_BLOCK = 0xFFFFFFFF
@@ -185,7 +185,7 @@ _Tail = _tail_class()
 
 def decoded(payload: bytes) -> MadePlan:
     """Return a plan's columns, row by row."""
-    plan = tpb.Plan.FromString(payload)
+    plan = plan_pb2.Plan.FromString(payload)
     tail: Any = _Tail.FromString(payload)
     moves, spans, extra = plan.transfers, plan.spans, tail.allocations
     return MadePlan(
@@ -220,7 +220,7 @@ def decoded(payload: bytes) -> MadePlan:
     )
 
 
-def _changes(message: tpb.TableChanges) -> list[Change]:
+def _changes(message: plan_pb2.TableChanges) -> list[Change]:
     entries = zip(
         ints(message.indices, "i"),
         ints(message.generations, "q"),

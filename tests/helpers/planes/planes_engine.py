@@ -28,7 +28,8 @@ from kvplane.results import sequence_states
 from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_prefixes import num_cached
 from tests.helpers.planes.planes_known import (
@@ -323,7 +324,7 @@ class Engine:
             del known.tokens[state.num_tokens :]
 
     def _made(self, signed: tpb.SignedPayload) -> None:
-        made = Made(signed, tpb.Plan.FromString(signed.payload), {})
+        made = Made(signed, plan_pb2.Plan.FromString(signed.payload), {})
         # The plan of a resync lacks these, and its answer has no news.
         cut = unseen_cuts(self.control.core, self.id) - {span.sequence_id for span in made.spans}
         for i, known in self.sequences.items():
@@ -446,7 +447,7 @@ class Engine:
         return True
 
     def _finish(self, made: Made, index: int, run: ShardRun, receipt: tpb.SignedPayload) -> None:
-        statement = tpb.Receipt.FromString(receipt.payload)
+        statement = plan_pb2.Receipt.FromString(receipt.payload)
         assert statement.plan_number == made.number
         assert statement.plan_digest == signing.digest(made.signed.payload)
         run.finished = True

@@ -13,7 +13,8 @@ from control_plane.sessions.silent_shards import num_missing_receipts
 from kvplane.errors import KvplaneError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_values import Values
 from tests.helpers.planes.planes_world import POOL, DataProcess
@@ -120,7 +121,7 @@ class Made:
     """A plan, and the values of all positions scheduled so far once it has run."""
 
     signed: tpb.SignedPayload
-    plan: tpb.Plan
+    plan: plan_pb2.Plan
     values: dict[int, Values]
     runs: dict[int, ShardRun] = field(default_factory=dict)
 

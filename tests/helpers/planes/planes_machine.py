@@ -25,7 +25,8 @@ from kvplane.errors import (
 )
 from kvplane.shard import Shard
 from kvplane.wire import protocol, signing
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_duplicates import LateDuplicates
 from tests.helpers.planes.planes_engine import Engine
@@ -308,7 +309,7 @@ class PlanesMachine(LateDuplicates):
         """Sign a plan with the key of a session. A data plane that has another key refuses it."""
         key = self.rng.choice(self.engines + self.gone).key
         engine = self.pick()
-        plan = tpb.Plan(
+        plan = plan_pb2.Plan(
             version=protocol.NEWEST_PAYLOAD_VERSION,
             session=engine.ref,
             pool_id=POOL,

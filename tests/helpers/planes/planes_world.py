@@ -24,7 +24,8 @@ from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnatio
 from kvplane.shard import Shard
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_values import (
     LAYOUT,
@@ -75,8 +76,8 @@ class Stream:
     def __init__(self, control: ControlProcess, process: DataProcess) -> None:
         self.control, self.process = control, process
         self.index, self.epoch = process.shard.index, process.executor.epoch
-        self.to_control: deque[cpb.RegisterRequest] = deque()
-        self.to_data: deque[cpb.RegisterResponse] = deque()
+        self.to_control: deque[rpb.RegisterRequest] = deque()
+        self.to_data: deque[rpb.RegisterResponse] = deque()
 
     @property
     def is_read_by_control(self) -> bool:
@@ -118,7 +119,7 @@ class ControlProcess:
         """Whether sessions can be opened."""
         return self.pool is not None and self.pool.ready
 
-    def accept(self, hello: cpb.Hello) -> cpb.Welcome:
+    def accept(self, hello: rpb.Hello) -> rpb.Welcome:
         """Answer a Hello. A process of a lower epoch than the registered one must be refused."""
         pool = self.pool
         states = pool.shards.states if pool is not None else {}
@@ -135,12 +136,12 @@ class ControlProcess:
             self.num_restarts += 1
         return welcome
 
-    def open(self, process: DataProcess, hello: cpb.Hello) -> Stream:
+    def open(self, process: DataProcess, hello: rpb.Hello) -> Stream:
         """Open a data plane's stream; its former stream is superseded."""
         welcome = self.accept(hello)
         stream = Stream(self, process)
         self.streams[stream.index] = stream
-        stream.to_data.append(cpb.RegisterResponse(welcome=welcome))
+        stream.to_data.append(rpb.RegisterResponse(welcome=welcome))
         self.flush()
         return stream
 
@@ -164,7 +165,7 @@ class ControlProcess:
             if request.HasField("report"):
                 self.core.report(POOL, stream.index, stream.epoch, request.report)
                 if request.report.last:
-                    accepted = cpb.RegisterResponse(report_accepted=cpb.ReportAccepted())
+                    accepted = rpb.RegisterResponse(report_accepted=rpb.ReportAccepted())
                     stream.to_data.append(accepted)
             else:
                 self.core.fence_done(POOL, stream.index, stream.epoch, request.fence_done)
@@ -193,10 +194,10 @@ class DataProcess:
         self.stream: Stream | None = None
         self.opened: set[int] = set()  # sessions that were opened here, ever
         self.ended: set[int] = set()  # and those of them, and of those fenced, that must be refused
-        self.hellos: list[cpb.Hello] = []
-        self.publications: list[tpb.Publications] = []
-        self.fences: list[cpb.Fence] = []  # since the key was installed
-        self.fences_done: list[cpb.FenceDone] = []
+        self.hellos: list[rpb.Hello] = []
+        self.publications: list[plan_pb2.Publications] = []
+        self.fences: list[rpb.Fence] = []  # since the key was installed
+        self.fences_done: list[rpb.FenceDone] = []
 
     @property
     def num_device(self) -> int:
@@ -216,9 +217,9 @@ class DataProcess:
             *(part.SerializeToString(deterministic=True) for part in self.executor.report()),
         )
 
-    def hello(self) -> cpb.Hello:
+    def hello(self) -> rpb.Hello:
         executor = self.executor
-        hello = cpb.Hello(
+        hello = rpb.Hello(
             version="test",
             oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
             newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
@@ -253,15 +254,15 @@ class DataProcess:
             self.executor.fence(fence.session, fence.ordinal)
             self.ended.add(fence.session.session_id)
             self.fences.append(fence)
-            done = cpb.FenceDone(session=fence.session)
+            done = rpb.FenceDone(session=fence.session)
             self.fences_done.append(done)
-            stream.to_control.append(wire(cpb.RegisterRequest(fence_done=done)))
+            stream.to_control.append(wire(rpb.RegisterRequest(fence_done=done)))
         elif kind == "report_request":
             self.report(stream)
         else:
             assert kind == "report_accepted", kind
 
-    def _begin(self, stream: Stream, welcome: cpb.Welcome) -> None:
+    def _begin(self, stream: Stream, welcome: rpb.Welcome) -> None:
         executor = self.executor
         if welcome.resumed:
             shards = stream.control.core._pools[POOL].shards
@@ -281,7 +282,7 @@ class DataProcess:
     def report(self, stream: Stream) -> None:
         """Send the contents of all blocks."""
         for part in self.executor.report(_BLOCKS_PER_REPORT):
-            stream.to_control.append(wire(cpb.RegisterRequest(report=part)))
+            stream.to_control.append(wire(rpb.RegisterRequest(report=part)))
 
 
 class World:

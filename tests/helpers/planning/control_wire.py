@@ -12,8 +12,15 @@ import pytest
 from kvplane import ops
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT64
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, pool_pb2_grpc, prefix_pb2_grpc
+from kvplane.wire.plane.v1 import plan_pb2, registration_pb2_grpc
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import (
+    execution_pb2_grpc,
+    pool_pb2_grpc,
+    prefix_pb2_grpc,
+    session_pb2_grpc,
+)
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, hello, report
 
@@ -23,12 +30,15 @@ Stub = Any  # grpc generates no types for stubs
 
 
 def stub_of(channel: grpc.aio.Channel | grpc.Channel) -> Stub:
-    """Return the methods of all services of a control plane."""
+    """Return the methods of all services of both planes."""
     stubs: list[Any] = [
-        control_pb2_grpc.ControlPlaneServiceStub(channel),
+        session_pb2_grpc.SessionServiceStub(channel),
         pool_pb2_grpc.ServerServiceStub(channel),
         pool_pb2_grpc.PoolServiceStub(channel),
         prefix_pb2_grpc.PrefixServiceStub(channel),
+        registration_pb2_grpc.RegistrationServiceStub(channel),
+        execution_pb2_grpc.ExecutionServiceStub(channel),
+        execution_pb2_grpc.BlockServiceStub(channel),
     ]
     return SimpleNamespace(**{name: call for stub in stubs for name, call in vars(stub).items()})
 
@@ -40,7 +50,7 @@ class RawShard:
         """``fields``: of its Hello."""
         self.hello = hello(**fields)
         self.key = b""
-        self.welcome = pb.Welcome()
+        self.welcome = rpb.Welcome()
         self.call: Any = stub.Register()
 
     def again(self, stub: Stub) -> RawShard:
@@ -52,7 +62,7 @@ class RawShard:
         other.key = self.key
         return other
 
-    async def register(self) -> pb.Welcome:
+    async def register(self) -> rpb.Welcome:
         """Send Hello and wait for the Welcome."""
         await self.send(hello=self.hello)
         answer = await self.receive()
@@ -61,7 +71,7 @@ class RawShard:
         self.key = self.welcome.key or self.key
         return self.welcome
 
-    async def report(self, part: pb.BlockReport | None = None) -> None:
+    async def report(self, part: rpb.BlockReport | None = None) -> None:
         """Report, and after the last part wait for its acceptance."""
         part = part or report()
         await self.send(report=part)
@@ -70,18 +80,18 @@ class RawShard:
             assert answer.WhichOneof("message") == "report_accepted"
 
     async def send(self, **message: Any) -> None:
-        await self.call.write(pb.RegisterRequest(**message))
+        await self.call.write(rpb.RegisterRequest(**message))
 
-    async def receive(self, patience_s: float = PATIENCE_S) -> pb.RegisterResponse:
+    async def receive(self, patience_s: float = PATIENCE_S) -> rpb.RegisterResponse:
         """Return the next message. Raises grpc.aio.AioRpcError if an error ended the stream."""
         answer = await asyncio.wait_for(self.call.read(), patience_s)
         if answer is grpc.aio.EOF:
             await asyncio.wait_for(self.call, patience_s)
             raise EOFError
-        assert isinstance(answer, pb.RegisterResponse)
+        assert isinstance(answer, rpb.RegisterResponse)
         return answer
 
-    async def published(self, num_blocks: int) -> tpb.Publications:
+    async def published(self, num_blocks: int) -> plan_pb2.Publications:
         """Return the next publications, which must be of ``num_blocks`` blocks."""
         publications = (await self.receive()).publish.publications
         assert columns.count(columns.INT32, publications.indices) == num_blocks
@@ -99,7 +109,7 @@ class RawShard:
 
     def receipt(self, plan: tpb.SignedPayload, **changes: Any) -> tpb.SignedPayload:
         """Return its receipt for ``plan``."""
-        what = tpb.Plan.FromString(plan.payload)
+        what = plan_pb2.Plan.FromString(plan.payload)
         fields = {
             "version": protocol.NEWEST_PAYLOAD_VERSION,
             "session": what.session,
@@ -109,7 +119,7 @@ class RawShard:
             "plan_number": what.number,
             "plan_digest": signing.digest(plan.payload),
         }
-        return self.signed(tpb.Receipt(**{**fields, **changes}).SerializeToString())
+        return self.signed(plan_pb2.Receipt(**{**fields, **changes}).SerializeToString())
 
     def signed(self, payload: bytes) -> tpb.SignedPayload:
         """Return these bytes as a receipt that it signed."""

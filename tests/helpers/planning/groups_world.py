@@ -22,7 +22,9 @@ from kvplane.layout import LayerGroup
 from kvplane.results import SequenceState, sequence_states
 from kvplane.wire import columns, protocol
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import LAYOUT
@@ -77,7 +79,7 @@ class World:
             incarnation=self.incarnation, config=self.config, clock=lambda: 1.0
         )
         (device, host), executor = self.blocks, self.executor
-        hello = cpb.Hello(
+        hello = rpb.Hello(
             version="test",
             oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
             newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
@@ -88,7 +90,7 @@ class World:
             num_device_blocks=device[0],
             num_host_blocks=host[0],
             groups=[
-                cpb.GroupBlocks(num_device_blocks=d, num_host_blocks=h)
+                rpb.GroupBlocks(num_device_blocks=d, num_host_blocks=h)
                 for d, h in zip(device, host, strict=True)
             ],
             address="here:1",
@@ -164,7 +166,7 @@ class World:
         """Run a plan: give each slot that it computes its value."""
         executor, session_id = self.executor, self.session.session_id
         started = executor.start(session_id, plan)
-        spans = tpb.Plan.FromString(plan.payload).spans
+        spans = plan_pb2.Plan.FromString(plan.payload).spans
         values = [
             value_of(self.sequences[sequence_id], first + i + 1)
             for sequence_id, first, num in zip(

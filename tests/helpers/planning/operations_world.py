@@ -21,7 +21,8 @@ from kvplane.errors import KvplaneError, SequenceNotFoundError
 from kvplane.results import CachedBlock, ForgetResult, PoolMatch, StepResult, error_of
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.cached_prefixes import CachedPrefixes, cached_prefixes
 from tests.helpers.planning.control_wire import RawShard, Stub
@@ -262,9 +263,9 @@ def prompt(num_blocks: int, seed: int = 0, extra: int = 1) -> list[int]:
     return [1000 * seed + position for position in range(num_blocks * BLOCK + extra)]
 
 
-def plan_of(result: StepResult) -> tpb.Plan:
+def plan_of(result: StepResult) -> plan_pb2.Plan:
     assert result.plan is not None
-    return tpb.Plan.FromString(result.plan.payload)
+    return plan_pb2.Plan.FromString(result.plan.payload)
 
 
 def int32(column: bytes) -> list[int]:

@@ -25,7 +25,8 @@ from kvplane import ops
 from kvplane.slices import run_to_end
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, hello
 
@@ -86,10 +87,10 @@ class PlanningRig:
 
     def step(
         self, *operations: cpb.Operation, session: Session | None = None
-    ) -> tuple[list[cpb.OperationResult], tpb.Plan | None]:
+    ) -> tuple[list[cpb.OperationResult], plan_pb2.Plan | None]:
         """Run a step, whose number is used up; return its results and its plan."""
         result = self.answer(*operations, session=session)
-        plan = tpb.Plan.FromString(result.plan.payload) if result.HasField("plan") else None
+        plan = plan_pb2.Plan.FromString(result.plan.payload) if result.HasField("plan") else None
         return list(result.results), plan
 
     def answer(
@@ -135,7 +136,7 @@ class PlanningRig:
         self.sharing.aborted(self.sharing.members[self.session.id], queries.states(self.session))
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:
-        payload = tpb.Receipt(
+        payload = plan_pb2.Receipt(
             version=protocol.NEWEST_PAYLOAD_VERSION,
             session=session.ref,
             pool_id=self.pool.id,
@@ -207,14 +208,14 @@ class PlanningRig:
         return found
 
 
-def entries_of(changes: tpb.TableChanges) -> list[tuple[int, int, bool]]:
+def entries_of(changes: plan_pb2.TableChanges) -> list[tuple[int, int, bool]]:
     """Return (index, generation, allocated) of every table entry that is set."""
     indices = columns.read(INT32, changes.indices, "indices")
     generations = columns.read(INT64, changes.generations, "generations")
     return list(zip(indices, generations, map(bool, changes.allocated), strict=True))
 
 
-def transfers_of(message: tpb.Transfers) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def transfers_of(message: plan_pb2.Transfers) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return (source, destination) of each, as (tier, index, generation)."""
     ends = [
         list(
@@ -230,7 +231,7 @@ def transfers_of(message: tpb.Transfers) -> list[tuple[tuple[int, ...], tuple[in
     return list(zip(*ends, strict=True))
 
 
-def spans_of(message: tpb.Spans) -> list[tuple[int, int, int]]:
+def spans_of(message: plan_pb2.Spans) -> list[tuple[int, int, int]]:
     """Return (sequence, first position, number of tokens) of each."""
     return list(
         zip(

@@ -11,12 +11,13 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from kvplane.wire import signing
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.plane.v1 import registration_pb2_grpc
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
-from kvplane.wire.v1 import control_pb2 as pb
-from kvplane.wire.v1 import control_pb2_grpc, types_pb2
+from kvplane.wire.v1 import types_pb2
 
 
-class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
+class RegisterSide(registration_pb2_grpc.RegistrationServiceServicer):
     """Accepts every Hello, resumes those of its own incarnation, keeps received messages."""
 
     def __init__(self, incarnation: int = 1, *, heartbeat_s: float = 0.05) -> None:
@@ -24,8 +25,8 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         self.key = signing.new_key()
         self.heartbeat_s = heartbeat_s
         self.payload_version = NEWEST_PAYLOAD_VERSION
-        self.hellos: list[pb.Hello] = []
-        self.reports: list[pb.BlockReport] = []
+        self.hellos: list[rpb.Hello] = []
+        self.reports: list[rpb.BlockReport] = []
         """Parts of reports, as they came."""
         self.num_reports = 0
         """Whole ones."""
@@ -34,9 +35,9 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         self.accepted = asyncio.Event()
         self._known_epochs: set[int] = set()
         self._num_streams = 0
-        self._outbox: asyncio.Queue[pb.RegisterResponse | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[rpb.RegisterResponse | None] = asyncio.Queue()
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(self, self._server)
+        registration_pb2_grpc.add_RegistrationServiceServicer_to_server(self, self._server)
         self.port = 0
 
     async def start(self, port: int = 0) -> RegisterSide:
@@ -58,7 +59,7 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         return f"127.0.0.1:{self.port}"
 
     def say(self, **message: Any) -> None:
-        self._outbox.put_nowait(pb.RegisterResponse(**message))
+        self._outbox.put_nowait(rpb.RegisterResponse(**message))
 
     def break_streams(self) -> None:
         """End every registration stream, as a lost network would."""
@@ -66,8 +67,8 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
             self._outbox.put_nowait(None)
 
     async def Register(
-        self, request_iterator: AsyncIterator[pb.RegisterRequest], context: Any
-    ) -> AsyncIterator[pb.RegisterResponse]:
+        self, request_iterator: AsyncIterator[rpb.RegisterRequest], context: Any
+    ) -> AsyncIterator[rpb.RegisterResponse]:
         self._num_streams += 1
         self.accepted.clear()
         hello = (await anext(aiter(request_iterator))).hello
@@ -79,8 +80,8 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         )
         interval = Duration()
         interval.FromNanoseconds(int(self.heartbeat_s * 1e9))
-        yield pb.RegisterResponse(
-            welcome=pb.Welcome(
+        yield rpb.RegisterResponse(
+            welcome=rpb.Welcome(
                 version="test",
                 payload_version=self.payload_version,
                 incarnation=self.incarnation,
@@ -101,14 +102,14 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
             reader.cancel()
             self._num_streams -= 1
 
-    async def _read(self, requests: AsyncIterator[pb.RegisterRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[rpb.RegisterRequest]) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
             if kind == "report":
                 self.reports.append(request.report)
                 if request.report.last:
                     self.num_reports += 1
-                    self.say(report_accepted=pb.ReportAccepted())
+                    self.say(report_accepted=rpb.ReportAccepted())
                     self.accepted.set()
             elif kind == "fence_done":
                 self.fences_done.put_nowait(request.fence_done.session)

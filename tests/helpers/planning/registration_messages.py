@@ -12,7 +12,8 @@ from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import columns, protocol
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 LAYOUT = Layout("test-model", 8, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
@@ -27,7 +28,7 @@ def half(index: int, num_shards: int = 2) -> tpb.Shard:
     )
 
 
-def hello(**fields: Any) -> pb.Hello:
+def hello(**fields: Any) -> rpb.Hello:
     """Return a Hello of a whole pool unless ``fields`` say otherwise."""
     defaults = {
         "version": "test",
@@ -41,7 +42,7 @@ def hello(**fields: Any) -> pb.Hello:
         "num_host_blocks": 8,
         "address": "127.0.0.1:1",
     }
-    return pb.Hello(**{**defaults, **fields})
+    return rpb.Hello(**{**defaults, **fields})
 
 
 def blocks(generations: Mapping[int, int], tier: tpb.Tier = tpb.TIER_DEVICE) -> tpb.Blocks:
@@ -76,7 +77,7 @@ def chain(tokens: Iterable[int], placed: Iterable[tuple[int, int]], **owner: str
     return prefixes
 
 
-def publications(prefixes: Iterable[Prefix], **fields: Any) -> tpb.Publications:
+def publications(prefixes: Iterable[Prefix], **fields: Any) -> plan_pb2.Publications:
     """Return them as a message, in which they are published and reported."""
     prefixes = list(prefixes)
     defaults = {
@@ -90,23 +91,23 @@ def publications(prefixes: Iterable[Prefix], **fields: Any) -> tpb.Publications:
         "hashes": b"".join(p.hash for p in prefixes),
         "token_ids": b"".join(p.tokens for p in prefixes),
     }
-    return tpb.Publications(**{**defaults, **fields})
+    return plan_pb2.Publications(**{**defaults, **fields})
 
 
 def report(
     generations: Mapping[int, int] | None = None, *prefixes: Prefix, last: bool = True
-) -> pb.BlockReport:
+) -> rpb.BlockReport:
     """Return a report of device blocks and their contents."""
-    return pb.BlockReport(
+    return rpb.BlockReport(
         blocks=[blocks(generations)] if generations else [],
         publications=[publications(prefixes)] if prefixes else [],
         last=last,
     )
 
 
-def all_outgoing(registration: Any, pool_id: str, index: int) -> list[pb.RegisterResponse]:
+def all_outgoing(registration: Any, pool_id: str, index: int) -> list[rpb.RegisterResponse]:
     """Return all messages for a shard, with those that it may have missed."""
-    messages: list[pb.RegisterResponse] = registration.take_outgoing(pool_id, index)
+    messages: list[rpb.RegisterResponse] = registration.take_outgoing(pool_id, index)
     while (missed := registration.take_missed(pool_id, index)) is not None:
         messages += missed
     return messages

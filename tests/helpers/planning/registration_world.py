@@ -10,7 +10,7 @@ from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import Registration
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import NativeSession
 from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello, report
@@ -63,26 +63,26 @@ class Plane:
     def __init__(self, world: World, **fields: Any) -> None:
         self.world = world
         self.hello = hello(**fields)
-        self.welcome = pb.Welcome()
+        self.welcome = rpb.Welcome()
 
     @property
     def key(self) -> tuple[str, int, int]:
         return self.hello.pool_id, self.hello.shard.index, self.hello.epoch
 
-    def register(self, **changes: Any) -> pb.Welcome:
-        said, self.hello = self.hello, pb.Hello()
+    def register(self, **changes: Any) -> rpb.Welcome:
+        said, self.hello = self.hello, rpb.Hello()
         self.hello.CopyFrom(said)
-        self.hello.MergeFrom(pb.Hello(**changes))
+        self.hello.MergeFrom(rpb.Hello(**changes))
         self.welcome = self.world.it.register(self.hello)
         if not self.welcome.resumed:
             self.hello.incarnation = self.welcome.incarnation
             self.hello.key_id = signing.key_id(self.welcome.key)
         return self.welcome
 
-    def report(self, part: pb.BlockReport | None = None) -> None:
+    def report(self, part: rpb.BlockReport | None = None) -> None:
         self.world.it.report(*self.key, part or report())
 
-    def join(self, part: pb.BlockReport | None = None) -> pb.Welcome:
+    def join(self, part: rpb.BlockReport | None = None) -> rpb.Welcome:
         self.register()
         self.report(part)
         return self.welcome
@@ -92,9 +92,9 @@ class Plane:
 
     def fence_done(self, session_id: int, incarnation: int = INCARNATION) -> None:
         session = tpb.SessionRef(incarnation=incarnation, session_id=session_id)
-        self.world.it.fence_done(*self.key, pb.FenceDone(session=session))
+        self.world.it.fence_done(*self.key, rpb.FenceDone(session=session))
 
-    def take(self) -> list[pb.RegisterResponse]:
+    def take(self) -> list[rpb.RegisterResponse]:
         return all_outgoing(self.world.it, *self.key[:2])
 
     def kinds(self) -> list[str | None]:

@@ -19,7 +19,7 @@ from control_plane.steps import answers, operations, requests, slices
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.operations import SwapIn, SwapOut
 from kvplane.slices import run_to_end
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -26,7 +26,7 @@ from data_plane.plans.tables import block_tables
 from kvplane.errors import InternalError
 from kvplane.layout import KEYS_AND_VALUES, LayerGroup
 from kvplane.wire import columns
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.kernel_faults import FAULTS, with_fault
 
 _kernels_of = executor.kernels_of
@@ -171,7 +171,7 @@ def layers_written_again_after_the_end() -> None:
 
 
 def transfers_run_twice() -> None:
-    def start(self: Any, session: Any, plan: pb.Plan, digest: bytes) -> Any:
+    def start(self: Any, session: Any, plan: plan_pb2.Plan, digest: bytes) -> Any:
         if session.running is not None:
             session.running.num_batches_queued = 0
             session.running.transferred = False
@@ -183,7 +183,7 @@ def transfers_run_twice() -> None:
 def receipted_plan_writes_again() -> None:
     """A receipt is forgotten at once, and its plan runs again."""
 
-    def start(self: Any, session: Any, plan: pb.Plan, digest: bytes) -> Any:
+    def start(self: Any, session: Any, plan: plan_pb2.Plan, digest: bytes) -> Any:
         run = session.latest
         if run is not None and plan.number == run.number:
             run.receipt = None
@@ -197,7 +197,7 @@ def receipted_plan_writes_again() -> None:
 
 
 def order_unchecked() -> None:
-    def place(self: Any, plan: pb.Plan, digest: bytes) -> Any:
+    def place(self: Any, plan: plan_pb2.Plan, digest: bytes) -> Any:
         known = self.receipts.get(plan.number)
         if known is not None:
             return known[1]
@@ -336,7 +336,7 @@ def pools_go_early() -> None:
 def receipts_before_kept_ones() -> None:
     """The receipt of a plan that has run waits for a later plan."""
 
-    def start(self: Any, session: Any, plan: pb.Plan, digest: bytes) -> Any:
+    def start(self: Any, session: Any, plan: plan_pb2.Plan, digest: bytes) -> Any:
         self._settle(session, voided=plan.resync)
         return _start(self, session, plan, digest)
 

@@ -17,6 +17,7 @@ from data_plane.plans import sessions, write_checks
 from data_plane.plans.batches import attention_batch, transfers
 from data_plane.plans.contents import last_tenants, written_slots
 from data_plane.plans.tables import allocations, block_tables, table_changes
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 _allocate_new = allocations.NewBlocks.allocate
@@ -50,7 +51,7 @@ def truncation_keeps_one_too_many() -> None:
     shorten = table_changes._Changer._shorten
 
     def keep_one_more(self: Any, old: Any, kind: int, num_blocks: int, i: int) -> Any:
-        if kind == pb.TABLE_CHANGE_KIND_TRUNCATE and num_blocks < len(old.blocks):
+        if kind == plan_pb2.TABLE_CHANGE_KIND_TRUNCATE and num_blocks < len(old.blocks):
             num_blocks += 1
         return shorten(self, old, kind, num_blocks, i)
 
@@ -94,7 +95,7 @@ def tables_are_kept_twice() -> None:
 def tables_are_kept_of_plans_that_never_ran() -> None:
     place = sessions.Session.continued
 
-    def place_any(self: Any, plan: pb.Plan, digest: bytes) -> Any:
+    def place_any(self: Any, plan: plan_pb2.Plan, digest: bytes) -> Any:
         plan.finished = 0
         return place(self, plan, digest)
 
@@ -147,7 +148,7 @@ def saved_blocks_cleared_first() -> None:
 def copies_are_the_copying_tenants() -> None:
     """A block counts as the tenant's whose plan allocated it, whatever was copied to it."""
     take_over = last_tenants.LastTenants.take_over
-    nothing = transfers.Transfers.read({}, pb.Transfers())
+    nothing = transfers.Transfers.read({}, plan_pb2.Transfers())
     last_tenants.LastTenants.take_over = (  # type: ignore[method-assign]
         lambda self, tenant, allocated, _: take_over(self, tenant, allocated, nothing)
     )

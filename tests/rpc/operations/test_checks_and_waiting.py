@@ -12,7 +12,7 @@ from kvplane.errors import SequenceNotFoundError
 from kvplane.results import error_of
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, POOL, Caller, prompt
 
 

@@ -24,7 +24,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.layout import Layout
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.flaky_proxy import FlakyProxy
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -102,7 +102,7 @@ async def test_the_client_knows_its_plane_and_its_sessions_terms(
     pool = await client.wait_ready(POOL)
     assert Layout.from_proto(pool.layout) == session.layout == LAYOUT
     assert pool.shards[0].address == session.shards[0].address == shard.hello.address
-    grant = tpb.SessionGrant.FromString(session.grant.payload)
+    grant = plan_pb2.SessionGrant.FromString(session.grant.payload)
     assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")
     assert (session.num_device_blocks, session.num_host_blocks) == (16, 8)
     assert session.max_plans_in_flight == 4
@@ -124,7 +124,7 @@ async def test_an_operation_that_was_not_done_raises_why(session: Session) -> No
     with pytest.raises(SequenceNotFoundError):
         await session.run(ops.free([1, 9]))
     (freed,) = session.take_abandoned()
-    assert tpb.Plan.FromString(freed.answer.plan.payload).number == session.last_number
+    assert plan_pb2.Plan.FromString(freed.answer.plan.payload).number == session.last_number
     with pytest.raises(InvalidRequestError) as refused:
         await session.step([ops.free([1])] * 5000, timeout_s=5)
     assert refused.value.field == "operations"
@@ -141,14 +141,14 @@ async def test_a_step_and_a_unary_call_whose_answers_are_lost_run_once(
     result = await lose_the_answer(control_server, client, proxy, step)
     assert isinstance(result, StepResult)
     assert not result.results[0].failures
-    assert tpb.Plan.FromString(result.plan.payload).number == session.last_number == 1
+    assert plan_pb2.Plan.FromString(result.plan.payload).number == session.last_number == 1
     assert proxy.num_connections == 2
     aborted = await lose_the_answer(control_server, client, proxy, session.abort_plans(1))
     assert isinstance(aborted, AbortResult)
     assert [state.num_scheduled_tokens for state in aborted.sequences] == [0]
     resynced = await session.abort_plans(whole_tables=True)
     assert [state.sequence_id for state in resynced.sequences] == [1]
-    plan = tpb.Plan.FromString(resynced.plan.payload)
+    plan = plan_pb2.Plan.FromString(resynced.plan.payload)
     assert (plan.number, plan.resync) == (session.last_number, True) == (3, True)
 
 
@@ -157,13 +157,13 @@ async def test_a_step_that_ran_but_was_cancelled_is_answered_again_or_left_to_be
 ) -> None:
     await cancel_after_it_ran(control_server, proxy, session, sequence_id=1)
     again = await session.step([ops.admit(1, [1] * 20)])
-    assert tpb.Plan.FromString(again.plan.payload).number == session.last_number == 1
+    assert plan_pb2.Plan.FromString(again.plan.payload).number == session.last_number == 1
     await cancel_after_it_ran(control_server, proxy, session, sequence_id=2)
     other = await session.step([ops.admit(3, [3] * 20)])
-    plan = tpb.Plan.FromString(other.plan.payload)
+    plan = plan_pb2.Plan.FromString(other.plan.payload)
     (abandoned,) = session.take_abandoned()
     assert (plan.number, plan.previous) == (3, abandoned.number)
-    assert tpb.Plan.FromString(abandoned.answer.plan.payload).number == 2
+    assert plan_pb2.Plan.FromString(abandoned.answer.plan.payload).number == 2
 
 
 async def cancel_after_it_ran(

@@ -21,9 +21,10 @@ from kvplane.serving.requests import Requests
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -108,7 +109,7 @@ async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawSha
     sealed = opened.grant
     key = shard.welcome.key
     signing.verify(key, signing.GRANT, sealed.type, sealed.payload, sealed.signature, field="grant")
-    grant = tpb.SessionGrant.FromString(sealed.payload)
+    grant = plan_pb2.SessionGrant.FromString(sealed.payload)
     assert (grant.session, grant.pool_id) == (opened.session, "pool")
     assert grant.max_plans_in_flight == opened.max_plans_in_flight
     assert (await RawSession.open(stub, shard)).ref.session_id != opened.session.session_id
@@ -266,7 +267,7 @@ async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
     assert columns.read(INT64, answer.sequences.num_scheduled_tokens, "scheduled").tolist() == [0]
     assert await stub.AbortPlans(abort) == answer
     appended = await session.step(ops.append(1, [], 20, first_positions=0))
-    assert tpb.Plan.FromString(appended.plan.payload).resync
+    assert plan_pb2.Plan.FromString(appended.plan.payload).resync
     assert await stub.AbortPlans(abort) == answer, "a late duplicate"
     await session.submit()
     assert await session.num_written(1) == 20, "the late duplicate took effect"
@@ -281,7 +282,7 @@ async def test_a_resync_answers_with_whole_tables_and_the_same_when_repeated(
     await session.admit(1, PROMPT)
     request = pb.AbortPlansRequest(whole_tables=True, **session.next())  # it brings the receipt
     answer = await stub.AbortPlans(request)
-    plan = tpb.Plan.FromString(answer.plan.payload)
+    plan = plan_pb2.Plan.FromString(answer.plan.payload)
     assert plan.resync
     assert columns.read(INT32, plan.changes.num_blocks, "num_blocks").tolist() == [3]
     written = columns.read(INT64, answer.sequences.num_written_tokens, "written")

@@ -8,14 +8,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvplane.v1 import control_pb2, types_pb2
+from kvplane.v1 import session_pb2, types_pb2
 from tests.helpers.encodings import ENCODINGS, encode
 from tests.helpers.planning.control_wire import RawSession
 from tests.helpers.planning.operations_world import World
 from tests.rpc.operations.test_control_calls import refused
 
 LATER = b"\xc0\x3e\x07"  # field 1000, a number
-Send = Callable[[bytes], Awaitable[control_pb2.StepResponse]]
+Send = Callable[[bytes], Awaitable[session_pb2.StepResponse]]
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ async def send(world: World) -> AsyncIterator[Send]:
     """Sends the bytes of a StepRequest."""
     async with grpc.aio.insecure_channel(world.server.address) as channel:
         yield channel.unary_unary(
-            "/kvplane.v1.ControlPlaneService/Step",
-            response_deserializer=control_pb2.StepResponse.FromString,
+            "/kvplane.v1.SessionService/Step",
+            response_deserializer=session_pb2.StepResponse.FromString,
         )
 
 
@@ -34,17 +34,17 @@ async def session(world: World) -> RawSession:
 
 
 def request(
-    session: RawSession, number: int, *operations: control_pb2.Operation
-) -> control_pb2.StepRequest:
+    session: RawSession, number: int, *operations: session_pb2.Operation
+) -> session_pb2.StepRequest:
     ref = types_pb2.SessionRef.FromString(session.ref.SerializeToString())
-    return control_pb2.StepRequest(session=ref, number=number, operations=operations)
+    return session_pb2.StepRequest(session=ref, number=number, operations=operations)
 
 
-def admit(sequence_id: int, *forks: int) -> control_pb2.Operation:
-    admitted = control_pb2.Admit(
+def admit(sequence_id: int, *forks: int) -> session_pb2.Operation:
+    admitted = session_pb2.Admit(
         sequence_id=sequence_id, token_ids=range(20), fork_sequence_ids=forks
     )
-    return control_pb2.Operation(admit=admitted)
+    return session_pb2.Operation(admit=admitted)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -57,7 +57,7 @@ async def test_every_encoding_of_a_step_is_the_same_step(
     for other in ENCODINGS:  # the number was used for a request of the same content
         assert await send(encode(first, other)) == answer
     assert await send(first.SerializeToString()) == answer
-    freed = control_pb2.Operation(free=control_pb2.Free(sequence_ids=[1, 2, 3]))
+    freed = session_pb2.Operation(free=session_pb2.Free(sequence_ids=[1, 2, 3]))
     answer = await send(encode(request(session, 2, freed), encoding))
     [done] = answer.results
     assert not done.failures and len(done.free.num_released_blocks) == 3
@@ -68,7 +68,7 @@ async def test_a_field_that_the_server_does_not_know_is_refused_by_name(
 ) -> None:
     known = request(session, 1, admit(1))
     for path in ("", "session", "operations[0].admit"):
-        planted = control_pb2.StepRequest.FromString(known.SerializeToString())
+        planted = session_pb2.StepRequest.FromString(known.SerializeToString())
         at = {
             "": planted,
             "session": planted.session,

@@ -8,7 +8,7 @@ import pytest
 from kvplane import LayerGroup, Layout, ops
 from kvplane.errors import InvalidRequestError
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.operations_world import DEVICE, HOST, World, plan_of, prompt
 
@@ -23,8 +23,8 @@ TWO_GROUPS = Layout(
 HELLO = {
     "shard": tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2),
     "groups": [
-        pb.GroupBlocks(num_device_blocks=16, num_host_blocks=8),
-        pb.GroupBlocks(num_device_blocks=8, num_host_blocks=6),
+        rpb.GroupBlocks(num_device_blocks=16, num_host_blocks=8),
+        rpb.GroupBlocks(num_device_blocks=8, num_host_blocks=6),
     ],
 }
 
@@ -73,7 +73,7 @@ async def test_sequences_move_in_both_groups(world, caller) -> None:
     [
         ({}, "groups"),
         ({"groups": HELLO["groups"][:1]}, "groups"),
-        ({"groups": [HELLO["groups"][0], pb.GroupBlocks()]}, "groups[1].num_device_blocks"),
+        ({"groups": [HELLO["groups"][0], rpb.GroupBlocks()]}, "groups[1].num_device_blocks"),
         (
             {**HELLO, "shard": tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=2)},
             "shard.first_layer",

@@ -16,6 +16,7 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Layout, ops
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
@@ -124,6 +125,6 @@ async def test_a_prefix_comes_back_from_the_host_tier(start_engine: StartEngine)
     await engine.step(ops.free(2), spans=[])
     hit = await engine.step(ops.admit(3, range(35)), spans=[(32, 3)])
     assert hit.results[0].admit.num_cached_tokens == 32
-    plan = tpb.Plan.FromString(hit.plan.payload)
+    plan = plan_pb2.Plan.FromString(hit.plan.payload)
     assert list(plan.transfers.source_tiers).count(tpb.TIER_HOST) == 4
     assert data.executor.counters.num_transferred_blocks["swap_in"] >= 4

@@ -27,7 +27,7 @@ from kvplane.errors import (
 from kvplane.results import error_of
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, DEVICE, HOST, Caller, prompt
 
 FAILED: Final = pb.OPERATION_STATUS_FAILED

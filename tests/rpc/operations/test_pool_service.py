@@ -12,8 +12,8 @@ from kvplane import ControlClient
 from kvplane.errors import InvalidRequestError
 from kvplane.results import sequence_states, total_of
 from kvplane.transport.connection import typed_errors
-from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 
 LISTS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from kvplane.errors import (
 )
 from kvplane.results import ForgetResult
 from kvplane.transport.connection import typed_errors
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.operations_world import POOL, Caller, StoppedClock, World, prompt
@@ -203,7 +203,7 @@ async def test_prefixes_are_kept_and_forgotten_after_their_sessions_have_ended(
 ) -> None:
     await caller.cache(prompt(2))
     await caller.session.close()
-    await world.shard.send(fence_done=cpb.FenceDone(session=caller.session.ref))
+    await world.shard.send(fence_done=rpb.FenceDone(session=caller.session.ref))
     assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 2
     assert [block.priority for block in await caller.blocks(prompt(2))] == [DEFAULT_PRIORITY] * 2
     assert await caller.forget(ForgetScope.TENANT) == ForgetResult(2, 0)

@@ -12,7 +12,7 @@ from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.results import total_of
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.planning.operations_world import (
     BLOCK,
     DEVICE,
@@ -90,7 +90,7 @@ async def test_rejected_tokens_are_given_back_with_the_blocks_they_empty(world, 
     assert (state.num_tokens, state.num_scheduled_tokens, state.num_written_tokens) == (10, 10, 10)
     assert (await world.usage())["held"] == state.num_blocks == 2
     kinds = plan_of(result).changes.kinds
-    assert list(kinds) == [tpb.TABLE_CHANGE_KIND_TRUNCATE]
+    assert list(kinds) == [plan_pb2.TABLE_CHANGE_KIND_TRUNCATE]
     before = await world.state()
     await caller.do(ops.truncate(1, 10))
     assert await world.state() == before, "to truncate to what is there changes nothing"
@@ -113,7 +113,7 @@ async def test_blocks_behind_the_window_go_back(start_world) -> None:
     for position in range(17, 100):  # more tokens than the pool has slots for
         kinds |= {*plan_of(await caller.grow(1, position)).changes.kinds}
         assert (await world.usage())["held"] <= 4
-    assert tpb.TABLE_CHANGE_KIND_TRIM in kinds
+    assert plan_pb2.TABLE_CHANGE_KIND_TRIM in kinds
     table = await caller.table(1)
     dropped = [index for _, index, _ in table if index == -1]
     assert len(dropped) >= (99 - 2 * BLOCK) // BLOCK - 1

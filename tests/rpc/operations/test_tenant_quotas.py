@@ -10,7 +10,8 @@ import pytest
 
 from kvplane import ops
 from kvplane.errors import QuotaExceededError
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, prompt
 
 
@@ -25,7 +26,7 @@ async def test_a_tenant_has_only_so_many_sessions(start_world) -> None:
     world.callers.remove(first)
     async with asyncio.timeout(10):  # until the data plane has fenced it, it counts
         answer = await world.shard.receive()
-        await world.shard.send(fence_done=pb.FenceDone(session=answer.fence.session))
+        await world.shard.send(fence_done=rpb.FenceDone(session=answer.fence.session))
         while True:
             try:
                 await world.caller()

@@ -9,7 +9,7 @@ import pytest
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import SessionNews, total_of
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, Caller, StoppedClock, World, prompt
 
 PATIENCE_S = 30.0

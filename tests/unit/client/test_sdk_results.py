@@ -26,8 +26,8 @@ from kvplane.results import (
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import to_wire
-from kvplane.wire.v1 import control_pb2 as pb
 from kvplane.wire.v1 import prefix_pb2 as ppb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as types
 
 SHORTAGE = pb.Shortage(

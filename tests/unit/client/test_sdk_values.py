@@ -29,7 +29,7 @@ from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import data_pb2 as data_pb
+from kvplane.wire.v1 import execution_pb2 as data_pb
 from kvplane.wire.v1 import types_pb2 as pb
 
 

@@ -16,7 +16,7 @@ PAYLOAD = b"what one plane writes for the other"
 
 def test_a_signature_covers_the_type_and_the_digest_of_the_payload() -> None:
     digest = hashlib.sha256(PAYLOAD).digest()
-    want = hmac.new(KEY, b"kvplane.v1.Plan\0" + digest, hashlib.sha256).digest()
+    want = hmac.new(KEY, b"kvplane.plane.v1.Plan\0" + digest, hashlib.sha256).digest()
     assert signing.sign(KEY, signing.PLAN, PAYLOAD) == want
     assert signing.sign_digest(KEY, signing.PLAN, digest) == want
 
@@ -24,7 +24,7 @@ def test_a_signature_covers_the_type_and_the_digest_of_the_payload() -> None:
 @pytest.mark.parametrize("num_bytes", [0, 1, 32, 63, 64, 65, 200])
 def test_keys_of_all_lengths_sign_as_rfc_2104_says(num_bytes: int) -> None:
     key, digest = bytes(range(num_bytes)), hashlib.sha256(PAYLOAD).digest()
-    want = hmac.new(key, b"kvplane.v1.Receipt\0" + digest, hashlib.sha256).digest()
+    want = hmac.new(key, b"kvplane.plane.v1.Receipt\0" + digest, hashlib.sha256).digest()
     assert [signing.sign_digest(key, signing.RECEIPT, digest) for _ in range(2)] == [want] * 2
 
 

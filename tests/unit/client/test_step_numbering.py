@@ -23,7 +23,7 @@ from kvplane.errors import (
 )
 from kvplane.session.step_numbering import Steps
 from kvplane.transport.retry import Deadline
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 
 UNKNOWN_OUTCOMES = (DeadlineExceededError, CancelledError, PlaneUnavailableError)
 

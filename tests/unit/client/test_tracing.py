@@ -13,8 +13,8 @@ from kvplane import ops, tracing
 from kvplane.errors import DeadlineExceededError, InvalidRequestError
 from kvplane.session.step_numbering import Steps
 from kvplane.transport.retry import Deadline
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_model import World
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,7 +110,7 @@ def test_without_opentelemetry_a_program_says_what_to_install() -> None:
     assert "OpenTelemetry is not installed: pip install 'kvplane[otel]'" in done.stderr
 
 
-def plan_of(traceparent: str) -> tpb.Plan:
+def plan_of(traceparent: str) -> plan_pb2.Plan:
     world = World()
     engine = world.engine()
     operations = [ops.admit(1, [1, 2, 3])]
@@ -120,7 +120,7 @@ def plan_of(traceparent: str) -> tpb.Plan:
     answer = world.core.step(request, engine.tenant)
     request.traceparent = OTHER
     assert world.core.step(request, engine.tenant) == answer, "a trace is no part of the content"
-    return tpb.Plan.FromString(answer.plan.payload)
+    return plan_pb2.Plan.FromString(answer.plan.payload)
 
 
 @pytest.mark.parametrize("traceparent", [ABOVE, "", "00-x", ABOVE + "-0", ABOVE.upper(), "é"])

@@ -4,6 +4,7 @@ message of a later release is refused by the field that this one does not know.
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator
 from types import ModuleType
@@ -16,18 +17,23 @@ from google.protobuf.message import Message
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
+from kvplane.plane.v1 import plan_pb2, registration_pb2
 from kvplane.serving.limits.message_bounds import MAX_UNPACKED_BYTES, MessageBounds
-from kvplane.v1 import control_pb2, data_pb2, pool_pb2, prefix_pb2, types_pb2
+from kvplane.v1 import execution_pb2, local_pb2, pool_pb2, prefix_pb2, session_pb2, types_pb2
 from kvplane.wire import twin
-from kvplane.wire.v1 import control_pb2 as wire
-from kvplane.wire.v1 import data_pb2 as wire_data
-from kvplane.wire.v1 import pool_pb2 as wire_pool
-from kvplane.wire.v1 import prefix_pb2 as wire_prefix
-from kvplane.wire.v1 import types_pb2 as wire_types
+from kvplane.wire.v1 import session_pb2 as wire
 from tests.helpers.encodings import ENCODINGS, encode
 
-CONTRACT: tuple[ModuleType, ...] = (types_pb2, pool_pb2, prefix_pb2, control_pb2, data_pb2)
-TWINS: tuple[ModuleType, ...] = (wire_types, wire_pool, wire_prefix, wire, wire_data)
+CONTRACT: tuple[ModuleType, ...] = (
+    types_pb2,
+    local_pb2,
+    pool_pb2,
+    prefix_pb2,
+    session_pb2,
+    execution_pb2,
+    plan_pb2,
+    registration_pb2,
+)
 EXTREMES = {
     F.TYPE_INT32: (1, -1, 2**31 - 1, -(2**31)),
     F.TYPE_SFIXED32: (1, -1, 2**31 - 1, -(2**31), 0),
@@ -41,13 +47,13 @@ EXTREMES = {
     F.TYPE_BYTES: (b"\0" * 16, b"a"),
 }
 LATER = b"\xc0\x3e\x07"  # field 1000, a number
-STEP = control_pb2.StepRequest(
+STEP = session_pb2.StepRequest(
     number=3,
     session=types_pb2.SessionRef(incarnation=9, session_id=7),
     operations=[
-        control_pb2.Operation(free=control_pb2.Free(sequence_ids=[4, 2, 9])),
-        control_pb2.Operation(
-            append=control_pb2.Append(
+        session_pb2.Operation(free=session_pb2.Free(sequence_ids=[4, 2, 9])),
+        session_pb2.Operation(
+            append=session_pb2.Append(
                 sequence_ids=[1, 3],
                 first_positions=[4, 0],
                 num_slots=[1, 2],
@@ -95,9 +101,8 @@ def value(field: F, pick: random.Random, depth: int) -> Any:
 
 
 def twin_type(cls: type[Message]) -> type[Message]:
-    described: Any = cls.DESCRIPTOR
-    [found] = [getattr(file, described.name) for file in TWINS if hasattr(file, described.name)]
-    return cast("type[Message]", found)
+    module = importlib.import_module(cls.__module__.replace("kvplane.", "kvplane.wire."))
+    return cast("type[Message]", getattr(module, cls.__name__))
 
 
 @pytest.mark.parametrize("cls", list(messages()), ids=lambda cls: cls.DESCRIPTOR.name)
@@ -116,14 +121,14 @@ def test_a_message_and_its_twin_have_the_same_bytes(cls: type[Message]) -> None:
 def test_every_encoding_of_a_message_is_read_whole(encoding: str) -> None:
     data, plain = encode(STEP, encoding), STEP.SerializeToString()
     assert data != plain
-    assert control_pb2.StepRequest.FromString(data) == STEP, "the encoding is a legal one"
+    assert session_pb2.StepRequest.FromString(data) == STEP, "the encoding is a legal one"
     read = twin.whole(wire.StepRequest.FromString(data), data)
     assert read == wire.StepRequest.FromString(plain)
     assert read.SerializeToString() == plain
 
 
 def test_what_the_builders_make_is_what_the_contract_says() -> None:
-    typed = control_pb2.Operation.FromString(
+    typed = session_pb2.Operation.FromString(
         ops.append(
             [1, 3], [5, 6, 7], [1, 2], first_positions=[4, 0], num_tokens=[1, 2]
         ).SerializeToString()
@@ -142,7 +147,7 @@ def test_what_the_builders_make_is_what_the_contract_says() -> None:
 )
 @pytest.mark.parametrize("encoding", ["", *ENCODINGS])
 def test_an_unknown_field_is_named(changed: str, field: str, encoding: str) -> None:
-    step = control_pb2.StepRequest()
+    step = session_pb2.StepRequest()
     step.CopyFrom(STEP)
     at: Any = step
     for name in filter(None, changed.split(".")):
@@ -168,8 +173,8 @@ def test_a_column_that_ends_inside_an_element_is_left_to_its_reader() -> None:
 
 
 def test_unpacked_columns_are_bounded_and_count_as_few_fields() -> None:
-    bounds = MessageBounds(control_pb2.StepRequest.DESCRIPTOR)
-    step = control_pb2.StepRequest(operations=[control_pb2.Operation()])
+    bounds = MessageBounds(session_pb2.StepRequest.DESCRIPTOR)
+    step = session_pb2.StepRequest(operations=[session_pb2.Operation()])
     tokens = step.operations[0].admit.token_ids
     tokens.extend(range(100_000))
     bounds.check(step.SerializeToString())
@@ -183,7 +188,7 @@ def test_unpacked_columns_are_bounded_and_count_as_few_fields() -> None:
 
 
 def test_runs_of_unpacked_elements_are_bounded() -> None:
-    bounds = MessageBounds(control_pb2.SequenceStates.DESCRIPTOR)
+    bounds = MessageBounds(session_pb2.SequenceStates.DESCRIPTOR)
     long_id, tier, large_tier = b"\x09" + b"\0" * 8, b"\x40\x01", b"\x40\xff\x7f"
     bounds.check(tier * 100_000 + long_id * 1000)
     bounds.check((tier + long_id) * 2000)

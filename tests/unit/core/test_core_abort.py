@@ -8,8 +8,8 @@ from control_plane.steps.abort import abort_plans
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.slices import run_to_end
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import DEVICE
 from tests.helpers.core.core_model import World
 
@@ -45,7 +45,7 @@ def test_the_first_operation_after_an_abort_brings_a_plan_of_all_tables() -> Non
     assert not engine.queue, "a step without operations makes no plan"
     engine.step(ops.free([]))
     assert engine.queue[0].plan.resync
-    assert engine.queue[0].plan.changes.kinds == bytes([tpb.TABLE_CHANGE_KIND_KEEP])
+    assert engine.queue[0].plan.changes.kinds == bytes([plan_pb2.TABLE_CHANGE_KIND_KEEP])
     engine.run_all()
     engine.settle()
     engine.check()

@@ -10,8 +10,8 @@ from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_machine import growth, joined
 from tests.helpers.core.core_messages import BLOCK, changes_of, pack
 from tests.helpers.core.core_model import World
@@ -110,5 +110,5 @@ def test_an_item_that_crosses_into_a_new_block_is_told_to_the_data_plane() -> No
     appended = only(result)
     assert not appended.failures
     assert columns.read(INT32, appended.append.num_blocks, "num_blocks").tolist() == [1, 2]
-    (change,) = changes_of(tpb.Plan.FromString(result.plan.payload))
+    (change,) = changes_of(plan_pb2.Plan.FromString(result.plan.payload))
     assert (change.sequence_id, change.first_block, change.allocated) == (2, 1, [True])

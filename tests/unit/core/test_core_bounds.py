@@ -7,7 +7,7 @@ import pytest
 from control_plane.config import CoreConfig
 from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from tests.helpers.core.core_data_plane import DataPlane
 from tests.helpers.core.core_messages import POOL
@@ -18,7 +18,7 @@ def world_of(**settings: float) -> World:
     return World(config=CoreConfig(watermark=0.0, **settings))  # type: ignore[arg-type]
 
 
-def hello(world: World, pool_id: str) -> cpb.Hello:
+def hello(world: World, pool_id: str) -> rpb.Hello:
     """Of a data plane of another pool."""
     said = DataPlane(world, 0, 1, 4, 0).hello()
     said.pool_id = pool_id

@@ -7,7 +7,7 @@ import pytest
 from control_plane.steps.deferred_tokens import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import POOL, pack
 from tests.helpers.core.core_model import World
 

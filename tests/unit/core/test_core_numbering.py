@@ -24,7 +24,8 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import pack
 from tests.helpers.core.core_model import Engine, World, error_in
@@ -225,10 +226,10 @@ def test_deferred_tokens_of_a_sequence_that_was_freed_are_not_the_next_ones() ->
 # Receipts
 
 
-def forged(receipt: tpb.Receipt, **fields: Any) -> tpb.Receipt:
-    changed = tpb.Receipt()
+def forged(receipt: plan_pb2.Receipt, **fields: Any) -> plan_pb2.Receipt:
+    changed = plan_pb2.Receipt()
     changed.CopyFrom(receipt)
-    changed.MergeFrom(tpb.Receipt(**fields))
+    changed.MergeFrom(plan_pb2.Receipt(**fields))
     return changed
 
 
@@ -257,7 +258,7 @@ def test_a_receipt_of_something_else_is_refused_and_none_is_applied(
     engine.step(ops.admit(1, range(8)))
     engine.run_all()
     (good,) = engine.receipts
-    receipt = forged(tpb.Receipt.FromString(good.payload), **fields)
+    receipt = forged(plan_pb2.Receipt.FromString(good.payload), **fields)
     with pytest.raises(error) as refused:
         engine.submit([good, world.shards[0].sign_receipt(receipt)])
     assert refused.value.field == f"receipts[1].{field}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from control_plane.config import CoreConfig
 from kvplane import ops
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import DEVICE, HOST
 from tests.helpers.core.core_model import LATER, NEVER, OK, World, status_of
 

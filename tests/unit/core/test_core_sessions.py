@@ -24,7 +24,8 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import DEVICE, LAYOUT, POOL, TIERS
 from tests.helpers.core.core_model import World
@@ -140,7 +141,7 @@ def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
     key = world.shards[1].key
     signed = opened.grant
     signing.verify(key, signing.GRANT, signed.type, signed.payload, signed.signature, field="grant")
-    assert tpb.SessionGrant.FromString(signed.payload) == tpb.SessionGrant(
+    assert plan_pb2.SessionGrant.FromString(signed.payload) == plan_pb2.SessionGrant(
         version=1,
         session=tpb.SessionRef(incarnation=1, session_id=second.id),
         ordinal=2,
@@ -150,7 +151,7 @@ def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
         layout_fingerprint=LAYOUT.fingerprint,
         max_plans_in_flight=7,
     )
-    assert tpb.SessionGrant.FromString(first.opened.grant.payload).ordinal == 1
+    assert plan_pb2.SessionGrant.FromString(first.opened.grant.payload).ordinal == 1
 
 
 def test_session_ids_are_random_and_never_given_twice() -> None:

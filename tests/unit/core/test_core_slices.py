@@ -19,7 +19,7 @@ from kvplane.errors import SessionNotFoundError
 from kvplane.slices import Slices, run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_model import LATER, Engine, World, status_of
 

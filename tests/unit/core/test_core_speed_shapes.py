@@ -11,7 +11,7 @@ import sys
 from types import FrameType
 
 from kvplane import ops
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import BLOCK, changes_of, pack
 from tests.helpers.core.core_model import Engine, World
 

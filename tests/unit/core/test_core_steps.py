@@ -19,7 +19,7 @@ from kvplane.errors import (
 )
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import HOST, pack
 from tests.helpers.core.core_model import (

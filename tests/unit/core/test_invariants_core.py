@@ -15,8 +15,8 @@ from kvplane.errors import (
     StaleIncarnationError,
     StepConflictError,
 )
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_machine import CoreMachine
 from tests.helpers.core.core_messages import HOST, changes_of
 from tests.helpers.core.core_model import FAILED, LATER, NEVER, OK, World, status_of
@@ -141,7 +141,7 @@ def test_statement_08_stale_references_are_refused() -> None:
     assert {i: g for _, i, g in engine.blocks(2)}[index] == generation + 1
     engine.step(ops.free([2]))
     engine.run_all()
-    receipt = tpb.Receipt.FromString(engine.receipts[0].payload)
+    receipt = plan_pb2.Receipt.FromString(engine.receipts[0].payload)
     receipt.epoch += 1
     with pytest.raises(StaleEpochError, match=r"receipts\[0\]"):
         engine.submit([world.shards[0].sign_receipt(receipt)])
@@ -170,7 +170,7 @@ def test_statement_09_retry_is_safe() -> None:
     engine.abort(engine.number)
     engine.repeat(engine.sent[-1])
     assert engine.state(1).num_tokens == 8
-    plan = tpb.Plan.FromString(engine.resync().plan.payload)
+    plan = plan_pb2.Plan.FromString(engine.resync().plan.payload)
     engine.repeat(engine.sent[-1])
     assert plan.resync
     assert len(changes_of(plan)) == 1

@@ -16,8 +16,8 @@ import pytest
 from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import BLOCK, POOL, pack
 from tests.helpers.core.core_model import Engine, World
 
@@ -127,7 +127,7 @@ def take_plan(engine: Engine, result: cpb.StepResponse) -> None:
     assert not any(operation.failures for operation in result.results)
     if result.HasField("plan"):
         (shard,) = engine.world.shards
-        plan = tpb.Plan.FromString(result.plan.payload)
+        plan = plan_pb2.Plan.FromString(result.plan.payload)
         engine.receipts.append(shard.receipt(plan, signing.digest(result.plan.payload)))
 
 
@@ -211,7 +211,7 @@ def test_a_chain_of_a_thousand_forks_is_made_by_one_operation() -> None:
     engine.number += 1
     whole = engine.world.core.abort_plans(request, engine.tenant)
     (shard,) = engine.world.shards
-    plan = tpb.Plan.FromString(whole.plan.payload)
+    plan = plan_pb2.Plan.FromString(whole.plan.payload)
     engine.receipts = [shard.receipt(plan, signing.digest(whole.plan.payload))]
     send(engine, ops.append(DEPTH, pack([5]), 1, first_positions=2 * BLOCK + 1))
     assert engine.world.usage()["held"] == 4

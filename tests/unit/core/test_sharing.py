@@ -10,7 +10,7 @@ from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import news_of, sequence_states
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import BLOCK
 from tests.helpers.core.core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.running.core import NEWS_DELAY_S
 from kvplane.results import sequence_states
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.engine_harness import LLAMA, TENANT, Engine, Reference, prompt_of, save_model
 
 

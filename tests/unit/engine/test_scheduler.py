@@ -11,7 +11,7 @@ import torch
 from engine.scheduling.sequence import SequenceStatus
 from kvplane.errors import NeverFitsError
 from kvplane.wire import columns
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 

@@ -17,7 +17,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
-from kvplane.wire.v1 import control_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
@@ -80,7 +80,7 @@ def test_a_report_has_generations_and_publications_of_both_tiers_in_parts(rig: R
 
 def test_an_empty_report_is_one_part() -> None:
     executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2)
-    assert executor.report() == [control_pb2.BlockReport(last=True)]
+    assert executor.report() == [rpb.BlockReport(last=True)]
 
 
 def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> None:

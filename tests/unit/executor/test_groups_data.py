@@ -15,7 +15,7 @@ from data_plane.memory.sizing import STEP_TOKENS, fit_blocks, share_blocks
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -136,8 +136,8 @@ def test_publications_belong_to_a_group() -> None:
     reported = [p for part in rig.executor.report() for p in part.publications]
     assert reported == [message]
     named = {"indices": message.indices, "generations": message.generations}
-    assert rig.executor.withdraw(cpb.WithdrawBlocks(**named)) == 0
-    assert rig.executor.withdraw(cpb.WithdrawBlocks(**named, group=1)) == 1
+    assert rig.executor.withdraw(rpb.WithdrawBlocks(**named)) == 0
+    assert rig.executor.withdraw(rpb.WithdrawBlocks(**named, group=1)) == 1
     message.group = 2
     with rig.refuses(InvalidRequestError, "publications.group"):
         rig.executor.publish(message)

@@ -8,8 +8,8 @@ from control_plane.steps.abort import abort_plans
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.slices import run_to_end
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
 
 
@@ -46,7 +46,7 @@ def test_blocks_stay_retired_until_the_plan_after_it_has_run(rig: PlanningRig) -
     _, plan = rig.step()
     assert plan is not None
     assert plan.resync
-    assert plan.changes.kinds == bytes([tpb.TABLE_CHANGE_KIND_KEEP])
+    assert plan.changes.kinds == bytes([plan_pb2.TABLE_CHANGE_KIND_KEEP])
     assert rig.usage()["retired"] == 1
     other = rig.open(2)
     assert rig.obtainable(other) == 5

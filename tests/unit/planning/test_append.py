@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from kvplane import ops
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import BLOCK_SIZE, PlanningRig, spans_of, transfers_of
 
 
 def run(
     rig: PlanningRig, *items: tuple[int, int, int, list[int]]
-) -> tuple[cpb.OperationResult, tpb.Plan]:
+) -> tuple[cpb.OperationResult, plan_pb2.Plan]:
     """Append (sequence, first position, slots, tokens) of each item; its result and the plan."""
     ids, firsts, slots, tokens = zip(*items, strict=True)
     given_tokens = [token for of_item in tokens for token in of_item]
@@ -24,7 +24,7 @@ def run(
         ids, given_tokens, slots, first_positions=firsts, num_tokens=map(len, tokens)
     )
     (result,), plan = rig.step(operation)
-    return result, plan or tpb.Plan()
+    return result, plan or plan_pb2.Plan()
 
 
 def blocks_of(result: cpb.OperationResult) -> list[int]:

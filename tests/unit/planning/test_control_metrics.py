@@ -7,7 +7,7 @@ from control_plane.steps.answers import StepAnswer
 from control_plane.steps.operations import read_operations
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.v1 import session_pb2 as pb
 
 THREE = columns.pack(INT64, [1, 2, 3])
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from control_plane.steps.deferred_tokens import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import PlanningRig
 
 

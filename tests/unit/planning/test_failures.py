@@ -15,7 +15,7 @@ from control_plane.steps.operation import Failure
 from control_plane.steps.operations import DEFERRED_TOKENS, OPERATIONS
 from kvplane.errors import InvalidRequestError, PositionMismatchError, SequenceNotFoundError
 from kvplane.wire.error_messages import from_wire
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import DEVICE, PlanningRig
 
 AT = "operations[2].append"

@@ -11,7 +11,7 @@ import pytest
 from kvplane import ops
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.groups_world import BLOCK, WINDOW, World
 

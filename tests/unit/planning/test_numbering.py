@@ -14,7 +14,7 @@ from kvplane.errors import (
     StepConflictError,
     StepOutOfOrderError,
 )
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 NUM_KEPT = 2

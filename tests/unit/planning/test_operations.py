@@ -20,7 +20,7 @@ from kvplane.errors import (
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 from kvplane.wire.error_messages import from_wire
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import (
     BLOCK_SIZE,
     DEVICE,

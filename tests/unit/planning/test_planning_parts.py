@@ -13,9 +13,9 @@ from kvplane import ops
 from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import BLOCK_SIZE, DEVICE, PlanningRig
 
 PROMPT = range(2 * BLOCK_SIZE + 3)
@@ -77,5 +77,5 @@ def test_a_grant_is_signed_with_the_pools_key(rig: PlanningRig) -> None:
         signed.signature,
         field="grant",
     )
-    grant = tpb.SessionGrant.FromString(signed.payload)
+    grant = plan_pb2.SessionGrant.FromString(signed.payload)
     assert (grant.session, grant.max_plans_in_flight) == (rig.session.ref, 3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from control_plane.steps.answers import SignedPlan, step_answer
 from kvplane import ops
 from kvplane.wire import protocol, signing
-from kvplane.wire.v1 import control_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import (
     BLOCK_SIZE,
     DEVICE,
@@ -38,7 +38,7 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
         signed.signature,
         field="plan",
     )
-    plan = tpb.Plan.FromString(signed.payload)
+    plan = plan_pb2.Plan.FromString(signed.payload)
     assert (plan.version, plan.session, plan.pool_id) == (
         protocol.NEWEST_PAYLOAD_VERSION,
         rig.session.ref,

@@ -21,6 +21,7 @@ from kvplane.errors import (
 )
 from kvplane.slices import run_to_end
 from kvplane.wire import signing
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
 
@@ -38,9 +39,9 @@ def take(session: Session, receipts: list[tpb.SignedPayload]) -> None:
     run_to_end(take_receipts(session, receipts))
 
 
-def changed(rig: PlanningRig, change: Callable[[tpb.Receipt], object]) -> tpb.SignedPayload:
+def changed(rig: PlanningRig, change: Callable[[plan_pb2.Receipt], object]) -> tpb.SignedPayload:
     """The receipt of plan 1, changed and signed again."""
-    receipt = tpb.Receipt.FromString(rig.receipt(rig.session, 1).payload)
+    receipt = plan_pb2.Receipt.FromString(rig.receipt(rig.session, 1).payload)
     change(receipt)
     return signed(rig, receipt.SerializeToString())
 
@@ -50,11 +51,11 @@ def signed(rig: PlanningRig, payload: bytes) -> tpb.SignedPayload:
     return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 
-def setting(**fields: Any) -> Callable[[tpb.Receipt], object]:
-    return lambda receipt: receipt.MergeFrom(tpb.Receipt(**fields))
+def setting(**fields: Any) -> Callable[[plan_pb2.Receipt], object]:
+    return lambda receipt: receipt.MergeFrom(plan_pb2.Receipt(**fields))
 
 
-BAD: dict[str, tuple[Callable[[tpb.Receipt], object], type[KvplaneError], str]] = {
+BAD: dict[str, tuple[Callable[[plan_pb2.Receipt], object], type[KvplaneError], str]] = {
     "another version": (setting(version=9), ProtocolMismatchError, "version"),
     "another control plane": (
         setting(session=tpb.SessionRef(incarnation=9)),
@@ -146,7 +147,7 @@ def test_a_plan_takes_effect_once_every_shard_has_run_it() -> None:
     session = rig.open(2)
     rig.admit(1, range(8), session=session)
     first = rig.receipt(session, 1)
-    second = tpb.Receipt.FromString(first.payload)
+    second = plan_pb2.Receipt.FromString(first.payload)
     second.shard_index = 1
     take(session, [first])
     assert (session.done, rig.state(1, session=session).num_written) == (0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplane import ops
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
 
 LATER, NEVER = cpb.OPERATION_STATUS_LATER, cpb.OPERATION_STATUS_NEVER

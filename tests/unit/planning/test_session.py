@@ -5,6 +5,7 @@ from __future__ import annotations
 from control_plane.sessions.session import EndedSessions
 from kvplane import ops
 from kvplane.errors import SessionExpiredError, SessionNotFoundError
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import HOST, PlanningRig
 
@@ -41,7 +42,7 @@ def test_a_fence_of_a_session_of_an_earlier_build_touches_no_later_one() -> None
 
 def test_the_fields_that_all_plans_begin_with_are_those_of_a_plan() -> None:
     session = PlanningRig().session
-    plan = tpb.Plan.FromString(session.plan_prefix)
+    plan = plan_pb2.Plan.FromString(session.plan_prefix)
     assert (plan.version, plan.session, plan.pool_id) == (1, session.ref, "pool")
     assert list(plan.shard_epochs) == session.epochs
     assert plan.SerializeToString() == session.plan_prefix

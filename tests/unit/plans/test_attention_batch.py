@@ -19,6 +19,7 @@ from kvplane.errors import (
     SequenceNotFoundError,
     SequenceSwappedError,
 )
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, pack_spans, span
 
@@ -70,7 +71,7 @@ def test_each_token_is_written_where_its_table_says(data: st.DataObject) -> None
 
 
 def test_no_spans_are_an_empty_batch() -> None:
-    batch = prepare_batch(tables_of({}), 1, pb.Spans())
+    batch = prepare_batch(tables_of({}), 1, plan_pb2.Spans())
     assert (batch.num_spans, batch.num_tokens, batch.max_tokens) == (0, 0, 0)
     assert batch.query_starts.tolist() == [0]
 

@@ -7,7 +7,7 @@ import pytest
 
 from data_plane.plans.tables.change_columns import ChangeColumns, read_allocations
 from kvplane.errors import InvalidRequestError
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -49,7 +49,7 @@ def test_allocations_are_read_as_packed() -> None:
     read = read_allocations(NUM_BLOCKS, pack_allocations([ref(7, 2), ref(3, 5, HOST)]))
     assert (read.tier_keys.tolist(), read.blocks.tolist()) == ([DEVICE, HOST], [7, 3])
     assert (len(read), read.generations.tolist()) == (2, [2, 5])
-    assert len(read_allocations(NUM_BLOCKS, pb.Allocations())) == 0
+    assert len(read_allocations(NUM_BLOCKS, plan_pb2.Allocations())) == 0
 
 
 @pytest.mark.parametrize("column", ["tiers", "indices", "generations"])

@@ -11,6 +11,7 @@ from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.plans.tables.table_changes import apply_changes
 from kvplane.errors import InvalidRequestError
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, pack_changes, pack_spans, set_blocks, span
 
@@ -22,7 +23,7 @@ def batch_of(*spans: tuple[int, int, int]) -> AttentionBatch:
     """Sequence 1 has blocks 3, 0 and 5, sequence 2 block 7."""
     tables = BlockTables({pb.TIER_DEVICE: 8, pb.TIER_HOST: 0}, BLOCK_SIZE)
     changes = [set_blocks(1, [(3, 1), (0, 1), (5, 1)]), set_blocks(2, [(7, 1)])]
-    apply_changes(tables, 1, pb.Plan(changes=pack_changes(changes)))
+    apply_changes(tables, 1, plan_pb2.Plan(changes=pack_changes(changes)))
     return prepare_batch(tables, 1, pack_spans([span(*s) for s in spans]))
 
 

@@ -20,25 +20,26 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     SessionExpiredError,
 )
+from kvplane.wire.plane.v1 import plan_pb2 as plans
 from kvplane.wire.v1 import types_pb2 as pb
 
 NUM_KEPT = 2
 
 
-def grant(session_id: int = 1, **fields: Any) -> pb.SessionGrant:
+def grant(session_id: int = 1, **fields: Any) -> plans.SessionGrant:
     values: dict[str, Any] = {
         "session": pb.SessionRef(incarnation=1, session_id=session_id),
         "ordinal": session_id,
         "max_plans_in_flight": NUM_KEPT,
     }
-    return pb.SessionGrant(**{**values, **fields})
+    return plans.SessionGrant(**{**values, **fields})
 
 
 def run_of(number: int, num_spans: int = 1) -> RunningPlan:
     tables = BlockTables({pb.TIER_DEVICE: 1}, 8)
-    batch = prepare_batch(tables, 1, pb.Spans())
+    batch = prepare_batch(tables, 1, plans.Spans())
     progress = Progress(1, np.ones(num_spans, np.int64))
-    transfers = Transfers.read({}, pb.Transfers())
+    transfers = Transfers.read({}, plans.Transfers())
     return RunningPlan(
         number=number,
         payload_version=1,
@@ -82,7 +83,7 @@ def test_a_plan_starts_after_the_one_it_names_and_once(
             continue
         last = max(receipts, default=0)
         number, previous = newest + ahead, max(0, last - behind)
-        plan = pb.Plan(number=number, previous=previous, resync=resync)
+        plan = plans.Plan(number=number, previous=previous, resync=resync)
         kept = list(receipts)[-NUM_KEPT:]
         want: object
         if number < 1:
@@ -112,15 +113,15 @@ def test_a_refusal_of_a_plan_names_what_is_out_of_order() -> None:
     session.latest = run_of(3)
     for number, field in ((0, "plan.number"), (2, "plan.number"), (4, "plan.previous")):
         with pytest.raises((InvalidRequestError, PlanOutOfOrderError)) as refused:
-            session.continued(pb.Plan(number=number), b"")
+            session.continued(plans.Plan(number=number), b"")
         assert refused.value.field == field
     session.finish(session.latest, receipt(3))
     with pytest.raises(PlanOutOfOrderError, match="last plan to finish here is 3") as refused:
-        session.continued(pb.Plan(number=5, previous=4), b"")
+        session.continued(plans.Plan(number=5, previous=4), b"")
     assert refused.value.field == "plan.previous"
-    assert session.continued(pb.Plan(number=5, previous=4, resync=True, finished=3), b"") is None
+    assert session.continued(plans.Plan(number=5, previous=4, resync=True, finished=3), b"") is None
     with pytest.raises(PlanOutOfOrderError, match="call AbortPlans with whole_tables") as refused:
-        session.continued(pb.Plan(number=5, previous=4, resync=True, finished=4), b"")
+        session.continued(plans.Plan(number=5, previous=4, resync=True, finished=4), b"")
     assert refused.value.field == "plan.finished"
 
 
@@ -131,7 +132,7 @@ def test_a_number_with_another_digest_is_a_conflict(has_run: bool) -> None:
     if has_run:
         session.finish(session.latest, receipt(1))
     with pytest.raises(PlanConflictError):
-        session.continued(pb.Plan(number=1), b"other")
+        session.continued(plans.Plan(number=1), b"other")
 
 
 def test_a_plan_is_complete_when_all_it_asks_for_was_given() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from data_plane.plans.tables.block_tables import Publications
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
-from kvplane.wire.v1 import control_pb2
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from tests.helpers.data.plan_author import BLOCK_SIZE, blocks_of, publications
 
 NUM_BLOCKS = 6
@@ -24,7 +24,7 @@ MESSAGES = st.tuples(
 )
 
 
-def in_scope(tenant: str, *blocks: tuple[int, int]) -> pb.Publications:
+def in_scope(tenant: str, *blocks: tuple[int, int]) -> plan_pb2.Publications:
     message = publications(*blocks)
     message.tenant = tenant
     return message
@@ -75,9 +75,9 @@ def int64(*values: int) -> bytes:
     return columns.pack(columns.INT64, values)
 
 
-def withdrawal(*blocks: tuple[int, int]) -> control_pb2.WithdrawBlocks:
+def withdrawal(*blocks: tuple[int, int]) -> rpb.WithdrawBlocks:
     indices, generations = zip(*blocks, strict=True)
-    return control_pb2.WithdrawBlocks(indices=int32(*indices), generations=int64(*generations))
+    return rpb.WithdrawBlocks(indices=int32(*indices), generations=int64(*generations))
 
 
 def test_what_is_withdrawn_is_not_reported_if_it_is_of_the_generation_named() -> None:
@@ -95,9 +95,9 @@ def test_what_is_withdrawn_is_not_reported_if_it_is_of_the_generation_named() ->
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (control_pb2.WithdrawBlocks(indices=b"123"), "indices"),
+        (rpb.WithdrawBlocks(indices=b"123"), "indices"),
         (
-            control_pb2.WithdrawBlocks(indices=bytes(8), generations=b"\x01" + bytes(7)),
+            rpb.WithdrawBlocks(indices=bytes(8), generations=b"\x01" + bytes(7)),
             "generations",
         ),
         (withdrawal((0, 1), (6, 1)), "indices[1]"),
@@ -105,7 +105,7 @@ def test_what_is_withdrawn_is_not_reported_if_it_is_of_the_generation_named() ->
     ],
 )
 def test_a_malformed_withdrawal_is_refused_by_its_field_and_drops_nothing(
-    message: control_pb2.WithdrawBlocks, field: str
+    message: rpb.WithdrawBlocks, field: str
 ) -> None:
     kept = Publications(NUM_BLOCKS, BLOCK_SIZE)
     kept.keep(publications((0, 1), (2, 3)), PRESENT, "publications")
@@ -115,8 +115,8 @@ def test_a_malformed_withdrawal_is_refused_by_its_field_and_drops_nothing(
     assert len(kept) == 2
 
 
-def wrong(**fields: object) -> Callable[[], pb.Publications]:
-    def spoil() -> pb.Publications:
+def wrong(**fields: object) -> Callable[[], plan_pb2.Publications]:
+    def spoil() -> plan_pb2.Publications:
         message = publications((2, 3), (0, 1))
         for name, value in fields.items():
             setattr(message, name, value)
@@ -125,7 +125,7 @@ def wrong(**fields: object) -> Callable[[], pb.Publications]:
     return spoil
 
 
-BAD: dict[str, tuple[Callable[[], pb.Publications], str]] = {
+BAD: dict[str, tuple[Callable[[], plan_pb2.Publications], str]] = {
     "a long tenant": (wrong(tenant="t" * 257), "tenant"),
     "a long namespace": (wrong(namespace="n" * 257), "namespace"),
     "a long algorithm": (wrong(hash_algorithm="h" * 257), "hash_algorithm"),

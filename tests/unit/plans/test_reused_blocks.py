@@ -9,7 +9,7 @@ from data_plane.plans.contents import reused_blocks
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.wire import columns
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
@@ -46,7 +46,7 @@ class Rig:
 
     def note(self, *changes: Change, transfers: tuple[Transfer, ...] = (), resync=False) -> None:
         packed = pack_transfers(transfers)
-        plan = pb.Plan(changes=pack_changes(changes), transfers=packed, resync=resync)
+        plan = plan_pb2.Plan(changes=pack_changes(changes), transfers=packed, resync=resync)
         self.reused.note(plan, Transfers.read(NUM_BLOCKS, packed))
 
     def take(self) -> list[list[tuple[int, int]]]:

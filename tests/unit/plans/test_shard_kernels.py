@@ -19,6 +19,7 @@ from data_plane.plans.tables.table_changes import apply_changes
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.shard import Shard
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
@@ -57,7 +58,7 @@ class Bench:
         )
         self.tables = BlockTables(self.pools.num_blocks, BLOCK_SIZE)
         changes = pack_changes([set_blocks(1, [(3, 1), (0, 1), (5, 1)])])
-        apply_changes(self.tables, 1, pb.Plan(changes=changes))
+        apply_changes(self.tables, 1, plan_pb2.Plan(changes=changes))
 
     def batch(self, first: int, num: int) -> AttentionBatch:
         return prepare_batch(self.tables, 1, pack_spans([span(1, first, num)]))

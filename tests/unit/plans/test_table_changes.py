@@ -19,6 +19,7 @@ from kvplane.errors import (
     SequenceNotFoundError,
     StaleGenerationError,
 )
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
@@ -47,7 +48,7 @@ def apply(
     resync: bool = False,
     allocations: Sequence[pb.BlockRef] = (),
 ) -> AllocatedBlocks:
-    plan = pb.Plan(
+    plan = plan_pb2.Plan(
         changes=pack_changes(changes), resync=resync, allocations=pack_allocations(allocations)
     )
     with tables.transaction():
@@ -182,14 +183,14 @@ BAD: dict[str, tuple[list[Change], type[KvplaneError], str]] = {
     "a truncation of nothing": ([truncate(9, 0)], SequenceNotFoundError, "sequence_ids[0]"),
     "a negative truncation": ([truncate(1, -1)], InvalidRequestError, "num_blocks[0]"),
     "a truncation with a tier": (
-        [Change(pb.TABLE_CHANGE_KIND_TRUNCATE, 1, tier=DEVICE)],
+        [Change(plan_pb2.TABLE_CHANGE_KIND_TRUNCATE, 1, tier=DEVICE)],
         InvalidRequestError,
         "tiers[0]",
     ),
     "more trimmed than there is": ([trim(1, 2), trim(1, 3)], InvalidRequestError, "num_blocks[1]"),
     "a trim of nothing": ([trim(9, 0)], SequenceNotFoundError, "sequence_ids[0]"),
     "a trim from somewhere": (
-        [Change(pb.TABLE_CHANGE_KIND_TRIM, 1, first_block=1)],
+        [Change(plan_pb2.TABLE_CHANGE_KIND_TRIM, 1, first_block=1)],
         InvalidRequestError,
         "first_blocks[0]",
     ),
@@ -200,7 +201,7 @@ BAD: dict[str, tuple[list[Change], type[KvplaneError], str]] = {
     ),
     "kept of a plan that goes on": ([drop(2), keep(1, 1)], InvalidRequestError, "kinds[1]"),
     "kept with a tier": (
-        [Change(pb.TABLE_CHANGE_KIND_KEEP, 1, tier=DEVICE)],
+        [Change(plan_pb2.TABLE_CHANGE_KIND_KEEP, 1, tier=DEVICE)],
         InvalidRequestError,
         "tiers[0]",
     ),
@@ -271,7 +272,7 @@ def test_of_long_tables_that_are_kept_only_what_is_lost_is_counted(
     tables = BlockTables({DEVICE: num * length, HOST: 8}, BLOCK_SIZE)
     for i in range(num):
         apply(tables, set_blocks(i + 1, [(i * length + k, 1) for k in range(length)]))
-    plan = pb.Plan(changes=pack_changes([keep(i + 1, length - i % 2) for i in range(num)]))
+    plan = plan_pb2.Plan(changes=pack_changes([keep(i + 1, length - i % 2) for i in range(num)]))
     plan.resync = True
     num_counted, add_references = 0, tables.add_references
 
@@ -395,7 +396,7 @@ def test_many_forks_in_a_plan_of_whole_tables_cost_what_one_does() -> None:
     forks = [fork(i, 1 if i < 4 else i - 2, num_blocks - i % 2) for i in range(2, num_forks)]
     for generation in (1, 2):
         new = [(block, generation) for block in range(num_blocks)]
-        plan = pb.Plan(changes=pack_changes([set_blocks(1, new), *forks]), resync=True)
+        plan = plan_pb2.Plan(changes=pack_changes([set_blocks(1, new), *forks]), resync=True)
         with tables.transaction():
             begin = time.thread_time()
             apply_changes(tables, 1, plan)

@@ -16,6 +16,7 @@ from data_plane.plans.tables.allocations import Allocated
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.wire import columns
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, pack_transfers, ref, transfer
 
@@ -42,16 +43,16 @@ def test_batches_are_of_one_direction_and_together_all_transfers_in_order(
     assert all(a != b for a, b in itertools.pairwise(directions)), "one call each"
 
 
-def two() -> pb.Transfers:
+def two() -> plan_pb2.Transfers:
     return pack_transfers(
         [transfer(ref(0), ref(1)), transfer(ref(1), ref(0, 1, HOST))],
     )
 
 
-def with_second(column: str, value: int) -> Callable[[], pb.Transfers]:
+def with_second(column: str, value: int) -> Callable[[], plan_pb2.Transfers]:
     """The second element of a column is ``value``."""
 
-    def spoil() -> pb.Transfers:
+    def spoil() -> plan_pb2.Transfers:
         message = two()
         kind = {"indices": columns.INT32, "generations": columns.INT64}.get(
             column.partition("_")[2], columns.UINT8
@@ -64,8 +65,8 @@ def with_second(column: str, value: int) -> Callable[[], pb.Transfers]:
     return spoil
 
 
-def with_column(column: str, value: bytes) -> Callable[[], pb.Transfers]:
-    def spoil() -> pb.Transfers:
+def with_column(column: str, value: bytes) -> Callable[[], plan_pb2.Transfers]:
+    def spoil() -> plan_pb2.Transfers:
         message = two()
         setattr(message, column, value)
         return message
@@ -73,7 +74,7 @@ def with_column(column: str, value: bytes) -> Callable[[], pb.Transfers]:
     return spoil
 
 
-BAD: dict[str, tuple[Callable[[], pb.Transfers], str]] = {
+BAD: dict[str, tuple[Callable[[], plan_pb2.Transfers], str]] = {
     "no tier to read": (with_second("source_tiers", 0), "source_tiers[1]"),
     "no tier to write": (with_second("destination_tiers", 9), "destination_tiers[1]"),
     "no block to read": (with_second("source_indices", 8), "source_indices[1]"),
@@ -149,6 +150,6 @@ def test_a_plan_reads_what_is_present_or_its_own_and_fills_its_own_alone(
 
 
 def test_no_transfers_are_no_batches() -> None:
-    read = Transfers.read(NUM_BLOCKS, pb.Transfers())
+    read = Transfers.read(NUM_BLOCKS, plan_pb2.Transfers())
     read.check_generations(*after_changes())
     assert read.batches() == []

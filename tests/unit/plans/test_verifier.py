@@ -18,6 +18,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import POOL_ID, PlanAuthor
 
@@ -127,7 +128,7 @@ def test_a_replaced_control_plane_is_refused_and_its_key_not_taken() -> None:
 def test_a_receipt_is_signed_by_this_process_for_its_plan() -> None:
     verifier, author = pair()
     receipt = author.read_receipt(verifier.receipt(author.session(7), 4, b"digest", version=3))
-    assert receipt == pb.Receipt(
+    assert receipt == plan_pb2.Receipt(
         version=3,
         session=author.session(7),
         pool_id=POOL_ID,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import _SMALL_BLOCKS
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from tests.helpers.planning.pool_writer import found
 from tests.helpers.planning.registration_messages import (
     LAYOUT,
@@ -30,9 +30,9 @@ def prompts() -> Iterator[tuple[range, list[Prefix]]]:
         yield tokens, chain(tokens, [(first + i, 1) for i in range(LENGTH)])
 
 
-def everything() -> pb.BlockReport:
+def everything() -> rpb.BlockReport:
     prefixes = [prefix for _, of_prompt in prompts() for prefix in of_prompt]
-    return pb.BlockReport(
+    return rpb.BlockReport(
         blocks=[blocks({prefix.block[0]: 1 for prefix in prefixes})],
         publications=[publications(prefixes)],
         last=True,

@@ -6,15 +6,15 @@ import pytest
 
 from control_plane.pools import shards
 from control_plane.pools.shards import FileForgets
-from kvplane.wire.v1 import control_pb2 as cpb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 
 
 def forget(forgets: FileForgets, namespace: str) -> None:
-    told = forgets.add(cpb.ForgetFiles(tenant="t", namespace=namespace))
+    told = forgets.add(rpb.ForgetFiles(tenant="t", namespace=namespace))
     assert [each.forget_files.forget_id for each in told] == [0], "the first asks for no answer"
 
 
-def ids(messages: list[cpb.RegisterResponse]) -> list[int]:
+def ids(messages: list[rpb.RegisterResponse]) -> list[int]:
     return [each.forget_files.forget_id for each in messages]
 
 
@@ -55,12 +55,12 @@ def test_more_than_can_be_kept_forgets_all_files_of_the_tenant(
 ) -> None:
     monkeypatch.setattr(shards, "MAX_WAITING", 2)
     forgets = FileForgets()
-    forgets.add(cpb.ForgetFiles(tenant="other", namespace="x"))
+    forgets.add(rpb.ForgetFiles(tenant="other", namespace="x"))
     other = forgets.second_notices([0])
     for namespace in "abc":
         forget(forgets, namespace)
         told = forgets.second_notices([0])
-    assert told[0].forget_files == cpb.ForgetFiles(tenant="t", all_namespaces=True, forget_id=4)
+    assert told[0].forget_files == rpb.ForgetFiles(tenant="t", all_namespaces=True, forget_id=4)
     assert forgets.of_shard(0) == other + told, "what another tenant forgot is as it was"
     forgets.done(4, 0)
     forgets.done(1, 0)
@@ -71,7 +71,7 @@ def test_more_than_can_be_kept_forgets_all_files_of_the_tenant(
 
 def test_one_step_of_many_forgets_leaves_other_tenants_alone() -> None:
     forgets = FileForgets()
-    forgets.add(cpb.ForgetFiles(tenant="other", namespace="x"))
+    forgets.add(rpb.ForgetFiles(tenant="other", namespace="x"))
     for i in range(3 * shards.MAX_WAITING):
         forget(forgets, str(i))
     told = [each.forget_files for each in forgets.second_notices([0])]
@@ -84,8 +84,8 @@ def test_one_step_of_many_forgets_leaves_other_tenants_alone() -> None:
 
 def test_a_prefix_too_long_to_be_kept_is_told_as_it_is_to_shards_that_are_there() -> None:
     forgets = FileForgets()
-    prefix = cpb.ForgetFiles(tenant="t", namespace="a", token_ids=bytes(2048 * shards.MAX_WAITING))
-    everything = cpb.ForgetFiles(tenant="t", all_namespaces=True)
+    prefix = rpb.ForgetFiles(tenant="t", namespace="a", token_ids=bytes(2048 * shards.MAX_WAITING))
+    everything = rpb.ForgetFiles(tenant="t", all_namespaces=True)
     for number in (1, 2):
         [told] = forgets.add(prefix)
         assert told.forget_files == prefix
@@ -106,7 +106,7 @@ def test_a_prefix_too_long_to_be_kept_is_told_as_it_is_to_shards_that_are_there(
 def test_long_prefixes_count_by_their_length() -> None:
     forgets = FileForgets()
     for _ in range(3):
-        forgets.add(cpb.ForgetFiles(tenant="t", token_ids=bytes(512 * 1024)))
+        forgets.add(rpb.ForgetFiles(tenant="t", token_ids=bytes(512 * 1024)))
     told = [each.forget_files for each in forgets.second_notices([0])]
     assert sum(len(each.token_ids) for each in told) <= shards.MAX_WAITING * 1024
     assert any(each.all_namespaces for each in told)

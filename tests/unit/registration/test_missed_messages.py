@@ -8,7 +8,7 @@ from typing import Any
 from kvplane import ops
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from tests.helpers.planning.registration_world import Plane, World
 
 BLOCK_TOKENS = 8
@@ -16,14 +16,14 @@ SLICE_BLOCKS = 1024
 Refs = set[tuple[int, int]]
 
 
-def refs(message: pb.RegisterResponse) -> Refs:
+def refs(message: rpb.RegisterResponse) -> Refs:
     """Blocks and generations that a message names."""
     told = message.withdraw if message.HasField("withdraw") else message.publish.publications
     indices = columns.read(INT32, told.indices, "indices")
     return set(zip(indices, columns.read(INT64, told.generations, "generations"), strict=True))
 
 
-def follow(published: Refs, messages: list[pb.RegisterResponse]) -> None:
+def follow(published: Refs, messages: list[rpb.RegisterResponse]) -> None:
     """What a data plane makes of messages."""
     for message in messages:
         if message.HasField("withdraw"):
@@ -61,7 +61,7 @@ def come_back(world: World, num_blocks: int, **fields: Any) -> Plane:
     return plane
 
 
-def slices(plane: Plane) -> list[list[pb.RegisterResponse]]:
+def slices(plane: Plane) -> list[list[rpb.RegisterResponse]]:
     return [*iter(lambda: plane.world.it.take_missed(*plane.key[:2]), None)]
 
 
@@ -148,11 +148,11 @@ def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away
     slices(plane)
     plane.leave()
     forget(world, first_token=10**6)
-    world.pool.shards.forget_files(pb.ForgetFiles(tenant="default"))
+    world.pool.shards.forget_files(rpb.ForgetFiles(tenant="default"))
     world.pool.announce()
     assert plane.register().resumed
     told = world.it.take_missed(*plane.key[:2]) or []
-    world.pool.shards.forget_files(pb.ForgetFiles(tenant="default", namespace="late"))
+    world.pool.shards.forget_files(rpb.ForgetFiles(tenant="default", namespace="late"))
     told += plane.take()
     numbered = [i for i, message in enumerate(told) if message.forget_files.forget_id]
     assert [told[i].forget_files.namespace for i in numbered] == ["", "late"]

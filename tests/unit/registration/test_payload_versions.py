@@ -14,6 +14,7 @@ from data_plane.plans.verifier import Verifier
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, ProtocolMismatchError
 from kvplane.slices import run_to_end
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning import planning_rig
 from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
@@ -149,7 +150,7 @@ def test_a_later_field_is_left_out_for_a_data_plane_that_does_not_know_it(
     assert session.done == plan.number
     _, later = plan_for(monkeypatch, LaterSession, newest=2)
     assert LATER_FIELD in later.payload
-    assert tpb.Plan.FromString(later.payload).version == 2
+    assert plan_pb2.Plan.FromString(later.payload).version == 2
 
 
 def test_a_later_field_that_is_written_all_the_same_is_refused_by_the_side_to_update(

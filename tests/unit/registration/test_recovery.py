@@ -13,7 +13,7 @@ from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import Registration
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import NativeSession, found, generations
 from tests.helpers.planning.registration_messages import (
@@ -66,7 +66,7 @@ class Pools:
         self.registration.register(said)
         return index, said.epoch
 
-    def report(self, process: tuple[int, int], *parts: pb.BlockReport) -> None:
+    def report(self, process: tuple[int, int], *parts: rpb.BlockReport) -> None:
         for part in parts:
             self.registration.report("pool", *process, part)
 
@@ -89,7 +89,7 @@ class Pools:
         return [session.write([900 + i])[0] for i in range(num_blocks)]
 
 
-def built_from(*parts: pb.BlockReport, num_blocks: int = 16) -> Pools:
+def built_from(*parts: rpb.BlockReport, num_blocks: int = 16) -> Pools:
     """A pool of one shard that reports these parts."""
     pools = Pools()
     pools.report(pools.start(num_blocks=num_blocks), *parts)
@@ -107,7 +107,7 @@ def test_prefixes_are_found_again_in_the_blocks_and_generations_reported() -> No
 
 def test_parts_may_come_in_any_order_and_children_before_their_parents() -> None:
     prefixes = chain(A, [(7, 3), (2, 9), (5, 1)])
-    first = pb.BlockReport(publications=[publications(prefixes[::-1])])
+    first = rpb.BlockReport(publications=[publications(prefixes[::-1])])
     pools = built_from(first, report({7: 3, 2: 9, 5: 1}))
     assert pools.cached(A) == [7, 2, 5]
 
@@ -122,7 +122,7 @@ def test_tenants_and_namespaces_are_restored_apart() -> None:
         )
         for i, (tenant, namespace) in enumerate(owners)
     ]
-    everything = pb.BlockReport(
+    everything = rpb.BlockReport(
         blocks=[blocks(dict.fromkeys(range(len(owners)), 1))], publications=told, last=True
     )
     pools = built_from(everything)
@@ -132,7 +132,7 @@ def test_tenants_and_namespaces_are_restored_apart() -> None:
 def test_a_child_of_another_tenants_block_is_not_restored() -> None:
     parent, child = chain(A, [(1, 1), (2, 1)])
     told = [publications([parent]), publications([child], tenant="other")]
-    pools = built_from(pb.BlockReport(blocks=[blocks({1: 1, 2: 1})], publications=told, last=True))
+    pools = built_from(rpb.BlockReport(blocks=[blocks({1: 1, 2: 1})], publications=told, last=True))
     assert pools.cached(A) == [1]
     assert pools.cached(A, tenant="other") == []
 
@@ -184,7 +184,7 @@ def test_a_prefix_is_restored_only_where_all_shards_report_the_same(change: str)
     pools = Pools()
     processes = [pools.start(i, 2) for i in range(2)]
     pools.report(processes[0], report(dict.fromkeys((1, 2, 3), 5), *prefixes))
-    other = pb.BlockReport(
+    other = rpb.BlockReport(
         blocks=[blocks(known)], publications=[publications(changed, **told)], last=True
     )
     pools.report(processes[1], other)

@@ -15,7 +15,7 @@ from kvplane.errors import (
 from kvplane.release import release
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import found, generations
 from tests.helpers.planning.registration_messages import LAYOUT, chain, half, report
@@ -35,7 +35,7 @@ def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
     world = World()
     plane = Plane(world)
     known = {"version": release(), "payload_version": protocol.NEWEST_PAYLOAD_VERSION}
-    welcome = pb.Welcome(incarnation=INCARNATION, key=bytes([7]) * 32, **known)
+    welcome = rpb.Welcome(incarnation=INCARNATION, key=bytes([7]) * 32, **known)
     assert plane.register() == welcome
     assert not world.pool.ready
     plane.report(report({0: 3}, last=False))
@@ -45,7 +45,7 @@ def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
     assert generations(world.pool)[:3] == [3, 5, 0]
     plane.leave()
     assert not world.pool.ready
-    assert plane.register() == pb.Welcome(incarnation=INCARNATION, resumed=True, **known)
+    assert plane.register() == rpb.Welcome(incarnation=INCARNATION, resumed=True, **known)
     assert world.pool.ready
 
 

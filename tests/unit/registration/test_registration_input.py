@@ -9,19 +9,19 @@ import pytest
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import generations
 from tests.helpers.planning.registration_messages import LAYOUT, chain, half, publications
 from tests.helpers.planning.registration_world import Plane, World
 
 
-def columns_of(prefixes: Any, **changes: Any) -> pb.BlockReport:
-    return pb.BlockReport(publications=[publications(prefixes, **changes)])
+def columns_of(prefixes: Any, **changes: Any) -> rpb.BlockReport:
+    return rpb.BlockReport(publications=[publications(prefixes, **changes)])
 
 
-def device(**columns_: bytes) -> pb.BlockReport:
-    return pb.BlockReport(blocks=[tpb.Blocks(tier=tpb.TIER_DEVICE, **columns_)])
+def device(**columns_: bytes) -> rpb.BlockReport:
+    return rpb.BlockReport(blocks=[tpb.Blocks(tier=tpb.TIER_DEVICE, **columns_)])
 
 
 PREFIXES = chain(range(24), [(4, 2), (5, 2)])
@@ -32,9 +32,9 @@ LONG = bytes(8)
 @pytest.mark.parametrize(
     ("part", "field"),
     [
-        (pb.BlockReport(blocks=[tpb.Blocks(indices=ONE)]), "blocks[0].tier"),
-        (pb.BlockReport(blocks=[tpb.Blocks(tier=9)]), "blocks[0].tier"),  # type: ignore[arg-type]
-        (pb.BlockReport(blocks=[tpb.Blocks(group=1, tier=tpb.TIER_HOST)]), "blocks[0].group"),
+        (rpb.BlockReport(blocks=[tpb.Blocks(indices=ONE)]), "blocks[0].tier"),
+        (rpb.BlockReport(blocks=[tpb.Blocks(tier=9)]), "blocks[0].tier"),  # type: ignore[arg-type]
+        (rpb.BlockReport(blocks=[tpb.Blocks(group=1, tier=tpb.TIER_HOST)]), "blocks[0].group"),
         (device(indices=ONE[:3]), "blocks[0].indices"),
         (
             device(indices=columns.pack(INT32, [1, 16]), generations=LONG * 2),
@@ -67,7 +67,7 @@ LONG = bytes(8)
     ],
 )
 def test_a_report_that_can_not_be_is_refused_whole_by_the_name_of_its_column(
-    part: pb.BlockReport, field: str
+    part: rpb.BlockReport, field: str
 ) -> None:
     world = World()
     plane = Plane(world)

@@ -16,7 +16,8 @@ from kvplane.errors import CancelledError, InvalidRequestError, QuotaExceededErr
 from kvplane.serving.callers.access import everything
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, hello, report
 
@@ -25,17 +26,17 @@ class Stream:
     """One stream: what the data plane's end says, and what it hears."""
 
     def __init__(self, registrar: Registrar) -> None:
-        self.said: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
+        self.said: asyncio.Queue[rpb.RegisterRequest] = asyncio.Queue()
         self.answers = registrar.serve(self._requests(), everything("default"))
 
-    async def _requests(self) -> AsyncIterator[pb.RegisterRequest]:
+    async def _requests(self) -> AsyncIterator[rpb.RegisterRequest]:
         while True:
             yield await self.said.get()
 
     def say(self, **message: Any) -> None:
-        self.said.put_nowait(pb.RegisterRequest(**message))
+        self.said.put_nowait(rpb.RegisterRequest(**message))
 
-    async def hear(self) -> pb.RegisterResponse:
+    async def hear(self) -> rpb.RegisterResponse:
         async with asyncio.timeout(5):
             return await anext(self.answers)
 
@@ -75,7 +76,7 @@ async def test_a_delayed_message_of_a_superseded_stream_changes_nothing(
     new.say(hello=hello(incarnation=7, key_id=signing.key_id(key)))
     assert (await new.hear()).welcome.resumed
 
-    old.say(fence_done=pb.FenceDone(session=session))
+    old.say(fence_done=rpb.FenceDone(session=session))
     old.say(report=report({0: 99}))
     for _ in range(5):  # let the old stream's reader take what it was said
         await asyncio.sleep(0)
@@ -83,7 +84,7 @@ async def test_a_delayed_message_of_a_superseded_stream_changes_nothing(
     with pytest.raises(CancelledError):
         await old.hear()
     assert (await new.hear()).fence.session == session
-    new.say(fence_done=pb.FenceDone(session=session))
+    new.say(fence_done=rpb.FenceDone(session=session))
     for _ in range(5):
         await asyncio.sleep(0)
     assert not core._pools["pool"].shards.is_fencing

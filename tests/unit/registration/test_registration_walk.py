@@ -17,7 +17,8 @@ from control_plane.registration.registration import Registration
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import NativeSession, generations
 from tests.helpers.planning.registration_messages import (
@@ -38,7 +39,7 @@ class Process:
 
     def __init__(self, index: int, epoch: int) -> None:
         self.hello = hello(shard=half(index, NUM_SHARDS), epoch=epoch, num_device_blocks=NUM_BLOCKS)
-        self.inbox: deque[pb.RegisterResponse] = deque()
+        self.inbox: deque[rpb.RegisterResponse] = deque()
         self.connected = False
         self.generations: dict[int, int] = {}
         self.published: dict[int, Prefix] = {}
@@ -51,13 +52,13 @@ class Process:
         self.connected = False
         self.inbox.clear()
 
-    def report(self) -> pb.BlockReport:
+    def report(self) -> rpb.BlockReport:
         held = [p for p in self.published.values() if self.generations[p.block[0]] == p.block[1]]
-        return pb.BlockReport(
+        return rpb.BlockReport(
             blocks=[blocks(self.generations)], publications=[publications(held)], last=True
         )
 
-    def publish(self, told: tpb.Publications) -> None:
+    def publish(self, told: plan_pb2.Publications) -> None:
         size = LAYOUT.block_size_tokens * 4
         rows = zip(
             columns.read(INT32, told.indices, "indices"),
@@ -140,7 +141,7 @@ class Walk:
         index = process.hello.shard.index
         states = self.pools["pool"].shards.states if self.pools else {}
         known = states[index].hello.epoch if index in states else 0
-        said = pb.Hello()
+        said = rpb.Hello()
         said.CopyFrom(process.hello)
         try:
             welcome = self.it.register(said)
@@ -164,7 +165,7 @@ class Walk:
         process = self.rng.choice(waiting)
         message = process.inbox.popleft()
         if message.HasField("fence"):
-            self.it.fence_done(*process.key, pb.FenceDone(session=message.fence.session))
+            self.it.fence_done(*process.key, rpb.FenceDone(session=message.fence.session))
         elif message.HasField("report_request"):
             self.it.report(*process.key, process.report())
         else:

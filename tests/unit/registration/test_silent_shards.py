@@ -13,7 +13,9 @@ from control_plane.sessions.silent_shards import num_missing_receipts
 from kvplane import ops
 from kvplane.errors import MissingReceiptError, PoolNotReadyError
 from kvplane.wire import protocol, signing
-from kvplane.wire.v1 import control_pb2 as pb
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, half, hello, report
 
@@ -45,7 +47,7 @@ class World:
         """The shard does what it is asked."""
         for message in self.core.take_outgoing("pool", index):
             if message.HasField("fence"):
-                done = pb.FenceDone(session=message.fence.session)
+                done = rpb.FenceDone(session=message.fence.session)
                 self.core.fence_done("pool", index, epoch, done)
             elif message.HasField("report_request"):
                 self.core.report("pool", index, epoch, report())
@@ -64,8 +66,8 @@ class World:
         return self.core.step(step, TENANT).plan
 
     def receipt(self, plan: tpb.SignedPayload, index: int) -> tpb.SignedPayload:
-        read = tpb.Plan.FromString(plan.payload)
-        payload = tpb.Receipt(
+        read = plan_pb2.Plan.FromString(plan.payload)
+        payload = plan_pb2.Receipt(
             version=protocol.NEWEST_PAYLOAD_VERSION,
             session=read.session,
             pool_id="pool",

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from kvplane.wire.v1 import data_pb2 as kvplane_dot_wire_dot_v1_dot_data__pb2
+from kvplane.wire.v1 import execution_pb2 as kvplane_dot_wire_dot_v1_dot_execution__pb2
 
 GRPC_GENERATED_VERSION = '1.72.1'
 GRPC_VERSION = grpc.__version__
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in kvplane/wire/v1/data_pb2_grpc.py depends on'
+        + f' but the generated code in kvplane/wire/v1/execution_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class DataPlaneServiceStub(object):
+class ExecutionServiceStub(object):
     """Carries out plans.
 
     Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
@@ -46,53 +46,33 @@ class DataPlaneServiceStub(object):
             channel: A grpc.Channel.
         """
         self.Execute = channel.stream_stream(
-                '/kvplane.v1.DataPlaneService/Execute',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ExecuteRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ExecuteResponse.FromString,
+                '/kvplane.v1.ExecutionService/Execute',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ExecuteRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ExecuteResponse.FromString,
                 _registered_method=True)
         self.ReshapeAndCache = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/ReshapeAndCache',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ReshapeAndCacheRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ReshapeAndCacheResponse.FromString,
+                '/kvplane.v1.ExecutionService/ReshapeAndCache',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.FromString,
                 _registered_method=True)
         self.PagedAttention = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/PagedAttention',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.PagedAttentionRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.PagedAttentionResponse.FromString,
+                '/kvplane.v1.ExecutionService/PagedAttention',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.PagedAttentionRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.PagedAttentionResponse.FromString,
                 _registered_method=True)
         self.CopyBlocks = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/CopyBlocks',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.CopyBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.CopyBlocksResponse.FromString,
+                '/kvplane.v1.ExecutionService/CopyBlocks',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.CopyBlocksRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.CopyBlocksResponse.FromString,
                 _registered_method=True)
         self.SwapBlocks = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/SwapBlocks',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.SwapBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.SwapBlocksResponse.FromString,
-                _registered_method=True)
-        self.ReadBlocks = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/ReadBlocks',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ReadBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ReadBlocksResponse.FromString,
-                _registered_method=True)
-        self.WriteBlocks = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/WriteBlocks',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.WriteBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.WriteBlocksResponse.FromString,
-                _registered_method=True)
-        self.FindFileBlocks = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/FindFileBlocks',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.FindFileBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.FindFileBlocksResponse.FromString,
-                _registered_method=True)
-        self.LoadFileBlocks = channel.unary_unary(
-                '/kvplane.v1.DataPlaneService/LoadFileBlocks',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.LoadFileBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.LoadFileBlocksResponse.FromString,
+                '/kvplane.v1.ExecutionService/SwapBlocks',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.SwapBlocksRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.SwapBlocksResponse.FromString,
                 _registered_method=True)
 
 
-class DataPlaneServiceServicer(object):
+class ExecutionServiceServicer(object):
     """Carries out plans.
 
     Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
@@ -149,6 +129,228 @@ class DataPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+
+def add_ExecutionServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Execute': grpc.stream_stream_rpc_method_handler(
+                    servicer.Execute,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ExecuteRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ExecuteResponse.SerializeToString,
+            ),
+            'ReshapeAndCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReshapeAndCache,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.SerializeToString,
+            ),
+            'PagedAttention': grpc.unary_unary_rpc_method_handler(
+                    servicer.PagedAttention,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.PagedAttentionRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.PagedAttentionResponse.SerializeToString,
+            ),
+            'CopyBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyBlocks,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.CopyBlocksRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.CopyBlocksResponse.SerializeToString,
+            ),
+            'SwapBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwapBlocks,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.SwapBlocksRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.SwapBlocksResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvplane.v1.ExecutionService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvplane.v1.ExecutionService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ExecutionService(object):
+    """Carries out plans.
+
+    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
+    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
+    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
+    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
+    A block that may still hold another tenant's data is cleared when a plan allocates it.
+
+    Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
+    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
+    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
+    """
+
+    @staticmethod
+    def Execute(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvplane.v1.ExecutionService/Execute',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.ExecuteRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.ExecuteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReshapeAndCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ExecutionService/ReshapeAndCache',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PagedAttention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ExecutionService/PagedAttention',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.PagedAttentionRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.PagedAttentionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ExecutionService/CopyBlocks',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.CopyBlocksRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.CopyBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ExecutionService/SwapBlocks',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.SwapBlocksRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.SwapBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class BlockServiceStub(object):
+    """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ReadBlocks = channel.unary_unary(
+                '/kvplane.v1.BlockService/ReadBlocks',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ReadBlocksRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ReadBlocksResponse.FromString,
+                _registered_method=True)
+        self.WriteBlocks = channel.unary_unary(
+                '/kvplane.v1.BlockService/WriteBlocks',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.WriteBlocksRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.WriteBlocksResponse.FromString,
+                _registered_method=True)
+        self.FindFileBlocks = channel.unary_unary(
+                '/kvplane.v1.BlockService/FindFileBlocks',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.FindFileBlocksRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.FindFileBlocksResponse.FromString,
+                _registered_method=True)
+        self.LoadFileBlocks = channel.unary_unary(
+                '/kvplane.v1.BlockService/LoadFileBlocks',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.LoadFileBlocksRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.LoadFileBlocksResponse.FromString,
+                _registered_method=True)
+
+
+class BlockServiceServicer(object):
+    """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
+    """
+
     def ReadBlocks(self, request, context):
         """Reads whole blocks of a sequence's table, in the canonical order. Changes nothing.
         """
@@ -180,209 +382,39 @@ class DataPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
 
-def add_DataPlaneServiceServicer_to_server(servicer, server):
+def add_BlockServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Execute': grpc.stream_stream_rpc_method_handler(
-                    servicer.Execute,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ExecuteRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ExecuteResponse.SerializeToString,
-            ),
-            'ReshapeAndCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReshapeAndCache,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ReshapeAndCacheRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ReshapeAndCacheResponse.SerializeToString,
-            ),
-            'PagedAttention': grpc.unary_unary_rpc_method_handler(
-                    servicer.PagedAttention,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.PagedAttentionRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.PagedAttentionResponse.SerializeToString,
-            ),
-            'CopyBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.CopyBlocks,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.CopyBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.CopyBlocksResponse.SerializeToString,
-            ),
-            'SwapBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.SwapBlocks,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.SwapBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.SwapBlocksResponse.SerializeToString,
-            ),
             'ReadBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.ReadBlocks,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ReadBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.ReadBlocksResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ReadBlocksRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.ReadBlocksResponse.SerializeToString,
             ),
             'WriteBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.WriteBlocks,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.WriteBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.WriteBlocksResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.WriteBlocksRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.WriteBlocksResponse.SerializeToString,
             ),
             'FindFileBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.FindFileBlocks,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.FindFileBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.FindFileBlocksResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.FindFileBlocksRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.FindFileBlocksResponse.SerializeToString,
             ),
             'LoadFileBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadFileBlocks,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_data__pb2.LoadFileBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_data__pb2.LoadFileBlocksResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.LoadFileBlocksRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_execution__pb2.LoadFileBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvplane.v1.DataPlaneService', rpc_method_handlers)
+            'kvplane.v1.BlockService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvplane.v1.DataPlaneService', rpc_method_handlers)
+    server.add_registered_method_handlers('kvplane.v1.BlockService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class DataPlaneService(object):
-    """Carries out plans.
-
-    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
-    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
-    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
-    A block that may still hold another tenant's data is cleared when a plan allocates it.
-
-    Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
-    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
-    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
+class BlockService(object):
+    """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
     """
-
-    @staticmethod
-    def Execute(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvplane.v1.DataPlaneService/Execute',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.ExecuteRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.ExecuteResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReshapeAndCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.DataPlaneService/ReshapeAndCache',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.ReshapeAndCacheRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.ReshapeAndCacheResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PagedAttention(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.DataPlaneService/PagedAttention',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.PagedAttentionRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.PagedAttentionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CopyBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.DataPlaneService/CopyBlocks',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.CopyBlocksRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.CopyBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SwapBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.DataPlaneService/SwapBlocks',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.SwapBlocksRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.SwapBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def ReadBlocks(request,
@@ -398,9 +430,9 @@ class DataPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.DataPlaneService/ReadBlocks',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.ReadBlocksRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.ReadBlocksResponse.FromString,
+            '/kvplane.v1.BlockService/ReadBlocks',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.ReadBlocksRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.ReadBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -425,9 +457,9 @@ class DataPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.DataPlaneService/WriteBlocks',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.WriteBlocksRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.WriteBlocksResponse.FromString,
+            '/kvplane.v1.BlockService/WriteBlocks',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.WriteBlocksRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.WriteBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -452,9 +484,9 @@ class DataPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.DataPlaneService/FindFileBlocks',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.FindFileBlocksRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.FindFileBlocksResponse.FromString,
+            '/kvplane.v1.BlockService/FindFileBlocks',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.FindFileBlocksRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.FindFileBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -479,9 +511,9 @@ class DataPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.DataPlaneService/LoadFileBlocks',
-            kvplane_dot_wire_dot_v1_dot_data__pb2.LoadFileBlocksRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_data__pb2.LoadFileBlocksResponse.FromString,
+            '/kvplane.v1.BlockService/LoadFileBlocks',
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.LoadFileBlocksRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_execution__pb2.LoadFileBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

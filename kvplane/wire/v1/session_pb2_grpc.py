@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from kvplane.wire.v1 import control_pb2 as kvplane_dot_wire_dot_v1_dot_control__pb2
+from kvplane.wire.v1 import session_pb2 as kvplane_dot_wire_dot_v1_dot_session__pb2
 
 GRPC_GENERATED_VERSION = '1.72.1'
 GRPC_VERSION = grpc.__version__
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in kvplane/wire/v1/control_pb2_grpc.py depends on'
+        + f' but the generated code in kvplane/wire/v1/session_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ControlPlaneServiceStub(object):
+class SessionServiceStub(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
@@ -50,58 +50,53 @@ class ControlPlaneServiceStub(object):
             channel: A grpc.Channel.
         """
         self.OpenSession = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/OpenSession',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.OpenSessionResponse.FromString,
+                '/kvplane.v1.SessionService/OpenSession',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.OpenSessionResponse.FromString,
                 _registered_method=True)
         self.RenewSession = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/RenewSession',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RenewSessionRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RenewSessionResponse.FromString,
+                '/kvplane.v1.SessionService/RenewSession',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.RenewSessionRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.RenewSessionResponse.FromString,
                 _registered_method=True)
         self.CloseSession = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/CloseSession',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionResponse.FromString,
+                '/kvplane.v1.SessionService/CloseSession',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
         self.Step = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/Step',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StepRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StepResponse.FromString,
+                '/kvplane.v1.SessionService/Step',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.StepRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.StepResponse.FromString,
                 _registered_method=True)
         self.StreamSteps = channel.stream_stream(
-                '/kvplane.v1.ControlPlaneService/StreamSteps',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsResponse.FromString,
+                '/kvplane.v1.SessionService/StreamSteps',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.StreamStepsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.StreamStepsResponse.FromString,
                 _registered_method=True)
         self.AbortPlans = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/AbortPlans',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansResponse.FromString,
+                '/kvplane.v1.SessionService/AbortPlans',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansResponse.FromString,
                 _registered_method=True)
         self.GetBlockTable = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/GetBlockTable',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.GetBlockTableRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.GetBlockTableResponse.FromString,
+                '/kvplane.v1.SessionService/GetBlockTable',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableResponse.FromString,
                 _registered_method=True)
         self.CheckOperations = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/CheckOperations',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsResponse.FromString,
+                '/kvplane.v1.SessionService/CheckOperations',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsResponse.FromString,
                 _registered_method=True)
         self.DescribeSequence = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/DescribeSequence',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.DescribeSequenceRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.DescribeSequenceResponse.FromString,
-                _registered_method=True)
-        self.Register = channel.stream_stream(
-                '/kvplane.v1.ControlPlaneService/Register',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RegisterRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RegisterResponse.FromString,
+                '/kvplane.v1.SessionService/DescribeSequence',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceResponse.FromString,
                 _registered_method=True)
 
 
-class ControlPlaneServiceServicer(object):
+class SessionServiceServicer(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
@@ -190,76 +185,63 @@ class ControlPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Register(self, request_iterator, context):
-        """A data plane's connection. It opens with Hello, is answered with Welcome, reports its blocks unless it was resumed, and then
-        stays open: publications, withdrawals, fences and requests to report again one way, heartbeats, finished fences and reports the other.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
-
-def add_ControlPlaneServiceServicer_to_server(servicer, server):
+def add_SessionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.OpenSessionRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.OpenSessionResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.OpenSessionRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.OpenSessionResponse.SerializeToString,
             ),
             'RenewSession': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewSession,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RenewSessionRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RenewSessionResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.RenewSessionRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.RenewSessionResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CloseSessionRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CloseSessionResponse.SerializeToString,
             ),
             'Step': grpc.unary_unary_rpc_method_handler(
                     servicer.Step,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StepRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StepResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.StepRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.StepResponse.SerializeToString,
             ),
             'StreamSteps': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamSteps,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.StreamStepsRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.StreamStepsResponse.SerializeToString,
             ),
             'AbortPlans': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortPlans,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansResponse.SerializeToString,
             ),
             'GetBlockTable': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBlockTable,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.GetBlockTableRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.GetBlockTableResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableResponse.SerializeToString,
             ),
             'CheckOperations': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckOperations,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsResponse.SerializeToString,
             ),
             'DescribeSequence': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeSequence,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.DescribeSequenceRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.DescribeSequenceResponse.SerializeToString,
-            ),
-            'Register': grpc.stream_stream_rpc_method_handler(
-                    servicer.Register,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RegisterRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_control__pb2.RegisterResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvplane.v1.ControlPlaneService', rpc_method_handlers)
+            'kvplane.v1.SessionService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvplane.v1.ControlPlaneService', rpc_method_handlers)
+    server.add_registered_method_handlers('kvplane.v1.SessionService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class ControlPlaneService(object):
+class SessionService(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
@@ -291,9 +273,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/OpenSession',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.OpenSessionRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.OpenSessionResponse.FromString,
+            '/kvplane.v1.SessionService/OpenSession',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.OpenSessionRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.OpenSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -318,9 +300,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/RenewSession',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.RenewSessionRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.RenewSessionResponse.FromString,
+            '/kvplane.v1.SessionService/RenewSession',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.RenewSessionRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.RenewSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -345,9 +327,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/CloseSession',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.CloseSessionResponse.FromString,
+            '/kvplane.v1.SessionService/CloseSession',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.CloseSessionRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -372,9 +354,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/Step',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.StepRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.StepResponse.FromString,
+            '/kvplane.v1.SessionService/Step',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.StepRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.StepResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -399,9 +381,9 @@ class ControlPlaneService(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/kvplane.v1.ControlPlaneService/StreamSteps',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.StreamStepsResponse.FromString,
+            '/kvplane.v1.SessionService/StreamSteps',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.StreamStepsRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.StreamStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -426,9 +408,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/AbortPlans',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.AbortPlansResponse.FromString,
+            '/kvplane.v1.SessionService/AbortPlans',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -453,9 +435,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/GetBlockTable',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.GetBlockTableRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.GetBlockTableResponse.FromString,
+            '/kvplane.v1.SessionService/GetBlockTable',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -480,9 +462,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/CheckOperations',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.CheckOperationsResponse.FromString,
+            '/kvplane.v1.SessionService/CheckOperations',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -507,36 +489,9 @@ class ControlPlaneService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/DescribeSequence',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.DescribeSequenceRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.DescribeSequenceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Register(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvplane.v1.ControlPlaneService/Register',
-            kvplane_dot_wire_dot_v1_dot_control__pb2.RegisterRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_control__pb2.RegisterResponse.FromString,
+            '/kvplane.v1.SessionService/DescribeSequence',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,3 +1,4 @@
+from kvplane.v1 import local_pb2 as _local_pb2
 from kvplane.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -18,10 +19,10 @@ class ExecuteRequest(_message.Message):
     open: OpenExecution
     plan: _types_pb2.SignedPayload
     layer: LayerInput
-    join: JoinExecution
-    share: ShareDeviceMemory
+    join: _local_pb2.JoinExecution
+    share: _local_pb2.ShareDeviceMemory
     pass_index: int
-    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[JoinExecution, _Mapping]] = ..., share: _Optional[_Union[ShareDeviceMemory, _Mapping]] = ..., pass_index: _Optional[int] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[_local_pb2.JoinExecution, _Mapping]] = ..., share: _Optional[_Union[_local_pb2.ShareDeviceMemory, _Mapping]] = ..., pass_index: _Optional[int] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
     __slots__ = ("opened", "started", "output", "error", "joined")
@@ -34,8 +35,8 @@ class ExecuteResponse(_message.Message):
     started: PlanStarted
     output: LayerOutput
     error: _types_pb2.Error
-    joined: ExecutionJoined
-    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[PlanStarted, _Mapping]] = ..., output: _Optional[_Union[LayerOutput, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., joined: _Optional[_Union[ExecutionJoined, _Mapping]] = ...) -> None: ...
+    joined: _local_pb2.ExecutionJoined
+    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[PlanStarted, _Mapping]] = ..., output: _Optional[_Union[LayerOutput, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., joined: _Optional[_Union[_local_pb2.ExecutionJoined, _Mapping]] = ...) -> None: ...
 
 class OpenExecution(_message.Message):
     __slots__ = ("grant", "host_id")
@@ -50,48 +51,8 @@ class ExecutionOpened(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
-    local: LocalOffer
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., local: _Optional[_Union[LocalOffer, _Mapping]] = ...) -> None: ...
-
-class LocalOffer(_message.Message):
-    __slots__ = ("socket_path", "secret", "cuda_device_uuid")
-    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
-    SECRET_FIELD_NUMBER: _ClassVar[int]
-    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
-    socket_path: str
-    secret: bytes
-    cuda_device_uuid: str
-    def __init__(self, socket_path: _Optional[str] = ..., secret: _Optional[bytes] = ..., cuda_device_uuid: _Optional[str] = ...) -> None: ...
-
-class JoinExecution(_message.Message):
-    __slots__ = ("secret",)
-    SECRET_FIELD_NUMBER: _ClassVar[int]
-    secret: bytes
-    def __init__(self, secret: _Optional[bytes] = ...) -> None: ...
-
-class ShareDeviceMemory(_message.Message):
-    __slots__ = ("cuda_device_uuid",)
-    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
-    cuda_device_uuid: str
-    def __init__(self, cuda_device_uuid: _Optional[str] = ...) -> None: ...
-
-class ExecutionJoined(_message.Message):
-    __slots__ = ("regions",)
-    REGIONS_FIELD_NUMBER: _ClassVar[int]
-    regions: _containers.RepeatedCompositeFieldContainer[MemoryRegion]
-    def __init__(self, regions: _Optional[_Iterable[_Union[MemoryRegion, _Mapping]]] = ...) -> None: ...
-
-class MemoryRegion(_message.Message):
-    __slots__ = ("region_id", "size_bytes", "cuda_ipc_handle", "cuda_device_uuid")
-    REGION_ID_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CUDA_IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
-    region_id: int
-    size_bytes: int
-    cuda_ipc_handle: bytes
-    cuda_device_uuid: str
-    def __init__(self, region_id: _Optional[int] = ..., size_bytes: _Optional[int] = ..., cuda_ipc_handle: _Optional[bytes] = ..., cuda_device_uuid: _Optional[str] = ...) -> None: ...
+    local: _local_pb2.LocalOffer
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., local: _Optional[_Union[_local_pb2.LocalOffer, _Mapping]] = ...) -> None: ...
 
 class PlanStarted(_message.Message):
     __slots__ = ("plan_number", "num_tokens", "finished", "receipt")

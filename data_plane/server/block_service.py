@@ -1,0 +1,139 @@
+"""Whole blocks: read, written, and loaded from files."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import grpc.aio
+
+from data_plane.execution.executor import Executor
+from data_plane.execution.plan_runner import StartedPlan
+from data_plane.server.calls import Calls
+from data_plane.server.fair_queue import Lane
+from data_plane.server.file_tier import FileTier
+from data_plane.server.tensor_codec import tensor_to_message
+from data_plane.tier_keys import tier_key_of
+from kvplane.errors import InvalidRequestError, LayoutMismatchError
+from kvplane.serving.callers.identity import payer
+from kvplane.v1 import execution_pb2 as contract
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import execution_pb2_grpc
+from kvplane.wire.v1 import types_pb2 as tpb
+
+BLOCKS: Final = contract.DESCRIPTOR.services_by_name["BlockService"]
+# Upper bounds on a response's size without its tensor: in all, and for each block.
+_OVERHEAD_BYTES: Final = 1024
+_BLOCK_REF_BYTES: Final = 12
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class BlockService(execution_pb2_grpc.BlockServiceServicer):
+    """Serves one executor's blocks."""
+
+    def __init__(
+        self, calls: Calls, executor: Executor, *, max_message_bytes: int, files: FileTier | None
+    ) -> None:
+        """``files``: None where blocks are not kept in files."""
+        self._calls = calls
+        self._executor = executor
+        self._max_message_bytes = max_message_bytes
+        self._files = files
+
+    async def ReadBlocks(
+        self, request: pb.ReadBlocksRequest, context: _Context
+    ) -> pb.ReadBlocksResponse:
+        self._check_answer_fits(request)
+
+        tenant = self._calls.tenant()
+
+        def command() -> pb.ReadBlocksResponse:
+            session_id = self._executor.open(request.grant, tenant=tenant)
+            blocks, table = self._executor.read_blocks(
+                session_id,
+                request.sequence_id,
+                request.first_block,
+                request.num_blocks,
+                group=request.group,
+                first_layer=request.first_layer,
+                num_layers=request.num_layers,
+            )
+            return pb.ReadBlocksResponse(
+                blocks=tensor_to_message(blocks), table=table, source=self._executor.block_source()
+            )
+
+        return await self._calls.run(command)
+
+    async def WriteBlocks(
+        self, request: pb.WriteBlocksRequest, context: _Context
+    ) -> pb.WriteBlocksResponse:
+        source, layout = request.source, self._executor.layout
+        if request.HasField("source") and source.layout_fingerprint != layout.fingerprint:
+            raise LayoutMismatchError(
+                f"the blocks were read in pool {source.pool_id!r}, whose layout differs from this "
+                "pool's",
+                field="source.layout_fingerprint",
+            )
+
+        tenant = self._calls.tenant()
+
+        def command() -> pb.WriteBlocksResponse:
+            blocks = self._calls.tensor(request.blocks, "blocks")
+            session_id, number = self._calls.start(request, tenant)
+            receipt = self._executor.write_blocks(
+                session_id,
+                request.sequence_id,
+                request.first_block,
+                blocks,
+                group=request.group,
+                first_layer=request.first_layer,
+                num_layers=request.num_layers,
+                plan_number=number,
+            )
+            return pb.WriteBlocksResponse(receipt=receipt)
+
+        return await self._calls.run(command)
+
+    async def FindFileBlocks(
+        self, request: pb.FindFileBlocksRequest, context: _Context
+    ) -> pb.FindFileBlocksResponse:
+        files, tenant = self._file_tier(), self._calls.tenant()
+        session_id = await self._calls.run(
+            lambda: self._executor.open(request.grant, tenant=tenant)
+        )
+        num_blocks = await files.find(session_id, request.token_ids)
+        return pb.FindFileBlocksResponse(num_blocks=num_blocks)
+
+    async def LoadFileBlocks(
+        self, request: pb.LoadFileBlocksRequest, context: _Context
+    ) -> pb.LoadFileBlocksResponse:
+        files, tenant = self._file_tier(), self._calls.tenant()
+
+        def command() -> tuple[int, StartedPlan]:
+            session_id = self._executor.open(request.grant, tenant=tenant)
+            return session_id, self._executor.start(session_id, request.plan)
+
+        session_id, started = await self._calls.run(command)
+        if started.receipt is not None:
+            return pb.LoadFileBlocksResponse(receipt=started.receipt)
+        return await files.load(session_id, started.number, request, Lane(payer(), session_id))
+
+    def _file_tier(self) -> FileTier:
+        if self._files is None:
+            raise InvalidRequestError(
+                "this data plane keeps no blocks in files: start it with --file-tier-dir"
+            )
+        return self._files
+
+    def _check_answer_fits(self, request: pb.ReadBlocksRequest) -> None:
+        group = request.group if 0 < request.group < len(self._executor.layout.groups) else 0
+        pool = self._executor.pools.tier(tier_key_of(group, tpb.TIER_DEVICE))
+        num_layers = request.num_layers if 0 < request.num_layers < pool.shape[1] else pool.shape[1]
+        block_bytes = pool[0, 0].nbytes * num_layers + _BLOCK_REF_BYTES
+        most = (self._max_message_bytes - _OVERHEAD_BYTES) // block_bytes
+        if request.num_blocks > most:
+            raise InvalidRequestError(
+                f"a message has room for {most} blocks of {num_layers} layers: read fewer blocks "
+                "or layers at a time",
+                field="num_blocks",
+            )

@@ -1,0 +1,64 @@
+"""What the data plane's services share: a call becomes commands of the executor, which run on the
+worker thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from data_plane.execution.executor import Executor
+from data_plane.server.fair_queue import Lane
+from data_plane.server.tensor_codec import tensor_from_message
+from data_plane.server.worker_thread import WorkerThread
+from kvplane.errors import InternalError
+from kvplane.serving.callers.identity import caller, payer
+from kvplane.slices import Slices, whole
+from kvplane.wire.v1 import execution_pb2 as pb
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Runs the commands of calls."""
+
+    def __init__(
+        self, executor: Executor, worker: WorkerThread, *, knows_callers: bool = False
+    ) -> None:
+        """``knows_callers``: callers are authenticated, so their grants must be their own."""
+        self._executor = executor
+        self._worker = worker
+        self._knows_callers = knows_callers
+
+    async def run(self, command: Callable[[], T]) -> T:
+        """Run ``command`` on the worker thread in the caller's turn, and return its result."""
+        return await self.run_slices(lambda: whole(command))
+
+    async def run_slices(self, command: Callable[[], Slices[T]], session_id: int = 0) -> T:
+        """Do as ``run`` does, by slices. ``session_id``: 0 where it is not known yet. Copies of
+        tensors to and from a device are not commands of the executor, so their failures are checked
+        here.
+        """
+        try:
+            return await self._worker.run_slices(command, Lane(payer(), session_id))
+        except InternalError:
+            await self._worker.run(self._executor.device_watch.check)
+            raise
+
+    def tenant(self) -> str | None:
+        """Return the caller's tenant; None where callers are not authenticated."""
+        return caller().tenant if self._knows_callers else None
+
+    def start(
+        self,
+        request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest,
+        tenant: str | None,
+    ) -> tuple[int, int]:
+        """Open the request's session and start its plan. Returns the session's id and the plan's
+        number.
+        """
+        session_id = self._executor.open(request.grant, tenant=tenant)
+        return session_id, self._executor.start(session_id, request.plan).number
+
+    def tensor(self, message: Any, field: str) -> Any:
+        return tensor_from_message(message, self._executor.device, field=field)

@@ -1,0 +1,1 @@
+"""What the planes say to each other."""

@@ -1,0 +1,1 @@
+"""The twin of what the planes say to each other."""
