@@ -11,8 +11,8 @@ every call and every slice, also after one that raises.
     requests       step, abort_plans: in the order of their numbers, each
                    applying its receipts first; run in slices, for either of them
     prefixes       find_prefix, retain_prefix, forget_prefixes, follow: without a session
-    queries        check_operations, block_table, describe_sequence, pool_ids, list_pools, get_pool,
-                   list_sessions, observe_pool, check_integrity
+    queries        validate, list_sequences, pool_ids, list_pools, get_pool, list_sessions,
+                   observe_pool, check_integrity
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ _RETRY_DELAY_S: Final = 0.5
 _ENDING_S: Final = 0.005  # spent on ending sessions at a time
 _MAX_CLIENT_NAME: Final = 128
 _CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
+
+_VALIDATED: Final = {"session", "operations", "traceparent", "validate_only"}
+"""All that a request which only validates may have."""
 
 
 class ControlPlane:
@@ -180,9 +183,6 @@ class ControlPlane:
             max_plans_in_flight=self._config.max_plans_in_flight,
             grant=sign_grant(session, self._config.max_plans_in_flight),
             shards=pool.shards.infos(),
-            layout=pool.layout.to_proto(),
-            num_device_blocks=pool.primary.usage(tpb.TIER_DEVICE)[0],
-            num_host_blocks=pool.primary.usage(tpb.TIER_HOST)[0],
         )
 
     def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:
@@ -307,21 +307,23 @@ class ControlPlane:
 
     # Queries
 
-    def check_operations(
-        self, request: cpb.CheckOperationsRequest, tenant: str
-    ) -> Slices[cpb.CheckOperationsResponse]:
+    def validate(self, request: cpb.StepRequest, tenant: str) -> Slices[cpb.StepResponse]:
         """Answer each item as if it were the only one of a step made now; an operation whose step
-        would raise TooManyPlansInFlightError fails by that. Between the slices any call may come
-        but a request of this session that runs in slices. Raises InvalidRequestError as ``step``,
-        and at any slice why the session is not open.
+        would raise TooManyPlansInFlightError fails by that. Renews no lease. Between the slices any
+        call may come but a request of this session that runs in slices. Raises InvalidRequestError
+        as ``step`` and for what such a request may not have, and at any slice why the session is
+        not open.
         """
-        response = cpb.CheckOperationsResponse()
-        session = self._session(request.session, tenant)
+        for field, _ in request.ListFields():
+            if field.name not in _VALIDATED:
+                raise InvalidRequestError("must be absent with validate_only", field=field.name)
+        response = cpb.StepResponse()
+        session = self._look_up(request.session, tenant)
         operations = read_operations(request.operations, self._config.max_operations)
         for begin in range(0, len(operations), _CHECKED_AT_A_TIME):
             if begin:
                 yield
-                session = self._session(request.session, tenant)
+                session = self._look_up(request.session, tenant)
             sharing = self._sharing_of(session.pool)
             member, number = sharing.members[session.id], session.numbers.last + 1
             step = Step(member, sharing, check_as=number)
@@ -334,21 +336,15 @@ class ControlPlane:
                         add_error(result, "", error)
                         continue
                 yield from step.run(i, operations[i], result)
-                if not operations[i][0].is_checked_with_answer and result.WhichOneof("done"):
-                    result.ClearField("done")
+                if not operations[i][0].is_checked_with_answer:
+                    result.CopyFrom(cpb.OperationResult(failures=result.failures))
         return response
 
-    def block_table(
-        self, request: cpb.GetBlockTableRequest, tenant: str
-    ) -> cpb.GetBlockTableResponse:
-        """Return a sequence's blocks, and how many of its tokens are known."""
-        return queries.block_table(self._session(request.session, tenant), request)
-
-    def describe_sequence(
-        self, request: cpb.DescribeSequenceRequest, tenant: str
-    ) -> cpb.DescribeSequenceResponse:
-        """Describe a sequence's positions and blocks."""
-        return queries.describe_sequence(self._session(request.session, tenant), request)
+    def list_sequences(
+        self, request: cpb.ListSequencesRequest, tenant: str
+    ) -> cpb.ListSequencesResponse:
+        """List a session's sequences, or describe those that are named. Renews no lease."""
+        return queries.list_sequences(self._look_up(request.session, tenant), request)
 
     def pool_ids(self) -> list[str]:
         """Ids of the pools that have registered, ascending."""
@@ -405,11 +401,19 @@ class ControlPlane:
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
         """Return the tenant's open session, its lease renewed. Raises why it is not open."""
+        session = self._look_up(ref, tenant)
+        self._renew(session)
+        return session
+
+    def _look_up(self, ref: tpb.SessionRef, tenant: str) -> Session:
+        """Return the tenant's open session, its pool at the present time. Raises why it is not
+        open.
+        """
         self._check_incarnation(ref)
         session = self._sessions.get(ref.session_id)
         if session is None or session.tenant != tenant:
             raise self._ended.error(ref.session_id, tenant)
-        self._renew(session)
+        session.pool.set_time(self._clock())
         return session
 
     def _check_incarnation(self, ref: tpb.SessionRef) -> None:
@@ -436,10 +440,8 @@ class ControlPlane:
                 return session_id
 
     def _renew(self, session: Session) -> None:
-        now_s = self._clock()
-        session.expires_at_s = now_s + self._config.lease_s
+        session.expires_at_s = self._clock() + self._config.lease_s
         self._touch(session.pool)
-        session.pool.set_time(now_s)
 
     def _end_all(self, pool: Pool) -> None:
         """End the sessions of a pool, of which a shard has restarted."""

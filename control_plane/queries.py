@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from control_plane.pages import page_of
+from control_plane.pages import MAX_PAGE_SIZE, page_of
 from control_plane.pools.pool import Pool
 from control_plane.sessions.session import Session
-from kvplane.errors import SequenceNotFoundError
+from kvplane.errors import InvalidRequestError, SequenceNotFoundError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import duration_of
@@ -41,27 +41,40 @@ def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceS
     )
 
 
-def block_table(session: Session, request: cpb.GetBlockTableRequest) -> cpb.GetBlockTableResponse:
-    """Return a sequence's blocks. Raises SequenceNotFoundError."""
-    _require_live(session, request.sequence_id, "sequence_id")
-    response = cpb.GetBlockTableResponse()
-    for group, core in enumerate(session.pool.groups):
-        tier, indices, generations, response.num_tokens, _ = core.table(
-            session.handle, request.sequence_id
-        )
-        response.tables.add(
-            group=group, tier=cast(tpb.Tier, tier), indices=indices, generations=generations
-        )
+def list_sequences(
+    session: Session, request: cpb.ListSequencesRequest
+) -> cpb.ListSequencesResponse:
+    """List a page of a session's sequences, or of those that the request names. Raises
+    InvalidRequestError, SequenceNotFoundError.
+    """
+    named = columns.read(INT64, request.sequence_ids, "sequence_ids")
+    if len(named) > MAX_PAGE_SIZE:
+        raise InvalidRequestError(f"must be at most {MAX_PAGE_SIZE}", field="sequence_ids")
+    for i, sequence_id in enumerate(named):
+        if not session.native.has_sequence(session.handle, sequence_id):
+            raise SequenceNotFoundError(
+                f"sequence {sequence_id} is not live", field=f"sequence_ids[{i}]"
+            )
+    if len(set(named)) < len(named):
+        raise InvalidRequestError("must be distinct", field="sequence_ids")
+    if request.with_tables and len(named) != 1:
+        raise InvalidRequestError("must be one sequence with with_tables", field="sequence_ids")
+    ids = (
+        sorted(named)
+        if named
+        else columns.read(INT64, session.native.sequence_ids(session.handle), "ids")
+    )
+    shown, next_page_token = page_of(ids, request, of=f"sequences of {session.id}", parse=int)
+    response = cpb.ListSequencesResponse(
+        sequences=states(session, columns.pack(INT64, shown)), next_page_token=next_page_token
+    )
+    if request.with_tables:
+        for group, core in enumerate(session.pool.groups):
+            tier, indices, generations = core.table(session.handle, named[0])[:3]
+            response.tables.add(
+                group=group, tier=cast(tpb.Tier, tier), indices=indices, generations=generations
+            )
     return response
-
-
-def describe_sequence(
-    session: Session, request: cpb.DescribeSequenceRequest
-) -> cpb.DescribeSequenceResponse:
-    """Describe a sequence's positions and blocks. Raises SequenceNotFoundError."""
-    _require_live(session, request.sequence_id, "sequence_id")
-    ids = columns.pack(INT64, [request.sequence_id])
-    return cpb.DescribeSequenceResponse(sequences=states(session, ids))
 
 
 def list_pools(pool_ids: Sequence[str], request: ppb.ListPoolsRequest) -> ppb.ListPoolsResponse:
@@ -73,15 +86,13 @@ def list_pools(pool_ids: Sequence[str], request: ppb.ListPoolsRequest) -> ppb.Li
 def list_sessions(
     sessions: Iterable[Session], request: ppb.ListSessionsRequest, now_s: float
 ) -> ppb.ListSessionsResponse:
-    """List a page of sessions, or the one that the request names with its sequences. ``now_s``:
-    monotonic seconds. Raises InvalidRequestError.
-    """
-    wanted = {each.id: each for each in sessions if request.session_id in (0, each.id)}
+    """List a page of sessions. ``now_s``: monotonic seconds. Raises InvalidRequestError."""
+    listed = {each.id: each for each in sessions}
     shown, next_page_token = page_of(
-        sorted(wanted), request, of=f"sessions of {request.pool_id}", parse=int
+        sorted(listed), request, of=f"sessions of {request.pool_id}", parse=int
     )
     response = ppb.ListSessionsResponse(next_page_token=next_page_token)
-    for session in map(wanted.__getitem__, shown):
+    for session in map(listed.__getitem__, shown):
         response.sessions.add(
             session=session.ref,
             client_name=session.client_name,
@@ -91,14 +102,8 @@ def list_sessions(
             num_plans_in_flight=len(session.plans),
             last_number=session.numbers.last,
             time_to_live=duration_of(max(0.0, session.expires_at_s - now_s)),
-            sequences=states(session) if request.session_id else None,
         )
     return response
-
-
-def _require_live(session: Session, sequence_id: int, field: str) -> None:
-    if not session.native.has_sequence(session.handle, sequence_id):
-        raise SequenceNotFoundError(f"sequence {sequence_id} is not live", field=field)
 
 
 def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from kvplane.errors import InternalError, InvalidRequestError
+from kvplane.errors import InternalError, InvalidRequestError, UnavailableError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
+from kvplane.session import Session
 from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.v1 import types_pb2 as tpb
 
 from .config import EngineConfig
 from .models import loader
@@ -204,6 +206,7 @@ class LLM:
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._num_slots = 0
+            self._sized_by: Session | None = None
             self._pool_slots()
             self._closing = self._closing.pop_all()
 
@@ -229,9 +232,15 @@ class LLM:
         """Return the number of tokens that the pool can hold, or could when a session was last
         open: while the planes are away there is none, and the next step looks for them.
         """
-        with suppress(InternalError):
+        with suppress(InternalError, UnavailableError):
             session = self._link.session
-            self._num_slots = session.num_device_blocks * session.layout.block_size_tokens
+            if session is not self._sized_by:
+                pool = self._link.get_pool()
+                num_blocks = next(
+                    tier.num_blocks for tier in pool.usage if tier.tier == tpb.TIER_DEVICE
+                )
+                self._num_slots = num_blocks * session.layout.block_size_tokens
+                self._sized_by = session
         return self._num_slots
 
     def _encode(self, prompt: Prompt, *, field: str) -> list[int]:

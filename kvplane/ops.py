@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import Final, Literal
 
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as pb
+from kvplane.wire.v1 import types_pb2
 
 Column = Iterable[int] | bytes
 Numbers = int | Column
 """A column, or the one number that it has for each sequence."""
 Tokens = Column
 """Token ids: an int32 column."""
+_OVER_INT32: Final = 1 << 31
+_TIERS: Final = {"device": types_pb2.TIER_DEVICE, "host": types_pb2.TIER_HOST}
 
 
 def admit(
@@ -40,6 +44,12 @@ def admit(
     prompt alone. ``fork_sequence_ids``: further sequences of the same prompt, started with it.
     ``wait``: whether to wait in the queue when there is no room now.
     """
+    for field, number in (
+        ("num_compute_tokens", num_compute_tokens or 0),
+        ("max_total_tokens", max_total_tokens),
+    ):
+        if not -_OVER_INT32 <= number < _OVER_INT32:
+            raise InvalidRequestError("must be an integer of 32 bits", field=field)
     return pb.Operation(
         admit=pb.Admit(
             sequence_id=sequence_id,
@@ -81,7 +91,7 @@ def append(
     return pb.Operation(
         append=pb.Append(
             sequence_ids=ids,
-            first_positions=pack_each(INT64, first_positions, "first_positions", num),
+            first_positions=pack_each(INT32, first_positions, "first_positions", num),
             num_slots=pack_each(INT32, num_slots, "num_slots", num),
             num_tokens=pack_each(INT32, num_tokens, "num_tokens", num),
             token_ids=tokens,
@@ -98,7 +108,7 @@ def truncate(sequence_ids: Numbers, num_tokens: Numbers) -> pb.Operation:
     num = columns.count(INT64, ids)
     return pb.Operation(
         truncate=pb.Truncate(
-            sequence_ids=ids, num_tokens=pack_each(INT64, num_tokens, "num_tokens", num)
+            sequence_ids=ids, num_tokens=pack_each(INT32, num_tokens, "num_tokens", num)
         )
     )
 
@@ -120,16 +130,12 @@ def free(sequence_ids: Numbers) -> pb.Operation:
     return pb.Operation(free=pb.Free(sequence_ids=pack_each(INT64, sequence_ids, "sequence_ids")))
 
 
-def swap_out(sequence_ids: Numbers) -> pb.Operation:
-    """Move sequences to the host tier, all or none."""
+def swap(sequence_ids: Numbers, tier: Literal["device", "host"]) -> pb.Operation:
+    """Move sequences, which are in the other tier, to ``tier``, all or none."""
+    if tier not in _TIERS:
+        raise InvalidRequestError('must be "device" or "host"', field="tier")
     column = pack_each(INT64, sequence_ids, "sequence_ids")
-    return pb.Operation(swap_out=pb.SwapOut(sequence_ids=column))
-
-
-def swap_in(sequence_ids: Numbers) -> pb.Operation:
-    """Move sequences back to the device tier, all or none."""
-    column = pack_each(INT64, sequence_ids, "sequence_ids")
-    return pb.Operation(swap_in=pb.SwapIn(sequence_ids=column))
+    return pb.Operation(swap=pb.Swap(sequence_ids=column, tier=_TIERS[tier]))
 
 
 def deferred_tokens(
@@ -149,7 +155,7 @@ def deferred_tokens(
     return pb.DeferredTokens(
         sequence_ids=ids,
         admitted_by=pack_each(INT64, admitted_by, "admitted_by", num),
-        first_positions=pack_each(INT64, first_positions, "first_positions", num),
+        first_positions=pack_each(INT32, first_positions, "first_positions", num),
         num_tokens=pack_each(INT32, num_tokens, "num_tokens", num),
         token_ids=pack_tokens(token_ids),
     )

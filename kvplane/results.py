@@ -105,10 +105,10 @@ class SequenceState:
 def sequence_states(message: pb.SequenceStates) -> list[SequenceState]:
     """The elements, ids ascending. Raises InvalidRequestError when columns differ in length."""
     num_sequences = columns.count(INT64, message.sequence_ids)
-    kinds = {"num_blocks": INT32, "tiers": UINT8}
+    kinds = {"sequence_ids": INT64, "admitted_by": INT64, "tiers": UINT8}
     values = (
         columns.read(
-            kinds.get(field.name, INT64),
+            kinds.get(field.name, INT32),
             getattr(message, field.name),
             f"sequences.{field.name}",
             length=num_sequences,
@@ -116,6 +116,25 @@ def sequence_states(message: pb.SequenceStates) -> list[SequenceState]:
         for field in pb.SequenceStates.DESCRIPTOR.fields
     )
     return [SequenceState(*each) for each in zip(*values, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """A sequence's blocks in one layer group, in order. ``tier``: a ``types_pb2.Tier``. Entries
+    behind the attention window have index -1 and generation 0.
+    """
+
+    group: int
+    tier: int
+    indices: array[int]
+    generations: array[int]
+
+
+def block_table(message: types_pb2.Blocks) -> BlockTable:
+    """Read a table. Raises InvalidRequestError when columns differ in length."""
+    indices = columns.read(INT32, message.indices, "indices")
+    generations = columns.read(INT64, message.generations, "generations", length=len(indices))
+    return BlockTable(message.group, message.tier, indices, generations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +279,7 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
     """Return the error of an item that was not done: for LATER PoolFullError with its retry delay,
     for NEVER NeverFitsError, for FAILED the error that the control plane gave.
     """
-    if failure.status == pb.OPERATION_STATUS_FAILED:
+    if failure.status == pb.ITEM_STATUS_FAILED:
         return from_wire(failure.error)
     shortage = failure.shortage
     text = (
@@ -268,10 +287,10 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
         f"are needed and {shortage.num_blocks_available} are available"
     )
     by_quota = shortage.reason == pb.SHORTAGE_REASON_QUOTA
-    if failure.status == pb.OPERATION_STATUS_NEVER:
+    if failure.status == pb.ITEM_STATUS_NEVER:
         whose = "tenant may" if by_quota else "pool can"
         return NeverFitsError(f"{text}: the {whose} never hold this many; ask for fewer tokens")
-    if failure.status != pb.OPERATION_STATUS_LATER:
+    if failure.status != pb.ITEM_STATUS_LATER:
         return InternalError(f"operation status {failure.status} is not known")
     delay_s = None
     if shortage.HasField("retry_delay"):
@@ -279,8 +298,8 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
     advice = "submit receipts, free or swap out sequences, then try again"
     if delay_s is not None:
         advice += f" in {delay_s:g} s"
-    if shortage.place_in_line:
-        advice = f"the admission waits, at position {shortage.place_in_line} in the queue"
+    if shortage.queue_position:
+        advice = f"the admission waits, at position {shortage.queue_position} in the queue"
     if by_quota:
         text += " by the tenant's quota"
     else:

@@ -11,7 +11,7 @@ from benchmarks.control_plane import prompts, rates, rebuild, scale, slices
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
-from benchmarks.control_plane.truncate import IN_CONTRACT, truncate
+from benchmarks.control_plane.truncate import truncate
 
 BOTH: Final = ("core", "grpc")
 CORE: Final = ("core",)
@@ -25,7 +25,6 @@ class Case:
     name: str
     measure: Callable[[World, Sizes], Awaitable[list[Row]]]
     worlds: tuple[str, ...] = BOTH
-    reason_to_skip: str = ""
 
 
 CASES: Final = (
@@ -40,11 +39,7 @@ CASES: Final = (
     Case("fork_2048_blocks", prompts.fork_2048_blocks),
     Case("swap_2048_blocks", prompts.swap_2048_blocks),
     Case("abort_256x2048", prompts.abort_256x2048),
-    Case(
-        "truncate",
-        truncate,
-        reason_to_skip="" if IN_CONTRACT else "the contract has no operation `truncate` yet",
-    ),
+    Case("truncate", truncate),
     *(
         Case(rates.rate_name(num), partial(rates.steps_per_s, num_engines=num))
         for num in (1, 8, 64)

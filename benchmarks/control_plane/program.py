@@ -45,39 +45,31 @@ def main() -> None:
     described = machine()
     rounds = []
     for _ in range(max(1, arguments.rounds)):
-        rows, skipped = uvloop.run(measure(arguments.only, quick=arguments.quick))
+        rows = uvloop.run(measure(arguments.only, quick=arguments.quick))
         rounds.append(rows)
     rows = best_of(rounds)
-    if not rows and not skipped:
+    if not rows:
         parser.error(f"--only {arguments.only}: no case has such a name")
     print(", ".join(f"{name} {value}" for name, value in described.items()))
     print(table(rows))
-    for skip in skipped:
-        print(f"skipped {skip['name']}: {skip['reason']}")
-    report = {"machine": described, "quick": arguments.quick, "rows": rows, "skipped": skipped}
+    report = {"machine": described, "quick": arguments.quick, "rows": rows}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     print(f"saved to {arguments.json}")
 
 
-async def measure(
-    only: str, *, quick: bool
-) -> tuple[list[dict[str, object]], list[dict[str, str]]]:
-    """Measure the cases whose names ``only`` matches. Return their rows, and the skipped cases."""
+async def measure(only: str, *, quick: bool) -> list[dict[str, object]]:
+    """Measure the cases whose names ``only`` matches. Return their rows."""
     rows: list[dict[str, object]] = []
-    skipped: list[dict[str, str]] = []
     sizes = QUICK if quick else FULL
     for world in (InProcess(), OverGrpc(is_gc_on=gc.isenabled())):
         for case in CASES:
             name = f"{world.name}/{case.name}"
             if world.name not in case.worlds or not re.search(only, name):
                 continue
-            if case.reason_to_skip:
-                skipped.append({"name": name, "reason": case.reason_to_skip})
-                continue
             print(name, flush=True)
             drop_leftovers()
             world.gc_s.clear()
             measured = await case.measure(world, sizes)
             rows += Outcome(world.name, measured, world.gc_s).as_json()
-    return rows, skipped
+    return rows

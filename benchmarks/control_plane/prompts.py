@@ -126,8 +126,8 @@ async def swap_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
         for sequence_id in engine.new_ids(sizes.num_swaps):
             await engine.step(ops.admit(sequence_id, prompt(sequence_id, sizes.prompt_tokens)))
             await engine.settle()
-            out_s.append(await engine.step(ops.swap_out([sequence_id])))
-            in_s.append(await engine.step(ops.swap_in([sequence_id])))
+            out_s.append(await engine.step(ops.swap([sequence_id], "host")))
+            in_s.append(await engine.step(ops.swap([sequence_id], "device")))
             await engine.step(ops.free([sequence_id]))
     both_s = [sum(pair) for pair in zip(out_s, in_s, strict=True)]
     return [

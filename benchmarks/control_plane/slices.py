@@ -110,7 +110,7 @@ async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
         for i in ids:
             await engine.step(ops.admit(i, prompt(i, sizes.prompt_tokens)))
         ref, number = _numbered(pool)
-        out = ops.swap_out(ids)
+        out = ops.swap(ids, "host")
         longest_s = {}
         request = cpb.StepRequest(session=ref, number=number, operations=[out])
         _, longest_s["out"] = _longest(pool, request)
@@ -121,7 +121,7 @@ async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
         receipt = messages.receipt(pool.key, ref, number + 2, answer.plan)
         request = cpb.StepRequest(session=ref, number=number + 3, receipts=[receipt])
         _, longest_s["receipt"] = _longest(pool, request)
-        back = [ops.swap_in([i]) for i in ids]
+        back = [ops.swap([i], "device") for i in ids]
         request = cpb.StepRequest(session=ref, number=number + 4, operations=back)
         _, longest_s["in_one_by_one"] = _longest(pool, request)
         longest_s["close"] = _closed(pool, ref)

@@ -7,11 +7,7 @@ from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, prompt
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
-from kvplane.wire import columns
-from kvplane.wire.columns import INT64
-from kvplane.wire.v1 import session_pb2 as cpb
 
-IN_CONTRACT = "truncate" in cpb.Operation.DESCRIPTOR.fields_by_name
 _NUM_SEQUENCES = 256
 _NUM_COMPUTED_TOKENS = 5
 _NUM_ACCEPTED_TOKENS = 2
@@ -34,11 +30,5 @@ async def truncate(world: World, sizes: Sizes) -> list[Row]:
             append = ops.append(ids, tokens, num, first_positions=lengths, num_tokens=num)
             await engine.step(append)
             lengths = [length + _NUM_ACCEPTED_TOKENS for length in lengths]
-            operation = cpb.Operation(
-                truncate={
-                    "sequence_ids": columns.pack(INT64, ids),
-                    "num_tokens": columns.pack(INT64, lengths),
-                }
-            )
-            seconds.append(await engine.step(operation))
+            seconds.append(await engine.step(ops.truncate(ids, lengths)))
         return [Row.of_seconds("truncate", seconds)]

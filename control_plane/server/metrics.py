@@ -181,9 +181,9 @@ DECLARATIONS: Final = tuple(value for value in vars().values() if type(value) is
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
 _STATUS_NAMES: Final = {
-    pb.OPERATION_STATUS_LATER: "later",
-    pb.OPERATION_STATUS_NEVER: "never",
-    pb.OPERATION_STATUS_FAILED: "failed",
+    pb.ITEM_STATUS_LATER: "later",
+    pb.ITEM_STATUS_NEVER: "never",
+    pb.ITEM_STATUS_FAILED: "failed",
 }
 _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 _CUT_REASONS: Final = ("growth", "turn", "idle")
@@ -231,7 +231,7 @@ class ControlPlaneMetrics(PlaneMetrics):
                 status = _STATUS_NAMES[failure.status]
                 self.operations.inc(kind, status)
                 self.refused_items.inc(kind, status, _reason_of(failure))
-            if result.WhichOneof("done") is not None:
+            if not failures or result.num_table_blocks or result.num_released_blocks:
                 num_done = operation.num_items(message) - len(failures)
                 self.operations.inc(kind, "ok", by=num_done)
 
@@ -284,7 +284,7 @@ def counters_of(pool: PoolObservation) -> dict[str, int]:
 
 
 def _reason_of(failure: pb.ItemFailure) -> str:
-    if failure.status == pb.OPERATION_STATUS_FAILED:
+    if failure.status == pb.ITEM_STATUS_FAILED:
         return failure.error.reason
     name = pb.ShortageReason.Name(failure.shortage.reason)
     return name.removeprefix("SHORTAGE_REASON_").lower()

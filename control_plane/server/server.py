@@ -52,7 +52,6 @@ _LONGEST_TICK_S: Final = 0.25
 _OF_MAX_OPERATIONS: Final = (
     "StepRequest.operations",
     "StepRequest.receipts",
-    "CheckOperationsRequest.operations",
     "AbortPlansRequest.receipts",
 )
 

@@ -200,6 +200,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return pb.CloseSessionResponse()
 
     async def Step(self, request: pb.StepRequest, context: _Context) -> bytes:
+        if request.validate_only:
+            return (await self._validate(request, caller().tenant)).SerializeToString()
         answer = await self._step(request, caller().tenant)
         return answer.step
 
@@ -223,6 +225,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 answer: bytes | pb.StreamStepsResponse
                 try:
                     if kind == "step":
+                        if request.validate_only:
+                            raise InvalidRequestError("is not for a stream", field="validate_only")
                         step = await self._step(request, caller().tenant, incoming.num_bytes)
                         answer = step.encoded
                     else:
@@ -249,20 +253,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             self._metrics.num_plans += 1
         return cast(pb.AbortPlansResponse, response)
 
-    async def GetBlockTable(
-        self, request: pb.GetBlockTableRequest, context: _Context
-    ) -> pb.GetBlockTableResponse:
-        return self._core.block_table(request, caller().tenant)
+    async def ListSequences(
+        self, request: pb.ListSequencesRequest, context: _Context
+    ) -> pb.ListSequencesResponse:
+        return self._core.list_sequences(request, caller().tenant)
 
-    async def DescribeSequence(
-        self, request: pb.DescribeSequenceRequest, context: _Context
-    ) -> pb.DescribeSequenceResponse:
-        return self._core.describe_sequence(request, caller().tenant)
-
-    async def CheckOperations(
-        self, request: pb.CheckOperationsRequest, context: _Context
-    ) -> pb.CheckOperationsResponse:
-        slices = self._core.check_operations(request, caller().tenant)
+    async def _validate(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
+        """Answer what a step would be answered now, by itself."""
+        slices = self._core.validate(request, tenant)
         session_id = request.session.session_id
         await self._long.wait(session_id)
         try:
@@ -275,7 +273,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                     if not self._long.is_running(session_id):
                         next(slices)
         except StopIteration as end:
-            return cast(pb.CheckOperationsResponse, end.value)
+            return cast(pb.StepResponse, end.value)
 
     def _refuse(self, number: int, error: KvplaneError) -> pb.StreamStepsResponse:
         self._metrics.rpc.rejected.inc(error.reason)

@@ -345,17 +345,23 @@ class Sharing:
         num = columns.count(INT64, message.sequence_ids)
         given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
         # Each access to a message's bytes copies all of them.
-        columns_of_8 = message.sequence_ids, message.first_positions
-        all_tokens = message.token_ids
-        columns_of_4 = message.num_slots, message.num_tokens, message.num_lookahead_slots
+        all_ids, all_tokens = message.sequence_ids, message.token_ids
+        columns_of_4 = (
+            message.first_positions,
+            message.num_slots,
+            message.num_tokens,
+            message.num_lookahead_slots,
+        )
         checks.token_columns(given, all_tokens)
         failures: list[Failure] = []
         done = bytearray()
         begin = 0
         for item in range(num):
             end = begin + 4 * given[item]
-            ids, firsts = (column[8 * item : 8 * item + 8] for column in columns_of_8)
-            slots, tokens, ahead = (column[4 * item : 4 * item + 4] for column in columns_of_4)
+            ids = all_ids[8 * item : 8 * item + 8]
+            firsts, slots, tokens, ahead = (
+                column[4 * item : 4 * item + 4] for column in columns_of_4
+            )
             growth = native.growth(handle, ids, firsts, slots, ahead, check_as)
             (num_needed,) = columns.read(INT32, growth, "growth")
             (sequence_id,) = columns.read(INT64, ids, "sequence_ids")

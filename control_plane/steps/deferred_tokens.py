@@ -76,7 +76,7 @@ def _without(
     without = cpb.DeferredTokens(
         sequence_ids=pick(message.sequence_ids, 8),
         admitted_by=pick(message.admitted_by, 8),
-        first_positions=pick(message.first_positions, 8),
+        first_positions=pick(message.first_positions, 4),
         num_tokens=pick(message.num_tokens, 4),
         token_ids=b"".join([message.token_ids[4 * ends[i] : 4 * ends[i + 1]] for i in kept]),
     )

@@ -37,7 +37,7 @@ _REASONS: Final = {
 }
 _NEVER: Final = (_native.NEVER, _native.NEVER_QUOTA)
 _WAIT_REASONS: Final = {
-    Reason.QUEUE: cpb.SHORTAGE_REASON_LINE,
+    Reason.QUEUE: cpb.SHORTAGE_REASON_QUEUE,
     Reason.GROWTH: cpb.SHORTAGE_REASON_GROWTH,
 }
 
@@ -75,11 +75,11 @@ def error_of_columns(error: ColumnError, *, at: str = "") -> InvalidRequestError
     return InvalidRequestError(text, field=f"{at}{column}" + (f"[{index}]" if index >= 0 else ""))
 
 
-def shortage_status(failure: Failure) -> cpb.OperationStatus | None:
+def shortage_status(failure: Failure) -> cpb.ItemStatus | None:
     """Return LATER or NEVER; None when the item is wrong."""
     if failure[1] in _NEVER:
-        return cpb.OPERATION_STATUS_NEVER
-    return cpb.OPERATION_STATUS_LATER if failure[1] in _REASONS else None
+        return cpb.ITEM_STATUS_NEVER
+    return cpb.ITEM_STATUS_LATER if failure[1] in _REASONS else None
 
 
 def shortage_of(
@@ -106,7 +106,7 @@ def shortage_of(
         # The core was asked with more headroom than there is, to learn what is needed.
         num_obtainable = session.native.num_obtainable(session.handle, tier)
         shortage.num_blocks_available = max(0, num_obtainable - num_headroom)
-        shortage.place_in_line = must_wait.position
+        shortage.queue_position = must_wait.position
         if must_wait.position:  # asking again does not help
             shortage.ClearField("retry_delay")
         if must_wait.reason in _WAIT_REASONS:
@@ -164,7 +164,7 @@ def _position_error(operation: Refusable, failure: Failure) -> KvplaneError:
     match code:
         case _native.POSITION:
             return PositionMismatchError(
-                f"the next slot of sequence {a} is at position {b}, not {c}: DescribeSequence "
+                f"the next slot of sequence {a} is at position {b}, not {c}: ListSequences "
                 "tells its positions",
                 field="first_positions",
             )
@@ -211,4 +211,4 @@ _NEGATIVE: Final = {
 def _add(result: cpb.OperationResult, item: int, error: KvplaneError, field: str) -> None:
     wire = to_wire(error)
     wire.field = field
-    result.failures.add(item=item, status=cpb.OPERATION_STATUS_FAILED, error=wire)
+    result.failures.add(item=item, status=cpb.ITEM_STATUS_FAILED, error=wire)

@@ -103,7 +103,7 @@ class Step:
             return [failure]
         num_headroom = self.sharing.num_headroom()
         shortage = shortage_of(self.member.session, failure, must_wait, num_headroom)
-        result.failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
+        result.failures.add(status=cpb.ITEM_STATUS_LATER, shortage=shortage)
         return None
 
 
@@ -135,6 +135,9 @@ class Admit(OneSlice):
         checks.token_bytes(token_ids, at_least=1, field="token_ids")
         checks.count(message.max_total_tokens, field="max_total_tokens")
         checks.count(message.num_compute_tokens, field="num_compute_tokens")
+        for field in ("ends_with_plan", "checkpoint_position"):
+            if getattr(message, field):
+                raise InvalidRequestError("is not served by this release", field=field)
         num_compute = message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL
         step.num_taken_tokens += len(token_ids) // _TOKEN_BYTES
 
@@ -169,10 +172,12 @@ class Append(Operation):
         return bool(message.num_slots.strip(b"\0") or message.num_lookahead_slots.strip(b"\0"))
 
     def run(self, step: Step, message: cpb.Append, result: cpb.OperationResult) -> Slices[Failures]:
+        if message.checkpoint_positions:
+            raise InvalidRequestError("is not served by this release", field="checkpoint_positions")
         num_tokens = len(message.token_ids) // _TOKEN_BYTES
         if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
             step.num_taken_tokens += num_tokens
-            result.append.num_blocks, refused = step.sharing.append(
+            result.num_table_blocks, refused = step.sharing.append(
                 step.member, message, step.check_as
             )
             return refused
@@ -186,7 +191,7 @@ class Append(Operation):
             step.num_taken_tokens += num_tokens
             num_blocks += done
             failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
-        result.append.num_blocks = bytes(num_blocks)
+        result.num_table_blocks = bytes(num_blocks)
         return failures or None
 
 
@@ -198,7 +203,7 @@ class Fork(OneSlice):
 
     def do(self, step: Step, message: cpb.Fork, result: cpb.OperationResult) -> Failures:
         num_blocks, failures = step.sharing.fork(step.member, message, step.check_as)
-        result.fork.num_blocks = num_blocks
+        result.num_table_blocks = num_blocks
         return failures
 
 
@@ -209,7 +214,7 @@ class Free(OneSlice):
 
     def do(self, step: Step, message: cpb.Free, result: cpb.OperationResult) -> Failures:
         released, failures = step.native.free(step.handle, message.sequence_ids, step.check_as)
-        result.free.num_released_blocks = released
+        result.num_released_blocks = released
         return step.sharing.freed(step.member, message.sequence_ids, failures, step.check_as)
 
 
@@ -222,66 +227,50 @@ class Truncate(OneSlice):
         released, failures = step.native.truncate(
             step.handle, message.sequence_ids, message.num_tokens, step.check_as
         )
-        result.truncate.num_released_blocks = released
+        result.num_released_blocks = released
         return failures
 
 
-class _Swap(Operation):
+class Swap(Operation):
+    """Moves sequences to the other tier."""
+
+    name = "swap"
     is_one_item = True
     names_each_once = True
 
-    def begin(self, step: Step, message: Any, tier: tpb.Tier, headroom: int) -> int | Failure:
-        """Allocate all blocks that the swap needs, and move nothing yet."""
-        if not message.sequence_ids:
+    def run(self, step: Step, message: cpb.Swap, result: cpb.OperationResult) -> Slices[Failures]:
+        if message.tier not in (tpb.TIER_DEVICE, tpb.TIER_HOST):
+            raise InvalidRequestError("must be TIER_DEVICE or TIER_HOST", field="tier")
+        ids = message.sequence_ids
+        if not ids:
             raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
-        return step.native.swap(step.handle, message.sequence_ids, tier, headroom, 0, step.check_as)
+
+        def begin(headroom: int) -> int | Failure:
+            """Allocate all blocks that the swap needs, and move nothing yet."""
+            return step.native.swap(step.handle, ids, message.tier, headroom, 0, step.check_as)
+
+        if message.tier == tpb.TIER_DEVICE:
+            done, must_wait = step.sharing.swap_in(step.member, ids, begin, step.check_as)
+            if not isinstance(done, int):
+                return step.refuse(result, done, must_wait)
+        else:
+            done = begin(0)
+            if not isinstance(done, int):
+                return [done]
+            if not step.check_as:
+                step.sharing.swapped_out(step.member, ids)
+        result.num_swapped_blocks = done
+        if not step.check_as:
+            yield from self.move(step, done)
+        return None
 
     def move(self, step: Step, num_blocks: int) -> Slices[None]:
         """Move the blocks of the swap that was begun."""
-        if step.check_as:
-            return
         if num_blocks > SLICE_BLOCKS:
             yield
         while step.native.swap_some(step.handle, SLICE_BLOCKS):
             yield
         step.num_taken_tokens += num_blocks * (SLICE_TOKENS // SLICE_BLOCKS)
-
-
-class SwapOut(_Swap):
-    """Moves sequences to the host tier."""
-
-    name = "swap_out"
-
-    def run(
-        self, step: Step, message: cpb.SwapOut, result: cpb.OperationResult
-    ) -> Slices[Failures]:
-        done = self.begin(step, message, tpb.TIER_HOST, 0)
-        if not isinstance(done, int):
-            return [done]
-        result.swap_out.num_blocks = done
-        if not step.check_as:
-            step.sharing.swapped_out(step.member, message.sequence_ids)
-        yield from self.move(step, done)
-        return None
-
-
-class SwapIn(_Swap):
-    """Moves sequences back to the device tier."""
-
-    name = "swap_in"
-
-    def run(self, step: Step, message: cpb.SwapIn, result: cpb.OperationResult) -> Slices[Failures]:
-        def swap(headroom: int) -> int | Failure:
-            return self.begin(step, message, tpb.TIER_DEVICE, headroom)
-
-        done, must_wait = step.sharing.swap_in(
-            step.member, message.sequence_ids, swap, step.check_as
-        )
-        if not isinstance(done, int):
-            return step.refuse(result, done, must_wait)
-        result.swap_in.num_blocks = done
-        yield from self.move(step, done)
-        return None
 
 
 class _DeferredTokens(Refusable):
@@ -293,12 +282,15 @@ class _DeferredTokens(Refusable):
 
 
 class _Unknown(OneSlice):
-    """An operation of a later release, or none at all."""
+    """An operation of a later release, one that this release does not serve, or none at all."""
 
     is_one_item = True
 
-    def do(self, step: Step, message: None, result: cpb.OperationResult) -> None:
-        raise InvalidRequestError("is not an operation that is known here")
+    def num_changes(self, message: Any) -> int:
+        return 1
+
+    def do(self, step: Step, message: Any, result: cpb.OperationResult) -> None:
+        raise InvalidRequestError("is not an operation that this release serves")
 
 
 OPERATIONS: Final[dict[str, Operation]] = {
@@ -309,8 +301,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
         Fork(),
         Free(),
         Truncate(),
-        SwapOut(),
-        SwapIn(),
+        Swap(),
     )
 }
 """Every operation, by its field in ``kvplane.v1.Operation``."""
@@ -330,7 +321,7 @@ def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Name
             if kind is None:
                 named.append((_UNKNOWN, None))
                 continue
-            operation, message = OPERATIONS[kind], getattr(request, kind)
+            operation, message = OPERATIONS.get(kind, _UNKNOWN), getattr(request, kind)
             num_items += operation.num_changes(message) - 1
             named.append((operation, message))
     if num_items > most:

@@ -77,7 +77,7 @@ def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
             first,
             cpb.Append(
                 sequence_ids=sequence_ids[ids],
-                first_positions=first_positions[ids],
+                first_positions=first_positions[counts],
                 num_slots=num_slots[counts],
                 num_tokens=given_column[counts],
                 token_ids=token_ids[first_token * 4 : token * 4],
@@ -91,7 +91,7 @@ def _fit(message: cpb.Append, num: int) -> bool:
     """Return whether all columns but those of tokens have ``num`` items."""
     return (
         num > 0
-        and len(message.sequence_ids) == len(message.first_positions) == 8 * num
-        and len(message.num_slots) == 4 * num
+        and len(message.sequence_ids) == 8 * num
+        and len(message.first_positions) == len(message.num_slots) == 4 * num
         and len(message.num_lookahead_slots) in (0, 4 * num)
     )

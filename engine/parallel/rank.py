@@ -57,15 +57,13 @@ class SharedSession:
 
     def encode(self) -> bytes:
         """Encode the session for ``decode`` of another rank."""
-        return cpb.OpenSessionResponse(
-            grant=self.grant, shards=self.shards, layout=self.layout.to_proto()
-        ).SerializeToString()
+        return cpb.OpenSessionResponse(grant=self.grant, shards=self.shards).SerializeToString()
 
     @classmethod
-    def decode(cls, message: bytes) -> SharedSession:
+    def decode(cls, message: bytes, layout: Layout) -> SharedSession:
         """Decode the result of ``encode``."""
         response = cpb.OpenSessionResponse.FromString(message)
-        return cls(response.grant, list(response.shards), Layout.from_proto(response.layout))
+        return cls(response.grant, list(response.shards), layout)
 
 
 class DeferredErrorStep:
@@ -198,7 +196,7 @@ class _Follower:
     def do(self, kind: bytes, body: bytes) -> ExecuteResponse | None:
         """Run one command."""
         if kind == OPEN:
-            self._backend.open(SharedSession.decode(body))
+            self._backend.open(SharedSession.decode(body, self._assignment.layout))
         elif kind == START:
             return start(self._backend, tpb.SignedPayload.FromString(body))
         elif kind == FORWARD:

@@ -397,7 +397,7 @@ class Scheduler(_Queues):
         num_blocks = sum(s.num_blocks for s in victims)
         refused = any(s.kv_id in self._no_swap for s in victims)
         if num_blocks <= self._room.num_host_blocks and not refused:
-            swap = ops.swap_out([s.kv_id for s in victims])
+            swap = ops.swap([s.kv_id for s in victims], "host")
             return [Intent(Kind.SWAP_OUT, swap, tuple(victims))]
         self.counts.num_recompute_preemptions += len(victims)
         for sequence in victims:
@@ -442,7 +442,7 @@ class Scheduler(_Queues):
                 num_running > self.max_sequences or not self._room.fits(num_blocks + num_running)
             ):
                 break
-            swap = ops.swap_in([s.kv_id for s in group])
+            swap = ops.swap([s.kv_id for s in group], "device")
             intents.append(Intent(Kind.SWAP_IN, swap, tuple(group)))
         return intents
 
@@ -524,7 +524,7 @@ class Scheduler(_Queues):
     def _applied_append(
         self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
-        num_blocks = columns.read(columns.INT32, done.append.num_blocks, "append.num_blocks")
+        num_blocks = columns.read(columns.INT32, done.num_table_blocks, "append.num_blocks")
         outcome.in_passes |= intent.in_passes
         for item, sequence in enumerate(intent.sequences):
             failure = failures.get(item)
@@ -537,7 +537,7 @@ class Scheduler(_Queues):
                 sequence.num_blocks = num_blocks[item]
             elif sequence.status is SequenceStatus.FINISHED:
                 continue
-            elif failure.status == pb.OPERATION_STATUS_LATER:
+            elif failure.status == pb.ITEM_STATUS_LATER:
                 self._blocked.append(sequence)
             else:
                 error = error_of(failure)
@@ -553,11 +553,11 @@ class Scheduler(_Queues):
         if sequence.status is SequenceStatus.FINISHED:  # it is freed by the next step
             if not failures:
                 self._compute(sequence, cached, scheduled, outcome)
-        elif failures and failures[0].shortage.place_in_line:
+        elif failures and failures[0].shortage.queue_position:
             self._in_line = sequence
         elif failures:
             sequence.kv_id = 0
-            if failures[0].status != pb.OPERATION_STATUS_LATER:
+            if failures[0].status != pb.ITEM_STATUS_LATER:
                 outcome.failed.append((sequence, error_of(failures[0])))
         else:
             self._start(sequence, done.admit.num_blocks, cached)

@@ -10,7 +10,6 @@ from rich.console import Console
 from kvplane.cli.values import Context, only_pool, print_json, share, table_of
 from kvplane.clients.control_client import ControlClient
 from kvplane.errors import NotPermittedError
-from kvplane.results import sequence_states
 from kvplane.wire.v1 import pool_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -119,7 +118,9 @@ async def sequences(context: Context, session_id: int, pool: str) -> int:
     """Show the sequences of a session. Returns 1 if it is not open."""
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
-        found = await client.list_sessions(pool_id, session_id)
+        listed = await client.list_sessions(pool_id)
+        found = [each for each in listed if each.session.session_id == session_id]
+        states = [s for each in found for s in await client.list_sequences(each.session)]
     rows = [
         {
             "sequence": state.sequence_id,
@@ -130,8 +131,7 @@ async def sequences(context: Context, session_id: int, pool: str) -> int:
             "cached": state.num_cached_tokens,
             "blocks": state.num_blocks,
         }
-        for session in found
-        for state in sequence_states(session.sequences)
+        for state in states
     ]
     context.show(rows)
     return 0 if found else 1

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 from weakref import WeakSet
 
 from kvplane import ops
@@ -22,12 +22,14 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
-from kvplane.results import ForgetResult, PoolMatch
+from kvplane.results import ForgetResult, PoolMatch, SequenceState
 from kvplane.session import Session
+from kvplane.session.sequences import list_sequences
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
 from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
 from kvplane.wire.v1 import session_pb2 as pb
+from kvplane.wire.v1.types_pb2 import SessionRef
 
 _POLL_S: Final = 0.2
 CONTROL_PLANE_SERVICE: Final = "kvplane.v1.SessionService"
@@ -73,7 +75,8 @@ class ControlClient:
 
     async def list_pools(self, *, timeout_s: float | None = None) -> list[str]:
         """List the ids of the pools that have registered, ascending."""
-        pages = self._pages(self._pools.ListPools, pool_pb2.ListPoolsRequest(), timeout_s)
+        request = pool_pb2.ListPoolsRequest()
+        pages = self._connection.pages(self._pools.ListPools, request, timeout_s)
         return [pool_id async for page in pages for pool_id in page.pool_ids]
 
     async def get_pool(
@@ -98,26 +101,22 @@ class ControlClient:
         return dict(response.counters)
 
     async def list_sessions(
-        self, pool_id: str, session_id: int = 0, *, timeout_s: float | None = None
+        self, pool_id: str, *, timeout_s: float | None = None
     ) -> list[pool_pb2.SessionSummary]:
-        """List the open sessions of the caller's tenant, ids ascending, or one with its sequences
-        (``kvplane.results.sequence_states``). Needs the role operator. Raises PoolNotFoundError.
+        """List the open sessions of the caller's tenant, ids ascending. Needs the role operator.
+        Raises PoolNotFoundError.
         """
-        request = pool_pb2.ListSessionsRequest(pool_id=pool_id, session_id=session_id)
-        pages = self._pages(self._pools.ListSessions, request, timeout_s)
+        request = pool_pb2.ListSessionsRequest(pool_id=pool_id)
+        pages = self._connection.pages(self._pools.ListSessions, request, timeout_s)
         return [session async for page in pages for session in page.sessions]
 
-    async def _pages(
-        self, method: Any, request: Any, timeout_s: float | None
-    ) -> AsyncGenerator[Any, None]:
-        """Read all pages of a list, within ``timeout_s`` in all."""
-        deadline = self._connection.deadline(timeout_s)
-        while True:
-            page = await self._connection.call(method, request, deadline.remaining_s)
-            yield page
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
+    async def list_sequences(
+        self, session: SessionRef, *, timeout_s: float | None = None
+    ) -> list[SequenceState]:
+        """Get the states of all sequences of a session of the caller's tenant, such as
+        ``list_sessions`` finds, ids ascending. Renews no lease.
+        """
+        return await list_sequences(self._connection, self._stub, session, (), timeout_s)
 
     async def wait_ready(
         self, pool_id: str, timeout_s: float | None = None

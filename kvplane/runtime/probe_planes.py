@@ -92,7 +92,7 @@ class _Plane:
             changes=self._changes,
             spans=plan_pb2.Spans(
                 sequence_ids=columns.pack(columns.INT64, (i + 1 for i in ids)),
-                first_positions=columns.pack(columns.INT64, first_positions),
+                first_positions=columns.pack(columns.INT32, first_positions),
                 num_tokens=columns.pack(columns.INT32, num_tokens),
             ),
         )

@@ -29,15 +29,19 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.results import (
+    BlockTable,
     SequenceState,
     StepResult,
+    block_table,
     error_of,
     sequence_states,
 )
+from kvplane.session.sequences import list_sequences
 from kvplane.session.step_numbering import AbandonedResult, Send, Steps
 from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
 from kvplane.transport.stream import Stream
+from kvplane.wire import columns
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1.types_pb2 import SignedPayload
@@ -101,11 +105,9 @@ class Session:
         self.pool_id = request.pool_id
         self.client_name = request.client_name
         self.namespace = request.namespace
-        self.layout = Layout.from_proto(response.layout)
+        self.layout = Layout.from_proto(request.layout)
         self.grant = response.grant
         self.shards = tuple(response.shards)
-        self.num_device_blocks = response.num_device_blocks
-        self.num_host_blocks = response.num_host_blocks
         self.max_plans_in_flight = response.max_plans_in_flight
         self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
         self._open_again = open_again
@@ -238,7 +240,7 @@ class Session:
         for sequence_id, outcome in zip(sequences, result.results, strict=True):
             if not outcome.failures:
                 cached[sequence_id] = outcome.admit.num_cached_tokens
-            elif outcome.failures[0].status != pb.OPERATION_STATUS_LATER:
+            elif outcome.failures[0].status != pb.ITEM_STATUS_LATER:
                 self._steps.abandoned.append(AbandonedResult(self.last_number, result))
                 raise error_of(outcome.failures[0])
         return ReadmitResult(cached, result.plan)
@@ -300,38 +302,39 @@ class Session:
 
     # Queries, which change nothing and have no number: they may be made while a step runs.
 
-    async def check(
+    async def validate(
         self, operations: Iterable[pb.Operation], *, timeout_s: float | None = None
     ) -> list[pb.OperationResult]:
         """Return what a step of each operation alone would answer now, with one item of it at a
-        time. Nothing is reserved: another session may come first.
+        time. Nothing is reserved: another session may come first. Renews no lease.
         """
-        request = pb.CheckOperationsRequest(session=self.ref, operations=operations)
-        response: pb.CheckOperationsResponse = await self._connection.call(
-            self._stub.CheckOperations, request, timeout_s
-        )
+        request = pb.StepRequest(session=self.ref, operations=operations, validate_only=True)
+        response: pb.StepResponse = await self._connection.call(self._stub.Step, request, timeout_s)
         return list(response.results)
 
-    async def block_table(
-        self, sequence_id: int, *, timeout_s: float | None = None
-    ) -> pb.GetBlockTableResponse:
-        """Get a sequence's block table. Raises SequenceNotFoundError."""
-        request = pb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
-        response: pb.GetBlockTableResponse = await self._connection.call(
-            self._stub.GetBlockTable, request, timeout_s
-        )
-        return response
+    async def list_sequences(
+        self, sequence_ids: ops.Column = (), *, timeout_s: float | None = None
+    ) -> list[SequenceState]:
+        """Get the states of these sequences, or of all for none, ids ascending. Renews no lease.
+        Raises SequenceNotFoundError.
+        """
+        return await list_sequences(self._connection, self._stub, self.ref, sequence_ids, timeout_s)
 
-    async def describe_sequence(
+    async def get_block_table(
         self, sequence_id: int, *, timeout_s: float | None = None
-    ) -> SequenceState:
-        """Get the state of a sequence. Raises SequenceNotFoundError."""
-        request = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
-        response: pb.DescribeSequenceResponse = await self._connection.call(
-            self._stub.DescribeSequence, request, timeout_s
+    ) -> list[BlockTable]:
+        """Get a sequence's block table in each layer group. Renews no lease. Raises
+        SequenceNotFoundError.
+        """
+        request = pb.ListSequencesRequest(
+            session=self.ref,
+            sequence_ids=columns.pack(columns.INT64, [sequence_id]),
+            with_tables=True,
         )
-        (state,) = sequence_states(response.sequences)
-        return state
+        response: pb.ListSequencesResponse = await self._connection.call(
+            self._stub.ListSequences, request, timeout_s
+        )
+        return [block_table(each) for each in response.tables]
 
     # Helpers.
 

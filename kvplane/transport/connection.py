@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -43,6 +43,18 @@ class Connection:
         deadline = self.deadline(timeout_s)
         async with deadline.guard():
             return await retry_until(deadline, lambda: self.attempt(method, request, deadline))
+
+    async def pages(
+        self, method: Callable[..., Any], request: Any, timeout_s: float | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Yield all pages of a list, within ``timeout_s`` in all."""
+        deadline = self.deadline(timeout_s)
+        while True:
+            page = await self.call(method, request, deadline.remaining_s)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     async def attempt(
         self, method: Callable[..., Any], request: Message, deadline: Deadline

@@ -23,11 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
-from kvplane.v1 import session_pb2 as kvplane_dot_v1_dot_session__pb2
 from kvplane.v1 import types_pb2 as kvplane_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvplane/v1/pool.proto\x12\nkvplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18kvplane/v1/session.proto\x1a\x16kvplane/v1/types.proto\"\x16\n\x14GetServerInfoRequest\"\x84\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07pool_id\x18\x03 \x01(\t\x12$\n\x05shard\x18\x04 \x01(\x0b\x32\x15.kvplane.v1.ShardInfo\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"9\n\x10ListPoolsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\">\n\x11ListPoolsResponse\x12\x10\n\x08pool_ids\x18\x01 \x03(\t\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x0eGetPoolRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\x91\x01\n\x0fGetPoolResponse\x12\"\n\x06layout\x18\x01 \x01(\x0b\x32\x12.kvplane.v1.Layout\x12%\n\x06shards\x18\x02 \x03(\x0b\x32\x15.kvplane.v1.ShardInfo\x12\r\n\x05ready\x18\x03 \x01(\x08\x12$\n\x05usage\x18\x04 \x03(\x0b\x32\x15.kvplane.v1.TierUsage\")\n\x16GetPoolCountersRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\x8f\x01\n\x17GetPoolCountersResponse\x12\x43\n\x08\x63ounters\x18\x01 \x03(\x0b\x32\x31.kvplane.v1.GetPoolCountersResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"a\n\x13ListSessionsRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\x03\"]\n\x14ListSessionsResponse\x12,\n\x08sessions\x18\x01 \x03(\x0b\x32\x1a.kvplane.v1.SessionSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xa3\x02\n\x0eSessionSummary\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.kvplane.v1.SessionRef\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x15\n\rnum_sequences\x18\x04 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\x05\x12\x1b\n\x13num_plans_in_flight\x18\x06 \x01(\x05\x12\x13\n\x0blast_number\x18\x07 \x01(\x03\x12/\n\x0ctime_to_live\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\tsequences\x18\t \x01(\x0b\x32\x1a.kvplane.v1.SequenceStates2e\n\rServerService\x12T\n\rGetServerInfo\x12 .kvplane.v1.GetServerInfoRequest\x1a!.kvplane.v1.GetServerInfoResponse2\xdc\x02\n\x0bPoolService\x12H\n\tListPools\x12\x1c.kvplane.v1.ListPoolsRequest\x1a\x1d.kvplane.v1.ListPoolsResponse\x12\x42\n\x07GetPool\x12\x1a.kvplane.v1.GetPoolRequest\x1a\x1b.kvplane.v1.GetPoolResponse\x12\x63\n\x0fGetPoolCounters\x12\".kvplane.v1.GetPoolCountersRequest\x1a#.kvplane.v1.GetPoolCountersResponse\"\x07\xba\xd7\x18\x03\n\x01\x03\x12Z\n\x0cListSessions\x12\x1f.kvplane.v1.ListSessionsRequest\x1a .kvplane.v1.ListSessionsResponse\"\x07\xba\xd7\x18\x03\n\x01\x03\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvplane/v1/pool.proto\x12\nkvplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvplane/v1/types.proto\"\x16\n\x14GetServerInfoRequest\"\x84\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07pool_id\x18\x03 \x01(\t\x12$\n\x05shard\x18\x04 \x01(\x0b\x32\x15.kvplane.v1.ShardInfo\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"9\n\x10ListPoolsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\">\n\x11ListPoolsResponse\x12\x10\n\x08pool_ids\x18\x01 \x03(\t\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x0eGetPoolRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\x91\x01\n\x0fGetPoolResponse\x12\"\n\x06layout\x18\x01 \x01(\x0b\x32\x12.kvplane.v1.Layout\x12%\n\x06shards\x18\x02 \x03(\x0b\x32\x15.kvplane.v1.ShardInfo\x12\r\n\x05ready\x18\x03 \x01(\x08\x12$\n\x05usage\x18\x04 \x03(\x0b\x32\x15.kvplane.v1.TierUsage\")\n\x16GetPoolCountersRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\x8f\x01\n\x17GetPoolCountersResponse\x12\x43\n\x08\x63ounters\x18\x01 \x03(\x0b\x32\x31.kvplane.v1.GetPoolCountersResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"M\n\x13ListSessionsRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"]\n\x14ListSessionsResponse\x12,\n\x08sessions\x18\x01 \x03(\x0b\x32\x1a.kvplane.v1.SessionSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xf4\x01\n\x0eSessionSummary\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.kvplane.v1.SessionRef\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x15\n\rnum_sequences\x18\x04 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\x05\x12\x1b\n\x13num_plans_in_flight\x18\x06 \x01(\x05\x12\x13\n\x0blast_number\x18\x07 \x01(\x03\x12/\n\x0ctime_to_live\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration2e\n\rServerService\x12T\n\rGetServerInfo\x12 .kvplane.v1.GetServerInfoRequest\x1a!.kvplane.v1.GetServerInfoResponse2\xdc\x02\n\x0bPoolService\x12H\n\tListPools\x12\x1c.kvplane.v1.ListPoolsRequest\x1a\x1d.kvplane.v1.ListPoolsResponse\x12\x42\n\x07GetPool\x12\x1a.kvplane.v1.GetPoolRequest\x1a\x1b.kvplane.v1.GetPoolResponse\x12\x63\n\x0fGetPoolCounters\x12\".kvplane.v1.GetPoolCountersRequest\x1a#.kvplane.v1.GetPoolCountersResponse\"\x07\xba\xd7\x18\x03\n\x01\x03\x12Z\n\x0cListSessions\x12\x1f.kvplane.v1.ListSessionsRequest\x1a .kvplane.v1.ListSessionsResponse\"\x07\xba\xd7\x18\x03\n\x01\x03\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,32 +40,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLSERVICE'].methods_by_name['GetPoolCounters']._serialized_options = b'\272\327\030\003\n\001\003'
   _globals['_POOLSERVICE'].methods_by_name['ListSessions']._loaded_options = None
   _globals['_POOLSERVICE'].methods_by_name['ListSessions']._serialized_options = b'\272\327\030\003\n\001\003'
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=119
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=141
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=144
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=276
-  _globals['_LISTPOOLSREQUEST']._serialized_start=278
-  _globals['_LISTPOOLSREQUEST']._serialized_end=335
-  _globals['_LISTPOOLSRESPONSE']._serialized_start=337
-  _globals['_LISTPOOLSRESPONSE']._serialized_end=399
-  _globals['_GETPOOLREQUEST']._serialized_start=401
-  _globals['_GETPOOLREQUEST']._serialized_end=434
-  _globals['_GETPOOLRESPONSE']._serialized_start=437
-  _globals['_GETPOOLRESPONSE']._serialized_end=582
-  _globals['_GETPOOLCOUNTERSREQUEST']._serialized_start=584
-  _globals['_GETPOOLCOUNTERSREQUEST']._serialized_end=625
-  _globals['_GETPOOLCOUNTERSRESPONSE']._serialized_start=628
-  _globals['_GETPOOLCOUNTERSRESPONSE']._serialized_end=771
-  _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_start=724
-  _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_end=771
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=773
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=870
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=872
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=965
-  _globals['_SESSIONSUMMARY']._serialized_start=968
-  _globals['_SESSIONSUMMARY']._serialized_end=1259
-  _globals['_SERVERSERVICE']._serialized_start=1261
-  _globals['_SERVERSERVICE']._serialized_end=1362
-  _globals['_POOLSERVICE']._serialized_start=1365
-  _globals['_POOLSERVICE']._serialized_end=1713
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=93
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=115
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=118
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=250
+  _globals['_LISTPOOLSREQUEST']._serialized_start=252
+  _globals['_LISTPOOLSREQUEST']._serialized_end=309
+  _globals['_LISTPOOLSRESPONSE']._serialized_start=311
+  _globals['_LISTPOOLSRESPONSE']._serialized_end=373
+  _globals['_GETPOOLREQUEST']._serialized_start=375
+  _globals['_GETPOOLREQUEST']._serialized_end=408
+  _globals['_GETPOOLRESPONSE']._serialized_start=411
+  _globals['_GETPOOLRESPONSE']._serialized_end=556
+  _globals['_GETPOOLCOUNTERSREQUEST']._serialized_start=558
+  _globals['_GETPOOLCOUNTERSREQUEST']._serialized_end=599
+  _globals['_GETPOOLCOUNTERSRESPONSE']._serialized_start=602
+  _globals['_GETPOOLCOUNTERSRESPONSE']._serialized_end=745
+  _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_start=698
+  _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_end=745
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=747
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=824
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=826
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=919
+  _globals['_SESSIONSUMMARY']._serialized_start=922
+  _globals['_SESSIONSUMMARY']._serialized_end=1166
+  _globals['_SERVERSERVICE']._serialized_start=1168
+  _globals['_SERVERSERVICE']._serialized_end=1269
+  _globals['_POOLSERVICE']._serialized_start=1272
+  _globals['_POOLSERVICE']._serialized_end=1620
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,4 @@
 from google.protobuf import duration_pb2 as _duration_pb2
-from kvplane.v1 import session_pb2 as _session_pb2
 from kvplane.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -81,16 +80,14 @@ class GetPoolCountersResponse(_message.Message):
     def __init__(self, counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
-    __slots__ = ("pool_id", "page_size", "page_token", "session_id")
+    __slots__ = ("pool_id", "page_size", "page_token")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     page_size: int
     page_token: str
-    session_id: int
-    def __init__(self, pool_id: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., session_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, pool_id: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListSessionsResponse(_message.Message):
     __slots__ = ("sessions", "next_page_token")
@@ -101,7 +98,7 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class SessionSummary(_message.Message):
-    __slots__ = ("session", "client_name", "namespace", "num_sequences", "num_held_blocks", "num_plans_in_flight", "last_number", "time_to_live", "sequences")
+    __slots__ = ("session", "client_name", "namespace", "num_sequences", "num_held_blocks", "num_plans_in_flight", "last_number", "time_to_live")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -110,7 +107,6 @@ class SessionSummary(_message.Message):
     NUM_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
     client_name: str
     namespace: str
@@ -119,5 +115,4 @@ class SessionSummary(_message.Message):
     num_plans_in_flight: int
     last_number: int
     time_to_live: _duration_pb2.Duration
-    sequences: _session_pb2.SequenceStates
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., client_name: _Optional[str] = ..., namespace: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., last_number: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequences: _Optional[_Union[_session_pb2.SequenceStates, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., client_name: _Optional[str] = ..., namespace: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., last_number: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...

@@ -18,20 +18,19 @@ class CutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CUT_REASON_IDLE: _ClassVar[CutReason]
     CUT_REASON_IMPOSSIBLE: _ClassVar[CutReason]
 
-class OperationStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class ItemStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    OPERATION_STATUS_UNSPECIFIED: _ClassVar[OperationStatus]
-    OPERATION_STATUS_OK: _ClassVar[OperationStatus]
-    OPERATION_STATUS_LATER: _ClassVar[OperationStatus]
-    OPERATION_STATUS_NEVER: _ClassVar[OperationStatus]
-    OPERATION_STATUS_FAILED: _ClassVar[OperationStatus]
+    ITEM_STATUS_UNSPECIFIED: _ClassVar[ItemStatus]
+    ITEM_STATUS_LATER: _ClassVar[ItemStatus]
+    ITEM_STATUS_NEVER: _ClassVar[ItemStatus]
+    ITEM_STATUS_FAILED: _ClassVar[ItemStatus]
 
 class ShortageReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SHORTAGE_REASON_UNSPECIFIED: _ClassVar[ShortageReason]
     SHORTAGE_REASON_BLOCKS: _ClassVar[ShortageReason]
     SHORTAGE_REASON_HEADROOM: _ClassVar[ShortageReason]
-    SHORTAGE_REASON_LINE: _ClassVar[ShortageReason]
+    SHORTAGE_REASON_QUEUE: _ClassVar[ShortageReason]
     SHORTAGE_REASON_GROWTH: _ClassVar[ShortageReason]
     SHORTAGE_REASON_QUOTA: _ClassVar[ShortageReason]
 CUT_REASON_UNSPECIFIED: CutReason
@@ -40,15 +39,14 @@ CUT_REASON_TURN: CutReason
 CUT_REASON_QUOTA: CutReason
 CUT_REASON_IDLE: CutReason
 CUT_REASON_IMPOSSIBLE: CutReason
-OPERATION_STATUS_UNSPECIFIED: OperationStatus
-OPERATION_STATUS_OK: OperationStatus
-OPERATION_STATUS_LATER: OperationStatus
-OPERATION_STATUS_NEVER: OperationStatus
-OPERATION_STATUS_FAILED: OperationStatus
+ITEM_STATUS_UNSPECIFIED: ItemStatus
+ITEM_STATUS_LATER: ItemStatus
+ITEM_STATUS_NEVER: ItemStatus
+ITEM_STATUS_FAILED: ItemStatus
 SHORTAGE_REASON_UNSPECIFIED: ShortageReason
 SHORTAGE_REASON_BLOCKS: ShortageReason
 SHORTAGE_REASON_HEADROOM: ShortageReason
-SHORTAGE_REASON_LINE: ShortageReason
+SHORTAGE_REASON_QUEUE: ShortageReason
 SHORTAGE_REASON_GROWTH: ShortageReason
 SHORTAGE_REASON_QUOTA: ShortageReason
 
@@ -65,24 +63,18 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., client_name: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session", "time_to_live", "max_plans_in_flight", "grant", "shards", "layout", "num_device_blocks", "num_host_blocks")
+    __slots__ = ("session", "time_to_live", "max_plans_in_flight", "grant", "shards")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
     MAX_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
     time_to_live: _duration_pb2.Duration
     max_plans_in_flight: int
     grant: _types_pb2.SignedPayload
     shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardInfo]
-    layout: _types_pb2.Layout
-    num_device_blocks: int
-    num_host_blocks: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.ShardInfo, _Mapping]]] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -107,40 +99,22 @@ class CloseSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session", "number", "operations", "receipts", "deferred_tokens", "traceparent")
+    __slots__ = ("session", "number", "operations", "receipts", "deferred_tokens", "traceparent", "validate_only")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     DEFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
     number: int
     operations: _containers.RepeatedCompositeFieldContainer[Operation]
     receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
     deferred_tokens: DeferredTokens
     traceparent: str
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
-
-class News(_message.Message):
-    __slots__ = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_num_blocks", "cut_sequence_ids", "cut_reasons", "num_blocks_asked", "asked_within", "asked_sequence_ids")
-    GRANTED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CUT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    CUT_REASONS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
-    ASKED_WITHIN_FIELD_NUMBER: _ClassVar[int]
-    ASKED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    granted_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    granted_num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
-    granted_num_blocks: _containers.RepeatedScalarFieldContainer[int]
-    cut_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    cut_reasons: _containers.RepeatedScalarFieldContainer[CutReason]
-    num_blocks_asked: int
-    asked_within: _duration_pb2.Duration
-    asked_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, granted_sequence_ids: _Optional[_Iterable[int]] = ..., granted_num_cached_tokens: _Optional[_Iterable[int]] = ..., granted_num_blocks: _Optional[_Iterable[int]] = ..., cut_sequence_ids: _Optional[_Iterable[int]] = ..., cut_reasons: _Optional[_Iterable[_Union[CutReason, str]]] = ..., num_blocks_asked: _Optional[int] = ..., asked_within: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., asked_sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    validate_only: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ..., traceparent: _Optional[str] = ..., validate_only: bool = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("results", "plan", "usage", "revision", "news")
@@ -178,6 +152,26 @@ class StreamStepsResponse(_message.Message):
     news: News
     def __init__(self, number: _Optional[int] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., abort: _Optional[_Union[AbortPlansResponse, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
 
+class News(_message.Message):
+    __slots__ = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_num_blocks", "cut_sequence_ids", "cut_reasons", "num_blocks_asked", "asked_within", "asked_sequence_ids")
+    GRANTED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CUT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    CUT_REASONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_WITHIN_FIELD_NUMBER: _ClassVar[int]
+    ASKED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    granted_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    granted_num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    granted_num_blocks: _containers.RepeatedScalarFieldContainer[int]
+    cut_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    cut_reasons: _containers.RepeatedScalarFieldContainer[CutReason]
+    num_blocks_asked: int
+    asked_within: _duration_pb2.Duration
+    asked_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, granted_sequence_ids: _Optional[_Iterable[int]] = ..., granted_num_cached_tokens: _Optional[_Iterable[int]] = ..., granted_num_blocks: _Optional[_Iterable[int]] = ..., cut_sequence_ids: _Optional[_Iterable[int]] = ..., cut_reasons: _Optional[_Iterable[_Union[CutReason, str]]] = ..., num_blocks_asked: _Optional[int] = ..., asked_within: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., asked_sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class DeferredTokens(_message.Message):
     __slots__ = ("sequence_ids", "admitted_by", "first_positions", "num_tokens", "token_ids")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -193,25 +187,27 @@ class DeferredTokens(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., admitted_by: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Operation(_message.Message):
-    __slots__ = ("admit", "append", "fork", "free", "swap_out", "swap_in", "truncate")
+    __slots__ = ("admit", "append", "fork", "free", "swap", "truncate", "pin", "unpin")
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
-    SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
-    SWAP_IN_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
     admit: Admit
     append: Append
     fork: Fork
     free: Free
-    swap_out: SwapOut
-    swap_in: SwapIn
+    swap: Swap
     truncate: Truncate
-    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., swap_out: _Optional[_Union[SwapOut, _Mapping]] = ..., swap_in: _Optional[_Union[SwapIn, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ...) -> None: ...
+    pin: Pin
+    unpin: Unpin
+    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., swap: _Optional[_Union[Swap, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("sequence_id", "token_ids", "num_compute_tokens", "max_total_tokens", "skip_prefix_lookup", "fork_sequence_ids", "wait")
+    __slots__ = ("sequence_id", "token_ids", "num_compute_tokens", "max_total_tokens", "skip_prefix_lookup", "fork_sequence_ids", "wait", "ends_with_plan", "checkpoint_position")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +215,8 @@ class Admit(_message.Message):
     SKIP_PREFIX_LOOKUP_FIELD_NUMBER: _ClassVar[int]
     FORK_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    ENDS_WITH_PLAN_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_POSITION_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_compute_tokens: int
@@ -226,23 +224,27 @@ class Admit(_message.Message):
     skip_prefix_lookup: bool
     fork_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     wait: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ..., fork_sequence_ids: _Optional[_Iterable[int]] = ..., wait: bool = ...) -> None: ...
+    ends_with_plan: bool
+    checkpoint_position: int
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ..., fork_sequence_ids: _Optional[_Iterable[int]] = ..., wait: bool = ..., ends_with_plan: bool = ..., checkpoint_position: _Optional[int] = ...) -> None: ...
 
 class Append(_message.Message):
-    __slots__ = ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids", "num_lookahead_slots")
+    __slots__ = ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids", "num_lookahead_slots", "checkpoint_positions")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOOKAHEAD_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     first_positions: _containers.RepeatedScalarFieldContainer[int]
     num_slots: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_lookahead_slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., num_slots: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_lookahead_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    checkpoint_positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., num_slots: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_lookahead_slots: _Optional[_Iterable[int]] = ..., checkpoint_positions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("parent_sequence_ids", "sequence_ids")
@@ -258,17 +260,13 @@ class Free(_message.Message):
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class SwapOut(_message.Message):
-    __slots__ = ("sequence_ids",)
+class Swap(_message.Message):
+    __slots__ = ("sequence_ids", "tier")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class SwapIn(_message.Message):
-    __slots__ = ("sequence_ids",)
-    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    tier: _types_pb2.Tier
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_types_pb2.Tier, str]] = ...) -> None: ...
 
 class Truncate(_message.Message):
     __slots__ = ("sequence_ids", "num_tokens")
@@ -278,55 +276,39 @@ class Truncate(_message.Message):
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Pin(_message.Message):
+    __slots__ = ("pin_ids", "num_tokens", "token_ids")
+    PIN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    pin_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pin_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Unpin(_message.Message):
+    __slots__ = ("pin_ids",)
+    PIN_IDS_FIELD_NUMBER: _ClassVar[int]
+    pin_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pin_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class OperationResult(_message.Message):
-    __slots__ = ("failures", "admit", "append", "fork", "free", "swap_out", "swap_in", "truncate")
+    __slots__ = ("failures", "admit", "num_table_blocks", "num_released_blocks", "num_swapped_blocks", "num_pinned_blocks", "pin_grant")
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
-    APPEND_FIELD_NUMBER: _ClassVar[int]
-    FORK_FIELD_NUMBER: _ClassVar[int]
-    FREE_FIELD_NUMBER: _ClassVar[int]
-    SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
-    SWAP_IN_FIELD_NUMBER: _ClassVar[int]
-    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PIN_GRANT_FIELD_NUMBER: _ClassVar[int]
     failures: _containers.RepeatedCompositeFieldContainer[ItemFailure]
     admit: AdmitResult
-    append: AppendResult
-    fork: ForkResult
-    free: FreeResult
-    swap_out: SwapResult
-    swap_in: SwapResult
-    truncate: TruncateResult
-    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., append: _Optional[_Union[AppendResult, _Mapping]] = ..., fork: _Optional[_Union[ForkResult, _Mapping]] = ..., free: _Optional[_Union[FreeResult, _Mapping]] = ..., swap_out: _Optional[_Union[SwapResult, _Mapping]] = ..., swap_in: _Optional[_Union[SwapResult, _Mapping]] = ..., truncate: _Optional[_Union[TruncateResult, _Mapping]] = ...) -> None: ...
-
-class ItemFailure(_message.Message):
-    __slots__ = ("item", "status", "error", "shortage")
-    ITEM_FIELD_NUMBER: _ClassVar[int]
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    SHORTAGE_FIELD_NUMBER: _ClassVar[int]
-    item: int
-    status: OperationStatus
-    error: _types_pb2.Error
-    shortage: Shortage
-    def __init__(self, item: _Optional[int] = ..., status: _Optional[_Union[OperationStatus, str]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., shortage: _Optional[_Union[Shortage, _Mapping]] = ...) -> None: ...
-
-class Shortage(_message.Message):
-    __slots__ = ("tier", "num_blocks_needed", "num_blocks_available", "num_blocks_pending", "reason", "place_in_line", "retry_delay")
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_PENDING_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    PLACE_IN_LINE_FIELD_NUMBER: _ClassVar[int]
-    RETRY_DELAY_FIELD_NUMBER: _ClassVar[int]
-    tier: _types_pb2.Tier
-    num_blocks_needed: int
-    num_blocks_available: int
-    num_blocks_pending: int
-    reason: ShortageReason
-    place_in_line: int
-    retry_delay: _duration_pb2.Duration
-    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks_needed: _Optional[int] = ..., num_blocks_available: _Optional[int] = ..., num_blocks_pending: _Optional[int] = ..., reason: _Optional[_Union[ShortageReason, str]] = ..., place_in_line: _Optional[int] = ..., retry_delay: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    num_table_blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_released_blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_swapped_blocks: int
+    num_pinned_blocks: _containers.RepeatedScalarFieldContainer[int]
+    pin_grant: _types_pb2.SignedPayload
+    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., num_table_blocks: _Optional[_Iterable[int]] = ..., num_released_blocks: _Optional[_Iterable[int]] = ..., num_swapped_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[_Iterable[int]] = ..., pin_grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class AdmitResult(_message.Message):
     __slots__ = ("num_cached_tokens", "num_blocks", "num_scheduled_tokens")
@@ -338,49 +320,35 @@ class AdmitResult(_message.Message):
     num_scheduled_tokens: int
     def __init__(self, num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ...) -> None: ...
 
-class AppendResult(_message.Message):
-    __slots__ = ("num_blocks",)
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+class ItemFailure(_message.Message):
+    __slots__ = ("item", "status", "error", "shortage")
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SHORTAGE_FIELD_NUMBER: _ClassVar[int]
+    item: int
+    status: ItemStatus
+    error: _types_pb2.Error
+    shortage: Shortage
+    def __init__(self, item: _Optional[int] = ..., status: _Optional[_Union[ItemStatus, str]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., shortage: _Optional[_Union[Shortage, _Mapping]] = ...) -> None: ...
 
-class ForkResult(_message.Message):
-    __slots__ = ("num_blocks",)
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class FreeResult(_message.Message):
-    __slots__ = ("num_released_blocks",)
-    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_released_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_released_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class SwapResult(_message.Message):
-    __slots__ = ("num_blocks",)
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
-
-class TruncateResult(_message.Message):
-    __slots__ = ("num_released_blocks",)
-    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_released_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_released_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class CheckOperationsRequest(_message.Message):
-    __slots__ = ("session", "operations")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
-    session: _types_pb2.SessionRef
-    operations: _containers.RepeatedCompositeFieldContainer[Operation]
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ...) -> None: ...
-
-class CheckOperationsResponse(_message.Message):
-    __slots__ = ("results",)
-    RESULTS_FIELD_NUMBER: _ClassVar[int]
-    results: _containers.RepeatedCompositeFieldContainer[OperationResult]
-    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ...) -> None: ...
+class Shortage(_message.Message):
+    __slots__ = ("tier", "num_blocks_needed", "num_blocks_available", "num_blocks_pending", "reason", "queue_position", "retry_delay")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_PENDING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    RETRY_DELAY_FIELD_NUMBER: _ClassVar[int]
+    tier: _types_pb2.Tier
+    num_blocks_needed: int
+    num_blocks_available: int
+    num_blocks_pending: int
+    reason: ShortageReason
+    queue_position: int
+    retry_delay: _duration_pb2.Duration
+    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks_needed: _Optional[int] = ..., num_blocks_available: _Optional[int] = ..., num_blocks_pending: _Optional[int] = ..., reason: _Optional[_Union[ShortageReason, str]] = ..., queue_position: _Optional[int] = ..., retry_delay: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AbortPlansRequest(_message.Message):
     __slots__ = ("session", "number", "receipts", "plan_number", "whole_tables")
@@ -404,35 +372,29 @@ class AbortPlansResponse(_message.Message):
     plan: _types_pb2.SignedPayload
     def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
-class GetBlockTableRequest(_message.Message):
-    __slots__ = ("session", "sequence_id")
+class ListSequencesRequest(_message.Message):
+    __slots__ = ("session", "sequence_ids", "with_tables", "page_size", "page_token")
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    WITH_TABLES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
-    sequence_id: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., sequence_id: _Optional[int] = ...) -> None: ...
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    with_tables: bool
+    page_size: int
+    page_token: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., with_tables: bool = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
-class GetBlockTableResponse(_message.Message):
-    __slots__ = ("tables", "num_tokens")
-    TABLES_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tables: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
-    num_tokens: int
-    def __init__(self, tables: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
-
-class DescribeSequenceRequest(_message.Message):
-    __slots__ = ("session", "sequence_id")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    session: _types_pb2.SessionRef
-    sequence_id: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., sequence_id: _Optional[int] = ...) -> None: ...
-
-class DescribeSequenceResponse(_message.Message):
-    __slots__ = ("sequences",)
+class ListSequencesResponse(_message.Message):
+    __slots__ = ("sequences", "tables", "next_page_token")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     sequences: SequenceStates
-    def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
+    next_page_token: str
+    def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class SequenceStates(_message.Message):
     __slots__ = ("sequence_ids", "admitted_by", "num_tokens", "num_scheduled_tokens", "num_written_tokens", "num_cached_tokens", "num_blocks", "tiers")

@@ -209,7 +209,7 @@ async def test_another_tenants_session_is_as_if_there_were_none(
             lambda s: stub.RenewSession(cpb.RenewSessionRequest(session=s)),
             lambda s: stub.CloseSession(cpb.CloseSessionRequest(session=s)),
             lambda s: stub.AbortPlans(cpb.AbortPlansRequest(session=s, number=1)),
-            lambda s: stub.GetBlockTable(cpb.GetBlockTableRequest(session=s, sequence_id=1)),
+            lambda s: stub.ListSequences(cpb.ListSequencesRequest(session=s)),
             lambda s: stub.Step(cpb.StepRequest(session=s, number=1)),
         ):
             metrics = peers.control.metrics

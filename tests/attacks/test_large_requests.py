@@ -44,7 +44,7 @@ def step(session: tpb.SessionRef, more: bytes) -> bytes:
 
 def open_with(layout: bytes) -> bytes:
     request = pb.OpenSessionRequest(pool_id="pool")
-    return request.SerializeToString() + delimited(3, layout)
+    return request.SerializeToString() + delimited(2, layout)
 
 
 def layers(num: int) -> bytes:
@@ -90,8 +90,10 @@ REFUSED: dict[str, tuple[str, Request, str]] = {
         "operations",
     ),
     "operations to check": (
-        "CheckOperations",
-        lambda s: pb.CheckOperationsRequest(session=s).SerializeToString() + b"\x12\x00" * MIB,
+        "Step",
+        lambda s: (
+            pb.StepRequest(session=s, validate_only=True).SerializeToString() + b"\x1a\x00" * MIB
+        ),
         "operations",
     ),
     "layers": ("OpenSession", lambda s: open_with(layers(10**6)), "layout.groups.layers"),

@@ -124,7 +124,7 @@ def test_a_full_pool_says_later_and_takes_the_same_prompt_once_something_was_fre
             async with await client.open_session(POOL, layout) as session:
                 admissions = [ops.admit(i, [i] * 40) for i in range(1, 10)]
                 results = (await session.step(admissions)).results
-                later = session_pb2.OPERATION_STATUS_LATER
+                later = session_pb2.ITEM_STATUS_LATER
                 full = [[f.status for f in r.failures] == [later] for r in results]
                 first = full.index(True)
                 assert first >= NUM_DEVICE_BLOCKS // 3 - 1

@@ -105,8 +105,8 @@ async def moves(control: ControlClient, address: str) -> None:
         for operations in (
             [ops.admit(1, range(300, 330))],
             [ops.fork(1, 2), ops.append(2, [7], 1, first_positions=30)],
-            [ops.swap_out([2])],
-            [ops.swap_in([2])],
+            [ops.swap([2], "host")],
+            [ops.swap([2], "device")],
         ):
             result = (await session.step(operations)).raise_for_status()
             await execute(session, execution, result.plan)

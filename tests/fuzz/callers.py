@@ -17,7 +17,8 @@ from kvplane import ops
 from kvplane.integrations.push import chunks
 from kvplane.integrations.push import push_pb2 as ppb
 from kvplane.shard import Shard
-from kvplane.wire import protocol, signing
+from kvplane.wire import columns, protocol, signing
+from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -40,6 +41,7 @@ from tests.helpers.data.plan_author import (
     trim,
     truncate,
 )
+from tests.helpers.planning import registration_messages
 
 Requests = list[tuple[str, list[Message]]]
 """Method of a service, and what is sent: several messages for a stream."""
@@ -117,15 +119,17 @@ class Engine:
             "Step": lambda: [self._step(rng)],
             "StreamSteps": lambda: [self._on_a_stream(rng) for _ in range(rng.randrange(1, 5))],
             "AbortPlans": lambda: [self._abort(rng)],
-            "GetBlockTable": lambda: [cpb.GetBlockTableRequest(session=ref_, sequence_id=1)],
-            "CheckOperations": lambda: [
-                cpb.CheckOperationsRequest(session=ref_, operations=self._operations(rng))
+            "ListSequences": lambda: [
+                cpb.ListSequencesRequest(
+                    session=ref_,
+                    sequence_ids=columns.pack(INT64, [1]),
+                    with_tables=rng.random() < 0.5,
+                )
             ],
             "FindPrefix": lambda: [_search(rng)],
             "WatchPrefixes": lambda: [prefix_pb2.WatchPrefixesRequest(pool_id="pool")],
             "RetainPrefix": lambda: [_retention(rng)],
             "ForgetPrefixes": lambda: [_forgetting(rng)],
-            "DescribeSequence": lambda: [cpb.DescribeSequenceRequest(session=ref_, sequence_id=1)],
             "GetPoolCounters": lambda: [pool_pb2.GetPoolCountersRequest(pool_id="pool")],
             "ListSessions": lambda: [pool_pb2.ListSessionsRequest(pool_id="pool")],
             "Register": lambda: self._registration(rng),
@@ -149,7 +153,7 @@ class Engine:
     def opening(self) -> cpb.OpenSessionRequest:
         return cpb.OpenSessionRequest(
             pool_id="pool",
-            layout=tpb.Layout(fingerprint=self.opened.layout.fingerprint),
+            layout=tpb.Layout(fingerprint=registration_messages.LAYOUT.fingerprint),
             client_name="fuzz",
         )
 
@@ -189,8 +193,8 @@ class Engine:
             lambda: ops.truncate(some, rng.randrange(length)),
             lambda: ops.fork(some, some + 20),
             lambda: ops.free([some]),
-            lambda: ops.swap_out([some]),
-            lambda: ops.swap_in([some]),
+            lambda: ops.swap([some], "host"),
+            lambda: ops.swap([some], "device"),
         )
         return [rng.choice(made)() for _ in range(rng.randrange(1, 4))]
 

@@ -65,7 +65,7 @@ def append(world: World, session: Session) -> None:
 
 def truncate(world: World, session: Session) -> None:
     num = world.data.ConsumeIntInRange(0, 2)
-    world.pool.truncate(session.handle, world.some_ids(session, num), world.column(8, num, 20))
+    world.pool.truncate(session.handle, world.some_ids(session, num), world.column(4, num, 20))
 
 
 def fork(world: World, session: Session) -> None:
@@ -119,7 +119,7 @@ def check(world: World, session: Session) -> None:
     for call, *columns in (
         (pool.admit, world.number(9), tokens, ids, num, 48, False, headroom),
         (pool.append, ids, world.positions(session, ids), numbers, bytes(4 * num), b"", numbers),
-        (pool.truncate, ids, world.column(8, num, 20)),
+        (pool.truncate, ids, world.column(4, num, 20)),
         (pool.fork, ids, world.ids(num)),
         (pool.free, ids),
         (pool.swap, ids, world.tier(), headroom),
@@ -130,7 +130,11 @@ def check(world: World, session: Session) -> None:
 
 
 def _shown(world: World, session: Session) -> list[Any]:
-    shown = [world.pool.states(session.handle, None), world.pool.num_blocks_held(session.handle)]
+    shown = [
+        world.pool.states(session.handle, None),
+        world.pool.sequence_ids(session.handle),
+        world.pool.num_blocks_held(session.handle),
+    ]
     for core in world.cores:
         shown += [(core.usage(tier), core.generations(tier)) for tier in (1, 2)]
         shown += [core.counters(), core.revision]
@@ -141,7 +145,7 @@ def deferred(world: World, session: Session) -> None:
     ids, counts = world.some_ids(session, 1), world.column(4, 1, 4)
     tokens = world.column(4, 1, 2) * (int.from_bytes(counts[:1], "little") % 8)
     world.pool.deferred_tokens(
-        session.handle, ids, world.column(8, 1, 9), world.column(8, 1, 20), counts, tokens
+        session.handle, ids, world.column(8, 1, 9), world.column(4, 1, 20), counts, tokens
     )
 
 

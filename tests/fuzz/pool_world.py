@@ -176,11 +176,11 @@ class World:
     def positions(self, session: Session, ids: bytes) -> bytes:
         """Where the sequences are, mostly."""
         states = self.pool.states(session.handle, None)
-        known, scheduled = ints(states[0], 8), ints(states[3], 8)
+        known, scheduled = ints(states[0], 8), ints(states[3], 4)
         where = dict(zip(known, scheduled, strict=True))
         if self.data.ConsumeIntInRange(0, 15) == 15:
-            return self.column(8, len(ids) // 8, 20)
-        return b"".join(where.get(i, 0).to_bytes(8, "little") for i in ints(ids, 8))
+            return self.column(4, len(ids) // 8, 20)
+        return b"".join(where.get(i, 0).to_bytes(4, "little") for i in ints(ids, 8))
 
     # Steps
 

@@ -59,8 +59,6 @@ class ScriptedControlPlane(
             session=SESSION,
             max_plans_in_flight=4,
             grant=payload(b"grant"),
-            layout=request.layout,
-            num_device_blocks=100,
         )
         response.time_to_live.FromMilliseconds(int(self._time_to_live_s * 1000))
         return response
@@ -83,7 +81,7 @@ class ScriptedControlPlane(
     async def AbortPlans(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
-    DescribeSequence = GetPool = CheckOperations = AbortPlans
+    ListSequences = GetPool = Step = AbortPlans
     FindPrefix = RetainPrefix = ForgetPrefixes = AbortPlans
 
     async def WatchPrefixes(self, request: Any, context: Any) -> AsyncIterator[Any]:

@@ -68,7 +68,7 @@ LIST = "list sessions"
 MAY = {
     "engine-a": {OPEN, LOOK, WATCH, RETAIN, FORGET},
     "router": {LOOK, WATCH},
-    "operator": {OPEN, LOOK, WATCH, RETAIN, FORGET, LIST},
+    "operator": {LOOK, WATCH, RETAIN, FORGET, LIST},
     "plane": set(),
 }
 

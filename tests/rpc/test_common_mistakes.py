@@ -206,7 +206,7 @@ MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], 
     a_wrong_position: (
         PositionMismatchError,
         "operations[0].append.first_positions[0]: the next slot of sequence 1 is at position "
-        "3, not 2: DescribeSequence tells its positions",
+        "3, not 2: ListSequences tells its positions",
     ),
     a_prompt_larger_than_the_pool: (
         NeverFitsError,

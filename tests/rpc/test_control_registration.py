@@ -202,7 +202,7 @@ async def two_halves(stub: Stub, *num_blocks: int) -> list[RawShard]:
 async def test_a_pool_is_ready_when_all_its_shards_have_come(stub: Stub) -> None:
     shards = await two_halves(stub, 16, 12)
     session = await RawSession.open(stub, shards[0])
-    assert session.opened.num_device_blocks == 12
+    assert (await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))).usage[0].num_blocks == 12
     assert [info.epoch for info in session.opened.shards] == [50, 51]
     # A plan has run when every shard says so.
     plan = (await session.admit(1, PROMPT)).plan

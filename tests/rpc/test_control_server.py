@@ -121,7 +121,7 @@ async def test_truncated_and_garbage_requests_are_the_callers_error(
 ) -> None:
     request = pb.OpenSessionRequest(pool_id="pool", layout=LAYOUT.to_proto()).SerializeToString()
     async with grpc.aio.insecure_channel(control_server.address) as channel:
-        for name in ("OpenSession", "Step", "GetBlockTable", "AbortPlans"):
+        for name in ("OpenSession", "Step", "ListSequences", "AbortPlans"):
             call: Any = channel.unary_unary(f"/{SERVICE}/{name}")
             for garbage in (b"\xff" * 20, request[:-1], b"\x0a\xff\xff\xff\xff\x7f"):
                 with pytest.raises(grpc.aio.AioRpcError) as failure:

@@ -60,8 +60,8 @@ async def test_a_sequence_lives_its_whole_life(
             await engine.step(ops.fork(1, 2), spans=[])
             both = [ops.append(n, [21], num_slots=1, first_positions=21) for n in (2, 1)]
             await engine.step(*both, spans=[(21, 1), (21, 1)])
-            await engine.step(ops.swap_out([1, 2]), spans=[])
-            await engine.step(ops.swap_in([1, 2]), spans=[])
+            await engine.step(ops.swap([1, 2], "host"), spans=[])
+            await engine.step(ops.swap([1, 2], "device"), spans=[])
             await engine.step(
                 ops.append(2, [22], num_slots=1, first_positions=22), ops.free([1]), spans=[(22, 1)]
             )

@@ -99,6 +99,6 @@ async def test_others_are_served_while_a_large_prompt_is_refused(world, caller, 
                 other.add_receipt(world.shard.receipt(result.plan))
             num_steps += 1
         (outcome,) = (await refused).results
-        assert outcome.failures[0].status == pb.OPERATION_STATUS_NEVER
+        assert outcome.failures[0].status == pb.ITEM_STATUS_NEVER
         assert caller.session.last_number == number + 1
         assert num_steps > 1, "nobody was served meanwhile"

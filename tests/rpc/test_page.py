@@ -96,7 +96,7 @@ async def test_the_page_shows_what_the_api_says(
             (pool,) = (await event(reader))["pools"]
         described = await control.get_pool(POOL)
         counters = await control.get_counters(POOL)
-        (own,) = await control.list_sessions(POOL, session.id)
+        (own,) = await control.list_sessions(POOL)
         shown = pool["sessions"][0]
         assert (pool["id"], pool["ready"], pool["num_sessions"]) == (POOL, True, 1)
         assert (shown["id"], shown["num_held_blocks"]) == (str(session.id), own.num_held_blocks)
@@ -109,7 +109,7 @@ async def test_the_page_shows_what_the_api_says(
         for name in ("lookup_tokens", "hit_tokens", "evictions"):
             assert pool[f"num_{name}"] == total_of(counters, f"{name}_total")
         for sequence in shown["sequences"]:
-            state = await session.describe_sequence(int(sequence["id"]))
+            state = (await session.list_sequences([int(sequence["id"])]))[0]
             for name in ("num_tokens", "num_cached_tokens", "num_blocks"):
                 assert sequence[name] == getattr(state, name)
 

@@ -144,7 +144,7 @@ async def test_a_last_layers_lost_answer_and_receipt_are_got_again(
         assert await last == expected
         session.add_receipt(receipt_of(execution))
         await session.submit_receipts()
-        assert (await session.describe_sequence(1)).num_written_tokens == 12
+        assert ((await session.list_sequences([1]))[0]).num_written_tokens == 12
 
 
 async def test_unary_calls_do_what_an_execution_does(session: Session, data: DataClient) -> None:
@@ -159,13 +159,13 @@ async def test_unary_calls_do_what_an_execution_does(session: Session, data: Dat
 
     forked = (await session.run(ops.fork(1, 2))).plan
     receipts = [(await data.copy_blocks(session.grant, forked)).receipt]
-    swapped = (await session.run(ops.swap_out([1, 2]))).plan
+    swapped = (await session.run(ops.swap([1, 2], "host"))).plan
     swap = await data.swap_blocks(session.grant, swapped)
     assert swap.num_blocks == 2
     receipts.append(swap.receipt)
     for receipt in receipts:
         session.add_receipt(receipt)
-    back = (await session.run(ops.swap_in([1, 2]))).plan
+    back = (await session.run(ops.swap([1, 2], "device"))).plan
     session.add_receipt((await data.swap_blocks(session.grant, back)).receipt)
 
     read = await data.read_blocks(session.grant, 2, num_blocks=2)
@@ -183,7 +183,7 @@ async def test_unary_calls_do_what_an_execution_does(session: Session, data: Dat
         assert copied.HasField("receipt") == (layer == 2)
     session.add_receipt(copied.receipt)
     await session.submit_receipts()
-    assert (await session.describe_sequence(3)).num_written_tokens == 12
+    assert ((await session.list_sequences([3]))[0]).num_written_tokens == 12
     with pytest.raises(SequenceNotFoundError):
         await data.read_blocks(session.grant, 99)
 
@@ -260,4 +260,4 @@ async def go_on(
             assert len(await run(execution, result.plan)) == 3
             session.add_receipt(receipt_of(execution))
         await session.submit_receipts()
-        assert (await session.describe_sequence(1)).num_written_tokens == len(prompt) + 1
+        assert ((await session.list_sequences([1]))[0]).num_written_tokens == len(prompt) + 1

@@ -53,13 +53,14 @@ async def session(client: ControlClient) -> AsyncIterator[Session]:
 
 async def test_operations_are_checked_without_a_number(plane, session) -> None:
     later = pb.OperationResult()
-    later.failures.add(status=pb.OPERATION_STATUS_LATER)
+    later.failures.add(status=pb.ITEM_STATUS_LATER)
     granted = pb.OperationResult(admit=pb.AdmitResult(num_cached_tokens=16, num_blocks=2))
-    plane.script = lambda _: pb.CheckOperationsResponse(results=[granted, later])
+    plane.script = lambda _: pb.StepResponse(results=[granted, later])
     operations = [ops.admit(1, [5] * 20), ops.append(2, [7], 1, first_positions=9)]
-    assert await session.check(operations) == [granted, later]
+    assert await session.validate(operations) == [granted, later]
     (request,) = plane.requests
     assert (request.session, list(request.operations)) == (SESSION, operations)
+    assert request.validate_only
     assert session.last_number == 0
 
 

@@ -439,7 +439,7 @@ async def test_receipts_ride_on_a_call_that_is_sent_again(plane, session) -> Non
 async def test_a_run_returns_its_result_or_raises_why_and_keeps_the_plan(plane, session) -> None:
     def answer(request: pb.StepRequest) -> pb.StreamStepsResponse:
         result = pb.StepResponse(plan=plan_of(request.number))
-        failure = result.results.add().failures.add(status=pb.OPERATION_STATUS_LATER)
+        failure = result.results.add().failures.add(status=pb.ITEM_STATUS_LATER)
         failure.shortage.retry_delay.FromMilliseconds(50)
         return pb.StreamStepsResponse(number=request.number, step=result)
 
@@ -458,7 +458,7 @@ async def test_sequences_are_admitted_again_with_nothing_computed(plane, session
     def answer(request: pb.StepRequest) -> pb.StreamStepsResponse:
         result = pb.StepResponse(plan=plan_of(1))
         result.results.add().admit.num_cached_tokens = 16
-        result.results.add().failures.add(status=pb.OPERATION_STATUS_LATER)
+        result.results.add().failures.add(status=pb.ITEM_STATUS_LATER)
         return pb.StreamStepsResponse(number=request.number, step=result)
 
     plane.script = answer
@@ -477,7 +477,7 @@ async def test_a_wrong_sequence_is_raised_and_the_plan_of_the_others_is_kept(
     def answer(request: pb.StepRequest) -> pb.StreamStepsResponse:
         result = pb.StepResponse(plan=plan_of(1))
         error = to_wire(InvalidRequestError("is empty", field="operations[0].admit.token_ids"))
-        result.results.add().failures.add(status=pb.OPERATION_STATUS_FAILED, error=error)
+        result.results.add().failures.add(status=pb.ITEM_STATUS_FAILED, error=error)
         return pb.StreamStepsResponse(number=request.number, step=result)
 
     plane.script = answer
@@ -502,7 +502,7 @@ async def test_a_closed_client_ends_the_calls_that_wait(plane, address) -> None:
     client = ControlClient(address)
     session = await client.open_session("p", LAYOUT)
     step = asyncio.create_task(session.step([ops.free([])]))
-    look_up = asyncio.create_task(session.describe_sequence(1))
+    look_up = asyncio.create_task(session.list_sequences([1]))
     while len(plane.requests) < 2:
         await asyncio.sleep(0.001)
     await client.close()

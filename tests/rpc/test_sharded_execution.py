@@ -50,15 +50,17 @@ async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path,
             assert bytes(have.data) == bytes(want.data), (name, step)
 
 
+async def num_blocks(control: ControlClient) -> list[int]:
+    return [tier.num_blocks for tier in (await control.wait_ready(POOL)).usage]
+
+
 async def test_a_pool_has_the_blocks_of_its_smallest_shard(tmp_path) -> None:
     pool = ShardedPool(tmp_path, by_heads(2))
     async with pool, ControlClient(pool.address) as control:
-        async with await control.open_session(POOL, LAYOUT) as session:
-            assert session.num_device_blocks == 32
+        assert await num_blocks(control) == [32, 8]
         await pool.stop(1)
         await pool.start(1, num_device_blocks=20, num_host_blocks=3)
-        async with await control.open_session(POOL, LAYOUT) as session:
-            assert (session.num_device_blocks, session.num_host_blocks) == (20, 3)
+        assert await num_blocks(control) == [20, 3]
 
 
 async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> None:

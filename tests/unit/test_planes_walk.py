@@ -35,10 +35,10 @@ def test_the_walk_knows_what_the_line_took() -> None:
     ]
     for engine, *operations in (
         (waiter, ops.admit(1, [0] * BLOCK)),
-        (waiter, ops.swap_out([1])),
+        (waiter, ops.swap([1], "host")),
         (holder, ops.admit(2, [1] * (4 * BLOCK - 1))),
         (holder, ops.append(2, [], 1, first_positions=4 * BLOCK - 1)),
-        (waiter, ops.swap_in([1])),
+        (waiter, ops.swap([1], "device")),
     ):
         engine.step(*operations)
         engine.run_all()

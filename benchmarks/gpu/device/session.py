@@ -62,7 +62,7 @@ class Session:
             changes=self._tables() if self.number == 1 else plan_pb2.TableChanges(),
             spans=plan_pb2.Spans(
                 sequence_ids=columns.pack(columns.INT64, ids),
-                first_positions=columns.pack(columns.INT64, positions),
+                first_positions=columns.pack(columns.INT32, positions),
                 num_tokens=columns.pack(columns.INT32, [1] * self._batch),
             ),
         )

@@ -53,20 +53,20 @@ py::tuple states(const Pool& pool, SessionHandle handle, const py::object& seque
     const auto ids = read<int64_t>(column, "sequence_ids");
     for (int64_t i = 0; i < ids.size; ++i) found.push_back(&sequence_of(pool, handle, ids[i]));
   }
-  std::vector<int64_t> ids, admitted_by, num_tokens, scheduled, written, cached;
-  std::vector<int32_t> num_blocks;
+  std::vector<int64_t> ids, admitted_by;
+  std::vector<int32_t> num_tokens, scheduled, written, cached, num_blocks;
   std::vector<uint8_t> tiers;
-  for (auto* column : {&ids, &admitted_by, &num_tokens, &scheduled, &written, &cached})
+  for (auto* column : {&ids, &admitted_by}) column->reserve(found.size());
+  for (auto* column : {&num_tokens, &scheduled, &written, &cached, &num_blocks})
     column->reserve(found.size());
-  num_blocks.reserve(found.size());
   tiers.reserve(found.size());
   for (const Sequence* sequence : found) {
     ids.push_back(sequence->id);
     admitted_by.push_back(sequence->admitted_by);
-    num_tokens.push_back(sequence->tokens.size);
-    scheduled.push_back(sequence->num_scheduled);
-    written.push_back(sequence->num_written);
-    cached.push_back(sequence->num_cached);
+    num_tokens.push_back(static_cast<int32_t>(sequence->tokens.size));
+    scheduled.push_back(static_cast<int32_t>(sequence->num_scheduled));
+    written.push_back(static_cast<int32_t>(sequence->num_written));
+    cached.push_back(static_cast<int32_t>(sequence->num_cached));
     num_blocks.push_back(static_cast<int32_t>(sequence->table.size));
     tiers.push_back(sequence->tier);
   }
@@ -329,6 +329,15 @@ void bind_sessions(py::class_<P>& pool) {
       "num_blocks_held",
       [](const P& self, SessionHandle handle) {
         return self.num_blocks_held(checked(self, handle));
+      },
+      py::arg("handle"));
+  pool.def(
+      "sequence_ids",
+      [](const P& self, SessionHandle handle) {
+        std::vector<int64_t> ids;
+        for (const Sequence* sequence : first_of(self).sequences_of(checked(self, handle)))
+          ids.push_back(sequence->id);
+        return pack(ids);
       },
       py::arg("handle"));
   pool.def(

@@ -51,7 +51,7 @@ AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_
   AppendColumns columns;
   columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
   const int64_t num = columns.sequence_ids.size;
-  columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
+  columns.first_positions = read<int32_t>(first_positions, "first_positions", num);
   columns.num_slots = read<int32_t>(num_slots, "num_slots", num);
   const int64_t num_ahead = std::string_view(num_lookahead).empty() ? 0 : num;
   columns.num_lookahead = read<int32_t>(num_lookahead, "num_lookahead_slots", num_ahead);
@@ -166,7 +166,7 @@ void bind_steps_of(py::class_<P>& pool) {
       [](P& self, SessionHandle handle, const py::bytes& sequence_ids, const py::bytes& num_tokens,
          int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto kept = read<int64_t>(num_tokens, "num_tokens", ids.size);
+        const auto kept = read<int32_t>(num_tokens, "num_tokens", ids.size);
         return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
           return as_tuple(Pool::truncate(groups, handle, ids, kept, only_check));
         });
@@ -256,7 +256,7 @@ void bind_steps_of(py::class_<P>& pool) {
         columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
         const int64_t num = columns.sequence_ids.size;
         columns.admitted_by = read<int64_t>(admitted_by, "admitted_by", num);
-        columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
+        columns.first_positions = read<int32_t>(first_positions, "first_positions", num);
         columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", num);
         columns.token_ids = read<int32_t>(token_ids, "token_ids");
         check_tokens(columns.num_tokens, columns.token_ids, 1);

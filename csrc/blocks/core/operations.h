@@ -1,6 +1,7 @@
 // Arguments and results of operations.
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <utility>
@@ -34,6 +35,9 @@ enum class Code : int32_t {
   kBeyondSlots = 23,
   kTooManyEntries = 24,
 };
+
+// The most positions of a sequence: columns of positions have 32 bits.
+constexpr int64_t kMaxPositions = INT32_MAX;
 
 inline bool is_later(Code code) {
   return code == Code::kLater || code == Code::kLaterHeadroom || code == Code::kLaterQuota;
@@ -85,7 +89,7 @@ struct Admitted {
 
 struct AppendColumns {
   Span<int64_t> sequence_ids;
-  Span<int64_t> first_positions;
+  Span<int32_t> first_positions;
   Span<int32_t> num_slots;
   Span<int32_t> num_tokens;
   Span<int32_t> token_ids;
@@ -95,7 +99,7 @@ struct AppendColumns {
 struct DeferredColumns {
   Span<int64_t> sequence_ids;
   Span<int64_t> admitted_by;
-  Span<int64_t> first_positions;
+  Span<int32_t> first_positions;
   Span<int32_t> num_tokens;
   Span<int32_t> token_ids;
 };

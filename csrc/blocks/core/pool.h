@@ -80,7 +80,7 @@ class Pool final : private Listener {
   static ItemResults append(Groups groups, SessionHandle handle, const AppendColumns& columns,
                             bool only_check);
   static ItemResults truncate(Groups groups, SessionHandle handle, Span<int64_t> ids,
-                              Span<int64_t> num_tokens, bool only_check);
+                              Span<int32_t> num_tokens, bool only_check);
   static ItemResults fork(Groups groups, SessionHandle handle, Span<int64_t> parents,
                           Span<int64_t> ids, bool only_check);
   static ItemResults free(Groups groups, SessionHandle handle, Span<int64_t> ids, bool only_check);

@@ -131,7 +131,8 @@ Failure Pool::check_append(const Session& session, const AppendColumns& columns,
     return {item, Code::kPosition, id, sequence.num_scheduled, first};
   const int64_t end = first + num_slots, cover = end + num_ahead;
   const int64_t longest = std::max(cover, sequence.tokens.size + num_given);
-  if (div_ceil(longest, block_size_) - sequence.num_trimmed > store(kDevice).num_blocks)
+  if (longest > kMaxPositions ||
+      div_ceil(longest, block_size_) - sequence.num_trimmed > store(kDevice).num_blocks)
     return never_fits(kDevice, item, div_ceil(longest, block_size_));
   const int64_t quota = config_.max_owner_blocks;
   if (quota && div_ceil(longest, block_size_) - sequence.num_trimmed > quota)
@@ -317,7 +318,7 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   Sequence& sequence = sequences_[index];
   Spans& spans = session.draft.spans;
   spans.sequence_ids.push_back(sequence.id);
-  spans.first_positions.push_back(sequence.num_scheduled);
+  spans.first_positions.push_back(static_cast<int32_t>(sequence.num_scheduled));
   spans.num_tokens.push_back(static_cast<int32_t>(num_slots));
   sequence.num_scheduled += num_slots;
   sequence.computed_by = session.number;

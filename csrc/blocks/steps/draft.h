@@ -75,7 +75,7 @@ struct TransferColumns {
 
 struct Spans {
   std::vector<int64_t> sequence_ids;
-  std::vector<int64_t> first_positions;
+  std::vector<int32_t> first_positions;
   std::vector<int32_t> num_tokens;
 
   bool empty() const { return sequence_ids.empty(); }

@@ -208,7 +208,7 @@ int64_t Pool::fewest_tokens(const Sequence& sequence) const {
 }
 
 ItemResults Pool::truncate(Groups groups, SessionHandle handle, Span<int64_t> ids,
-                           Span<int64_t> num_tokens, bool only_check) {
+                           Span<int32_t> num_tokens, bool only_check) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {

@@ -147,7 +147,7 @@ def prepare_batch(
     """
     sequence_ids = ints(columns.INT64, spans.sequence_ids, f"{AT_SPANS}.sequence_ids")
     num_spans = len(sequence_ids)
-    first = ints(columns.INT64, spans.first_positions, f"{AT_SPANS}.first_positions", num_spans)
+    first = ints(columns.INT32, spans.first_positions, f"{AT_SPANS}.first_positions", num_spans)
     counts = ints(columns.INT32, spans.num_tokens, f"{AT_SPANS}.num_tokens", num_spans)
     found = _tables_of(tables.of_session(session_id, group), sequence_ids, group)
     check_entries(tables, found, sequence_ids)

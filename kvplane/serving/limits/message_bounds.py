@@ -20,7 +20,6 @@ from kvplane.errors import InvalidRequestError
 MAX_COUNTS: Final[Mapping[str, int]] = {
     "StepRequest.operations": 4096,
     "StepRequest.receipts": 4096,
-    "CheckOperationsRequest.operations": 4096,
     "AbortPlansRequest.receipts": 4096,
     "FindPrefixRequest.pool_ids": 1024,
     "Layout.groups": 64,

@@ -23,11 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
-from kvplane.wire.v1 import session_pb2 as kvplane_dot_wire_dot_v1_dot_session__pb2
 from kvplane.wire.v1 import types_pb2 as kvplane_dot_wire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvplane/wire/v1/pool.proto\x12\x0fkvplane.wire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dkvplane/wire/v1/session.proto\x1a\x1bkvplane/wire/v1/types.proto\"\x16\n\x14GetServerInfoRequest\"\x89\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07pool_id\x18\x03 \x01(\t\x12)\n\x05shard\x18\x04 \x01(\x0b\x32\x1a.kvplane.wire.v1.ShardInfo\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"9\n\x10ListPoolsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\">\n\x11ListPoolsResponse\x12\x10\n\x08pool_ids\x18\x01 \x03(\t\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x0eGetPoolRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\xa0\x01\n\x0fGetPoolResponse\x12\'\n\x06layout\x18\x01 \x01(\x0b\x32\x17.kvplane.wire.v1.Layout\x12*\n\x06shards\x18\x02 \x03(\x0b\x32\x1a.kvplane.wire.v1.ShardInfo\x12\r\n\x05ready\x18\x03 \x01(\x08\x12)\n\x05usage\x18\x04 \x03(\x0b\x32\x1a.kvplane.wire.v1.TierUsage\")\n\x16GetPoolCountersRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\x94\x01\n\x17GetPoolCountersResponse\x12H\n\x08\x63ounters\x18\x01 \x03(\x0b\x32\x36.kvplane.wire.v1.GetPoolCountersResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"a\n\x13ListSessionsRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\x03\"b\n\x14ListSessionsResponse\x12\x31\n\x08sessions\x18\x01 \x03(\x0b\x32\x1f.kvplane.wire.v1.SessionSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xad\x02\n\x0eSessionSummary\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.kvplane.wire.v1.SessionRef\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x15\n\rnum_sequences\x18\x04 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\x05\x12\x1b\n\x13num_plans_in_flight\x18\x06 \x01(\x05\x12\x13\n\x0blast_number\x18\x07 \x01(\x03\x12/\n\x0ctime_to_live\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\tsequences\x18\t \x01(\x0b\x32\x1f.kvplane.wire.v1.SequenceStates2o\n\rServerService\x12^\n\rGetServerInfo\x12%.kvplane.wire.v1.GetServerInfoRequest\x1a&.kvplane.wire.v1.GetServerInfoResponse2\xf6\x02\n\x0bPoolService\x12R\n\tListPools\x12!.kvplane.wire.v1.ListPoolsRequest\x1a\".kvplane.wire.v1.ListPoolsResponse\x12L\n\x07GetPool\x12\x1f.kvplane.wire.v1.GetPoolRequest\x1a .kvplane.wire.v1.GetPoolResponse\x12\x66\n\x0fGetPoolCounters\x12\'.kvplane.wire.v1.GetPoolCountersRequest\x1a(.kvplane.wire.v1.GetPoolCountersResponse\"\x00\x12]\n\x0cListSessions\x12$.kvplane.wire.v1.ListSessionsRequest\x1a%.kvplane.wire.v1.ListSessionsResponse\"\x00\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvplane/wire/v1/pool.proto\x12\x0fkvplane.wire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bkvplane/wire/v1/types.proto\"\x16\n\x14GetServerInfoRequest\"\x89\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07pool_id\x18\x03 \x01(\t\x12)\n\x05shard\x18\x04 \x01(\x0b\x32\x1a.kvplane.wire.v1.ShardInfo\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"9\n\x10ListPoolsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\">\n\x11ListPoolsResponse\x12\x10\n\x08pool_ids\x18\x01 \x03(\t\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x0eGetPoolRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\xa0\x01\n\x0fGetPoolResponse\x12\'\n\x06layout\x18\x01 \x01(\x0b\x32\x17.kvplane.wire.v1.Layout\x12*\n\x06shards\x18\x02 \x03(\x0b\x32\x1a.kvplane.wire.v1.ShardInfo\x12\r\n\x05ready\x18\x03 \x01(\x08\x12)\n\x05usage\x18\x04 \x03(\x0b\x32\x1a.kvplane.wire.v1.TierUsage\")\n\x16GetPoolCountersRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\x94\x01\n\x17GetPoolCountersResponse\x12H\n\x08\x63ounters\x18\x01 \x03(\x0b\x32\x36.kvplane.wire.v1.GetPoolCountersResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"M\n\x13ListSessionsRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"b\n\x14ListSessionsResponse\x12\x31\n\x08sessions\x18\x01 \x03(\x0b\x32\x1f.kvplane.wire.v1.SessionSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xf9\x01\n\x0eSessionSummary\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.kvplane.wire.v1.SessionRef\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x15\n\rnum_sequences\x18\x04 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\x05\x12\x1b\n\x13num_plans_in_flight\x18\x06 \x01(\x05\x12\x13\n\x0blast_number\x18\x07 \x01(\x03\x12/\n\x0ctime_to_live\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration2o\n\rServerService\x12^\n\rGetServerInfo\x12%.kvplane.wire.v1.GetServerInfoRequest\x1a&.kvplane.wire.v1.GetServerInfoResponse2\xf6\x02\n\x0bPoolService\x12R\n\tListPools\x12!.kvplane.wire.v1.ListPoolsRequest\x1a\".kvplane.wire.v1.ListPoolsResponse\x12L\n\x07GetPool\x12\x1f.kvplane.wire.v1.GetPoolRequest\x1a .kvplane.wire.v1.GetPoolResponse\x12\x66\n\x0fGetPoolCounters\x12\'.kvplane.wire.v1.GetPoolCountersRequest\x1a(.kvplane.wire.v1.GetPoolCountersResponse\"\x00\x12]\n\x0cListSessions\x12$.kvplane.wire.v1.ListSessionsRequest\x1a%.kvplane.wire.v1.ListSessionsResponse\"\x00\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,32 +36,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\024kvplane/v1;kvplanev1'
   _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._loaded_options = None
   _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=139
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=161
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=164
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=301
-  _globals['_LISTPOOLSREQUEST']._serialized_start=303
-  _globals['_LISTPOOLSREQUEST']._serialized_end=360
-  _globals['_LISTPOOLSRESPONSE']._serialized_start=362
-  _globals['_LISTPOOLSRESPONSE']._serialized_end=424
-  _globals['_GETPOOLREQUEST']._serialized_start=426
-  _globals['_GETPOOLREQUEST']._serialized_end=459
-  _globals['_GETPOOLRESPONSE']._serialized_start=462
-  _globals['_GETPOOLRESPONSE']._serialized_end=622
-  _globals['_GETPOOLCOUNTERSREQUEST']._serialized_start=624
-  _globals['_GETPOOLCOUNTERSREQUEST']._serialized_end=665
-  _globals['_GETPOOLCOUNTERSRESPONSE']._serialized_start=668
-  _globals['_GETPOOLCOUNTERSRESPONSE']._serialized_end=816
-  _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_start=769
-  _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_end=816
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=818
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=915
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=917
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1015
-  _globals['_SESSIONSUMMARY']._serialized_start=1018
-  _globals['_SESSIONSUMMARY']._serialized_end=1319
-  _globals['_SERVERSERVICE']._serialized_start=1321
-  _globals['_SERVERSERVICE']._serialized_end=1432
-  _globals['_POOLSERVICE']._serialized_start=1435
-  _globals['_POOLSERVICE']._serialized_end=1809
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=108
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=130
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=133
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=270
+  _globals['_LISTPOOLSREQUEST']._serialized_start=272
+  _globals['_LISTPOOLSREQUEST']._serialized_end=329
+  _globals['_LISTPOOLSRESPONSE']._serialized_start=331
+  _globals['_LISTPOOLSRESPONSE']._serialized_end=393
+  _globals['_GETPOOLREQUEST']._serialized_start=395
+  _globals['_GETPOOLREQUEST']._serialized_end=428
+  _globals['_GETPOOLRESPONSE']._serialized_start=431
+  _globals['_GETPOOLRESPONSE']._serialized_end=591
+  _globals['_GETPOOLCOUNTERSREQUEST']._serialized_start=593
+  _globals['_GETPOOLCOUNTERSREQUEST']._serialized_end=634
+  _globals['_GETPOOLCOUNTERSRESPONSE']._serialized_start=637
+  _globals['_GETPOOLCOUNTERSRESPONSE']._serialized_end=785
+  _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_start=738
+  _globals['_GETPOOLCOUNTERSRESPONSE_COUNTERSENTRY']._serialized_end=785
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=787
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=864
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=866
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=964
+  _globals['_SESSIONSUMMARY']._serialized_start=967
+  _globals['_SESSIONSUMMARY']._serialized_end=1216
+  _globals['_SERVERSERVICE']._serialized_start=1218
+  _globals['_SERVERSERVICE']._serialized_end=1329
+  _globals['_POOLSERVICE']._serialized_start=1332
+  _globals['_POOLSERVICE']._serialized_end=1706
 # @@protoc_insertion_point(module_scope)

@@ -28,19 +28,20 @@ if _version_not_supported:
 class SessionServiceStub(object):
     """Plans what a data plane then carries out.
 
-    Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
-    from 1 in each session. Each number is used once, even if its request fails:
+    Step and AbortPlans change a session and share one numbering: the caller counts from 1. A number is used once, whatever comes of it:
 
-    - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
-    - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as
-    plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
+    - The next number runs. If the request fails as a whole, the error is its answer.
+    - A used number gets the same answer again, as many numbers back as plans may be in flight, if the request is the same but for receipts and
+    traceparent; receipts that it brings are applied first. Other content is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. An error gives the number to send
-    next (`Error.next_number`). After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and
-    repeats it. An error without `next_number` does not settle that, because the first copy may still arrive and run.
+    So repeat a request until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the
+    caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
+    still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A request that names a session renews its lease.
+    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when
+    a plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND
+    (SESSION_NOT_FOUND): open another session and admit again.
     """
 
     def __init__(self, channel):
@@ -79,44 +80,35 @@ class SessionServiceStub(object):
                 request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansRequest.SerializeToString,
                 response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansResponse.FromString,
                 _registered_method=True)
-        self.GetBlockTable = channel.unary_unary(
-                '/kvplane.v1.SessionService/GetBlockTable',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableResponse.FromString,
-                _registered_method=True)
-        self.CheckOperations = channel.unary_unary(
-                '/kvplane.v1.SessionService/CheckOperations',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsResponse.FromString,
-                _registered_method=True)
-        self.DescribeSequence = channel.unary_unary(
-                '/kvplane.v1.SessionService/DescribeSequence',
-                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceRequest.SerializeToString,
-                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceResponse.FromString,
+        self.ListSequences = channel.unary_unary(
+                '/kvplane.v1.SessionService/ListSequences',
+                request_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.ListSequencesRequest.SerializeToString,
+                response_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.ListSequencesResponse.FromString,
                 _registered_method=True)
 
 
 class SessionServiceServicer(object):
     """Plans what a data plane then carries out.
 
-    Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
-    from 1 in each session. Each number is used once, even if its request fails:
+    Step and AbortPlans change a session and share one numbering: the caller counts from 1. A number is used once, whatever comes of it:
 
-    - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
-    - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as
-    plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
+    - The next number runs. If the request fails as a whole, the error is its answer.
+    - A used number gets the same answer again, as many numbers back as plans may be in flight, if the request is the same but for receipts and
+    traceparent; receipts that it brings are applied first. Other content is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. An error gives the number to send
-    next (`Error.next_number`). After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and
-    repeats it. An error without `next_number` does not settle that, because the first copy may still arrive and run.
+    So repeat a request until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the
+    caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
+    still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A request that names a session renews its lease.
+    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when
+    a plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND
+    (SESSION_NOT_FOUND): open another session and admit again.
     """
 
     def OpenSession(self, request, context):
-        """Opens a session, which is a lease on a pool. UNAVAILABLE (POOL_NOT_READY) until all its shards have registered and reported;
-        LAYOUT_MISMATCH when the layouts differ. Repeating it opens another session; one that is not used ends by its time to live.
+        """Opens a session. UNAVAILABLE (POOL_NOT_READY) until all shards of the pool have registered and reported; FAILED_PRECONDITION
+        (LAYOUT_MISMATCH) when the layouts differ. A repeat opens another session; an unused one ends by its lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,49 +129,32 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """Applies receipts, then deferred tokens, then the operations in order. When receipts or deferred tokens are refused, the step fails;
-        parts applied before stay applied. A step without operations makes no plan; a Free of no sequence is an operation, and asks for one.
+        """Applies receipts, then deferred tokens, then operations in order. When receipts or deferred tokens are refused the step fails; parts applied
+        before stay applied. A step without operations makes no plan; a Free of no sequence is an operation, and asks for one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamSteps(self, request_iterator, context):
-        """Takes the requests of Step and AbortPlans on a stream. Each gets one answer, in order; news may come between answers. A request that
-        fails as a whole is answered with an Error, and the stream stays open. Several streams may serve one session, one after the other.
+        """Takes the same requests, and AbortPlans, on a stream. Each gets one answer, in order; news may come between. A request that fails as a whole is
+        answered with an Error, and the stream stays open. Several streams may serve one session, one after the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortPlans(self, request, context):
-        """Aborts every plan without a receipt: each sequence is cut to the tokens whose KV was written by receipted plans, and the next plan
-        says what all tables are. FAILED_PRECONDITION (PLAN_RECEIPTED) if `plan_number` has run.
+        """Aborts every plan without a receipt: cuts each sequence to the tokens that receipted plans wrote; the next plan says what all tables are.
+        FAILED_PRECONDITION (PLAN_RECEIPTED) when `plan_number` has run; INVALID_ARGUMENT when it made no plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetBlockTable(self, request, context):
-        """Answers with a sequence's block table. NOT_FOUND (SEQUENCE_NOT_FOUND).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CheckOperations(self, request, context):
-        """Answers each operation as if it alone were sent now, as a step without receipts and deferred tokens, with one item of it at a time. What
-        several operations or items take together is not added up. An item that would be refused has the status, reason and field that the step
-        would answer; the admission queue counts as for a step. Nothing is allocated or changed, and no position in the queue is taken. Takes
-        no number. A step that follows may answer otherwise if it brings receipts or deferred tokens, if time has passed, or if requests of
-        this or other sessions came between.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DescribeSequence(self, request, context):
-        """Describes a sequence. NOT_FOUND (SEQUENCE_NOT_FOUND).
+    def ListSequences(self, request, context):
+        """Lists sequences in pages, and the block tables of one if asked to. Safe to repeat. NOT_FOUND (SEQUENCE_NOT_FOUND). What exists throughout is in
+        exactly one page; what comes or goes between two pages may be missed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,20 +193,10 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansRequest.FromString,
                     response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.AbortPlansResponse.SerializeToString,
             ),
-            'GetBlockTable': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetBlockTable,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableResponse.SerializeToString,
-            ),
-            'CheckOperations': grpc.unary_unary_rpc_method_handler(
-                    servicer.CheckOperations,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsResponse.SerializeToString,
-            ),
-            'DescribeSequence': grpc.unary_unary_rpc_method_handler(
-                    servicer.DescribeSequence,
-                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceRequest.FromString,
-                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceResponse.SerializeToString,
+            'ListSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSequences,
+                    request_deserializer=kvplane_dot_wire_dot_v1_dot_session__pb2.ListSequencesRequest.FromString,
+                    response_serializer=kvplane_dot_wire_dot_v1_dot_session__pb2.ListSequencesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -244,19 +209,20 @@ def add_SessionServiceServicer_to_server(servicer, server):
 class SessionService(object):
     """Plans what a data plane then carries out.
 
-    Requests that change a session's metadata (Step and AbortPlans, also on StreamSteps) share one numbering: the caller counts
-    from 1 in each session. Each number is used once, even if its request fails:
+    Step and AbortPlans change a session and share one numbering: the caller counts from 1. A number is used once, whatever comes of it:
 
-    - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
-    - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as
-    plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
+    - The next number runs. If the request fails as a whole, the error is its answer.
+    - A used number gets the same answer again, as many numbers back as plans may be in flight, if the request is the same but for receipts and
+    traceparent; receipts that it brings are applied first. Other content is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. An error gives the number to send
-    next (`Error.next_number`). After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and
-    repeats it. An error without `next_number` does not settle that, because the first copy may still arrive and run.
+    So repeat a request until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE, DEADLINE_EXCEEDED or CANCELLED the
+    caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
+    still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A request that names a session renews its lease.
+    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when
+    a plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND
+    (SESSION_NOT_FOUND): open another session and admit again.
     """
 
     @staticmethod
@@ -422,7 +388,7 @@ class SessionService(object):
             _registered_method=True)
 
     @staticmethod
-    def GetBlockTable(request,
+    def ListSequences(request,
             target,
             options=(),
             channel_credentials=None,
@@ -435,63 +401,9 @@ class SessionService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.SessionService/GetBlockTable',
-            kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_session__pb2.GetBlockTableResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CheckOperations(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.SessionService/CheckOperations',
-            kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_session__pb2.CheckOperationsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DescribeSequence(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.SessionService/DescribeSequence',
-            kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceRequest.SerializeToString,
-            kvplane_dot_wire_dot_v1_dot_session__pb2.DescribeSequenceResponse.FromString,
+            '/kvplane.v1.SessionService/ListSequences',
+            kvplane_dot_wire_dot_v1_dot_session__pb2.ListSequencesRequest.SerializeToString,
+            kvplane_dot_wire_dot_v1_dot_session__pb2.ListSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,7 +44,7 @@ _TWO_GROUPS = replace(
     ),
 )
 # What fills a pool: an operation of each row as often as of another would leave it empty.
-_BUSY = ("admit", "admit", "admit", "append", "append", "swap_out", "fork")
+_BUSY = ("admit", "admit", "admit", "append", "append", "swap", "fork")
 # The clock stands still but for these, so that turns end, and sequences have to yield.
 _PAUSES_S = (0.01, 0.3, 1.1, 6.0, 12.0)
 
@@ -160,10 +160,10 @@ class CheckedWalk:
         self, caller: Caller, operation: cpb.Operation
     ) -> tuple[list[cpb.ItemFailure], cpb.AdmitResult]:
         """Return what a check of the first core says; it changes nothing."""
-        request = cpb.CheckOperationsRequest(session=caller.ref, operations=[operation])
+        request = cpb.StepRequest(session=caller.ref, operations=[operation], validate_only=True)
         before = everything(self.checked)
         try:
-            (result,) = run_to_end(self.checked.check_operations(request, caller.tenant)).results
+            (result,) = run_to_end(self.checked.validate(request, caller.tenant)).results
         except KvplaneError as error:
             result = cpb.OperationResult(failures=failures_of(error))
         assert everything(self.checked) == before, f"a check changed something: {operation}"
@@ -175,7 +175,7 @@ class CheckedWalk:
         for failure in failures:
             if failure.HasField("shortage"):
                 reason = cpb.ShortageReason.Name(failure.shortage.reason)
-                status = cpb.OperationStatus.Name(failure.status)
+                status = cpb.ItemStatus.Name(failure.status)
                 self.seen[f"{name}: {status.split('_')[-1]} {reason.split('_')[-1]}"] += 1
             else:
                 self.seen[f"{name}: {failure.error.reason}"] += 1
@@ -314,7 +314,7 @@ def failures_of(error: KvplaneError) -> list[cpb.ItemFailure]:
     """Return the error of a whole request as that of its only item."""
     wire = to_wire(error)
     wire.ClearField("next_number")  # a check has no number
-    return [cpb.ItemFailure(status=cpb.OPERATION_STATUS_FAILED, error=wire)]
+    return [cpb.ItemFailure(status=cpb.ITEM_STATUS_FAILED, error=wire)]
 
 
 def receipt(session: Session, number: int) -> tpb.SignedPayload:

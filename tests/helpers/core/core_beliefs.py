@@ -9,7 +9,8 @@ from kvplane.results import Granted
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as cpb
-from tests.helpers.core.core_messages import DEVICE, HOST, unpack
+from tests.helpers.core.core_messages import DEVICE, unpack
+from tests.helpers.outcomes import is_refused
 
 
 @dataclass
@@ -33,10 +34,9 @@ def believe(
     kind = operation.WhichOneof("operation")
     failed = {failure.item for failure in result.failures}
     assert len(failed) == len(result.failures)
-    if result.WhichOneof("done") is None:
+    if is_refused(result):
         assert failed == {0}
         return
-    assert result.WhichOneof("done") == kind
     if kind == "admit":
         _admitted(sequences, number, operation.admit, result.admit)
     elif kind == "append":
@@ -60,9 +60,9 @@ def believe(
                 sequences.pop(i, None)  # or it waited, or was cut
     elif kind == "truncate":
         _truncated(sequences, operation.truncate, failed)
-    elif kind in ("swap_out", "swap_in"):
-        for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, "ids"):
-            sequences[i].tier = HOST if kind == "swap_out" else DEVICE
+    elif kind == "swap":
+        for i in columns.read(INT64, operation.swap.sequence_ids, "ids"):
+            sequences[i].tier = operation.swap.tier
 
 
 def _admitted(sequences: Sequences, number: int, admit: cpb.Admit, done: cpb.AdmitResult) -> None:
@@ -90,7 +90,7 @@ def believe_grants(
 def _truncated(sequences: Sequences, truncate: cpb.Truncate, failed: set[int]) -> None:
     ids = columns.read(INT64, truncate.sequence_ids, "ids")
     for item, (i, num) in enumerate(
-        zip(ids, columns.read(INT64, truncate.num_tokens, "num_tokens"), strict=True)
+        zip(ids, columns.read(INT32, truncate.num_tokens, "num_tokens"), strict=True)
     ):
         if item not in failed:
             sequence = sequences[i]
@@ -104,7 +104,7 @@ def _appended(sequences: Sequences, append: cpb.Append, failed: set[int]) -> Non
     for item, (i, first, slots, num_tokens) in enumerate(
         zip(
             columns.read(INT64, append.sequence_ids, "ids"),
-            columns.read(INT64, append.first_positions, "first_positions"),
+            columns.read(INT32, append.first_positions, "first_positions"),
             columns.read(INT32, append.num_slots, "slots"),
             columns.read(INT32, append.num_tokens, "num_tokens"),
             strict=True,

@@ -25,7 +25,7 @@ from control_plane.pools.publications import publish_message
 from kvplane import ops
 from kvplane.errors import StaleError, StepConflictError, TooManyPlansInFlightError
 from kvplane.wire import columns
-from kvplane.wire.columns import INT64
+from kvplane.wire.columns import INT32
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_beliefs import ModelSequence
 from tests.helpers.core.core_data_plane import DataPlane
@@ -327,7 +327,7 @@ class CoreMachine(RuleBasedStateMachine):
             admit = operation.admit
             num_tokens = max(len(admit.token_ids) // 4, admit.max_total_tokens)
             return num_tokens > self.num_device * BLOCK
-        return operation.WhichOneof("operation") in ("append", "swap_out", "swap_in")
+        return operation.WhichOneof("operation") in ("append", "swap")
 
     def check_publications(self, plane: DataPlane) -> None:
         """Check that a connected data plane has all publications of blocks that can be found."""
@@ -377,7 +377,7 @@ class CoreMachine(RuleBasedStateMachine):
             return ops.truncate(chosen, [max(1, n - rng.choice([0, 1, 3, 9])) for n in lengths])
         tier = engine.sequences[chosen[0]].tier
         same = [i for i in chosen if engine.sequences[i].tier == tier]
-        return ops.swap_out(same) if tier == DEVICE else ops.swap_in(same)
+        return ops.swap(same, "host") if tier == DEVICE else ops.swap(same, "device")
 
 
 def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
@@ -389,7 +389,7 @@ def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
     operation = engine.growth(sequence_id, tokens, rng.choice([0, 1, 1, 1, 2, 8, 10]))
     if rng.random() < 0.05:
         wrong = engine.sequences[sequence_id].num_scheduled + rng.choice([-1, 1])
-        operation.append.first_positions = columns.pack(INT64, [wrong])
+        operation.append.first_positions = columns.pack(INT32, [wrong])
     return operation
 
 

@@ -159,7 +159,7 @@ def spans_of(plan: plan_pb2.Plan) -> list[Span]:
         Span(*each)
         for each in zip(
             columns.read(INT64, message.sequence_ids, "sequence_ids"),
-            columns.read(INT64, message.first_positions, "first_positions"),
+            columns.read(INT32, message.first_positions, "first_positions"),
             columns.read(INT32, message.num_tokens, "num_tokens"),
             strict=True,
         )

@@ -39,12 +39,13 @@ from tests.helpers.core.core_messages import (
     spans_of,
 )
 from tests.helpers.core.core_prefixes import forget, num_cached
+from tests.helpers.outcomes import is_refused
 
 OK, LATER, NEVER, FAILED = (
-    cpb.OPERATION_STATUS_OK,
-    cpb.OPERATION_STATUS_LATER,
-    cpb.OPERATION_STATUS_NEVER,
-    cpb.OPERATION_STATUS_FAILED,
+    cpb.ITEM_STATUS_UNSPECIFIED,
+    cpb.ITEM_STATUS_LATER,
+    cpb.ITEM_STATUS_NEVER,
+    cpb.ITEM_STATUS_FAILED,
 )
 
 
@@ -220,9 +221,7 @@ class Engine:
     def everything(self) -> tuple[Any, ...]:
         """Return all state that requests of this session could change."""
         self.learn()
-        states = [
-            self.world.core.describe_sequence(self._about(i), self.tenant) for i in self.sequences
-        ]
+        states = [self.state(i) for i in self.sequences]
         session = self.world.core._sessions[self.id]
         seen = self.world.observed()
         counts = seen.counters, seen.num_sessions, seen.num_sequences
@@ -357,8 +356,7 @@ class Engine:
 
     def blocks(self, sequence_id: int) -> list[tuple[int, int, int]]:
         """Return (tier, index, generation) of each block of the core's table of a sequence."""
-        request = cpb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
-        (table,) = self.world.core.block_table(request, self.tenant).tables
+        (table,) = self._about(sequence_id, with_tables=True).tables
         indices = columns.read(INT32, table.indices, "indices")
         generations = columns.read(INT64, table.generations, "generations")
         return [(table.tier, i, g) for i, g in zip(indices, generations, strict=True)]
@@ -369,12 +367,16 @@ class Engine:
 
     def state(self, sequence_id: int) -> SequenceState:
         """Return the core's state of a sequence."""
-        response = self.world.core.describe_sequence(self._about(sequence_id), self.tenant)
-        (state,) = sequence_states(response.sequences)
+        (state,) = sequence_states(self._about(sequence_id).sequences)
         return state
 
-    def _about(self, sequence_id: int) -> cpb.DescribeSequenceRequest:
-        return cpb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
+    def _about(self, sequence_id: int, *, with_tables: bool = False) -> cpb.ListSequencesResponse:
+        request = cpb.ListSequencesRequest(
+            session=self.ref,
+            sequence_ids=columns.pack(INT64, [sequence_id]),
+            with_tables=with_tables,
+        )
+        return self.world.core.list_sequences(request, self.tenant)
 
     # Plans
 
@@ -422,14 +424,14 @@ class Engine:
 
     def _believe_place(self, operation: cpb.Operation, done: cpb.OperationResult) -> None:
         """Believe whether an admission still waits."""
-        if done.HasField("free"):
+        if operation.HasField("free") and not is_refused(done):
             for i in columns.read(INT64, operation.free.sequence_ids, "ids"):
                 self.waiting.pop(i, None)
         elif operation.HasField("admit"):
             admit = operation.admit
             if done.HasField("admit"):
                 self.waiting.pop(admit.sequence_id, None)
-            elif done.failures[0].shortage.place_in_line:
+            elif done.failures[0].shortage.queue_position:
                 self.waiting = {admit.sequence_id: (self.number, admit)}
 
     def learn(self) -> None:

@@ -135,12 +135,10 @@ def _ids_of(rng: Random, known: Known, tier: int) -> list[int]:
     return ids + ids[:1] if rng.random() < 0.05 else ids
 
 
-def _swap_out(rng: Random, known: Known) -> cpb.Operation:
-    return ops.swap_out(_ids_of(rng, known, tpb.TIER_DEVICE))
-
-
-def _swap_in(rng: Random, known: Known) -> cpb.Operation:
-    return ops.swap_in(_ids_of(rng, known, tpb.TIER_HOST))
+def _swap(rng: Random, known: Known) -> cpb.Operation:
+    if rng.random() < 0.5:
+        return ops.swap(_ids_of(rng, known, tpb.TIER_DEVICE), "host")
+    return ops.swap(_ids_of(rng, known, tpb.TIER_HOST), "device")
 
 
 _MAKERS: Final[dict[str, Callable[[Random, Known], cpb.Operation]]] = {
@@ -149,6 +147,5 @@ _MAKERS: Final[dict[str, Callable[[Random, Known], cpb.Operation]]] = {
     "fork": _fork,
     "free": _free,
     "truncate": _truncate,
-    "swap_out": _swap_out,
-    "swap_in": _swap_in,
+    "swap": _swap,
 }

@@ -123,7 +123,7 @@ BAD_PLANS |= {
     "a huge position": (
         InvalidRequestError,
         f"{_SPANS}.first_positions[0]",
-        {"spans": [span(1, HUGE, 1)]},
+        {"spans": [span(1, HUGE_INDEX, 1)]},
     ),
     "a span on the host tier": (
         SequenceSwappedError,

@@ -224,7 +224,7 @@ def pack_transfers(transfers: Sequence[Transfer]) -> plans.Transfers:
 def pack_spans(spans: Sequence[Span]) -> plans.Spans:
     return plans.Spans(
         sequence_ids=_int64(s.sequence_id for s in spans),
-        first_positions=_int64(s.first_position for s in spans),
+        first_positions=_int32(s.first_position for s in spans),
         num_tokens=_int32(s.num_tokens for s in spans),
     )
 

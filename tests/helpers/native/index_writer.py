@@ -97,7 +97,7 @@ class Writer:
         num = i32([len(tokens)])
         with self.step():
             answer = self.pool.append(
-                self.handle, i64([sequence_id]), i64([first]), num, num, i32(tokens), b""
+                self.handle, i64([sequence_id]), i32([first]), num, num, i32(tokens), b""
             )
         assert answer[1] is None, answer
 

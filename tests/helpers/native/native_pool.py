@@ -209,7 +209,7 @@ def decoded(payload: bytes) -> MadePlan:
             Span(*each)
             for each in zip(
                 ints(spans.sequence_ids, "q"),
-                ints(spans.first_positions, "q"),
+                ints(spans.first_positions, "i"),
                 ints(spans.num_tokens, "i"),
                 strict=True,
             )
@@ -265,7 +265,7 @@ class View:
     def states(self) -> list[State]:
         """Return the states of all sequences, by id."""
         columns = self.pool.states(self.handle, None)
-        widths = ("q", "q", "q", "q", "q", "q", "i", "B")
+        widths = ("q", "q", "i", "i", "i", "i", "i", "B")
         rows = zip(*(ints(c, w) for c, w in zip(columns, widths, strict=True)), strict=True)
         return [State(*row) for row in rows]
 
@@ -357,7 +357,7 @@ class Caller(View):
     def truncate(self, *rows: tuple[int, int]) -> Rows:
         """Truncate. Rows: id, tokens that stay."""
         ids, counts = [row[0] for row in rows], [row[1] for row in rows]
-        return _rows(self.pool.truncate(self.handle, i64(ids), i64(counts)))
+        return _rows(self.pool.truncate(self.handle, i64(ids), i32(counts)))
 
     def fork(self, *rows: tuple[int, int]) -> Rows:
         """Fork. Rows: parent, child."""
@@ -400,7 +400,7 @@ class Caller(View):
             self.handle,
             i64(row[0] for row in rows),
             i64(row[1] for row in rows),
-            i64(row[2] for row in rows),
+            i32(row[2] for row in rows),
             i32(len(row[3]) for row in rows),
             i32(token for row in rows for token in row[3]),
         )
@@ -424,7 +424,7 @@ def _append_columns(rows: Sequence[tuple[int, int, int, Sequence[int], int]]) ->
     ahead = [row[4] for row in rows]
     return (
         i64(row[0] for row in rows),
-        i64(row[1] for row in rows),
+        i32(row[1] for row in rows),
         i32(row[2] for row in rows),
         i32(len(row[3]) for row in rows),
         i32(token for row in rows for token in row[3]),

@@ -32,9 +32,8 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_prefixes import num_cached
+from tests.helpers.outcomes import is_refused
 from tests.helpers.planes.planes_known import (
-    DEVICE,
-    HOST,
     Known,
     LayerCall,
     Made,
@@ -234,9 +233,12 @@ class Engine:
 
     def _states(self, ids: list[int]) -> list[Any]:
         core = self.control.core
-        requests = [cpb.DescribeSequenceRequest(session=self.ref, sequence_id=i) for i in ids]
-        answers = [core.describe_sequence(request, self.tenant) for request in requests]
-        return [sequence_states(answer.sequences)[0] for answer in answers]
+        if not ids:
+            return []
+        request = cpb.ListSequencesRequest(session=self.ref, sequence_ids=columns.pack(INT64, ids))
+        listed = sequence_states(core.list_sequences(request, self.tenant).sequences)
+        by_id = {state.sequence_id: state for state in listed}
+        return [by_id[i] for i in ids]
 
     def check(self) -> None:
         """Check that the control plane agrees with this engine's view."""
@@ -278,7 +280,7 @@ class Engine:
         kind = operation.WhichOneof("operation")
         failed = {failure.item for failure in result.failures}
         self.world.happened["items not done"] += len(failed)
-        if result.WhichOneof("done") is None:
+        if is_refused(result):
             assert failed == {0}
             return
         if kind == "admit":
@@ -306,8 +308,8 @@ class Engine:
                     assert self.sequences.pop(i, None) or i in self.cut
                     self.cut.discard(i)
         else:
-            for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, ""):
-                self.sequences[i].tier = HOST if kind == "swap_out" else DEVICE
+            for i in columns.read(INT64, operation.swap.sequence_ids, ""):
+                self.sequences[i].tier = operation.swap.tier
 
     def _believe_states(self, message: cpb.SequenceStates) -> None:
         states = sequence_states(message)

@@ -58,7 +58,7 @@ def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
         for i, step, first, num in zip(
             columns.read(INT64, message.sequence_ids, ""),
             columns.read(INT64, message.admitted_by, ""),
-            columns.read(INT64, message.first_positions, ""),
+            columns.read(INT32, message.first_positions, ""),
             columns.read(INT32, message.num_tokens, ""),
             strict=True,
         )
@@ -85,7 +85,7 @@ def extend(sequences: dict[int, Known], append: cpb.Append, failed: set[int]) ->
     token_ids, begin = list(columns.read(INT32, append.token_ids, "")), 0
     items = zip(
         columns.read(INT64, append.sequence_ids, ""),
-        columns.read(INT64, append.first_positions, ""),
+        columns.read(INT32, append.first_positions, ""),
         columns.read(INT32, append.num_slots, ""),
         columns.read(INT32, append.num_tokens, ""),
         strict=True,
@@ -134,7 +134,7 @@ class Made:
         message = self.plan.spans
         each = zip(
             columns.read(INT64, message.sequence_ids, "sequence_ids"),
-            columns.read(INT64, message.first_positions, "first_positions"),
+            columns.read(INT32, message.first_positions, "first_positions"),
             columns.read(INT32, message.num_tokens, "num_tokens"),
             strict=True,
         )

@@ -469,7 +469,7 @@ class PlanesMachine(LateDuplicates):
         tier = engine.sequences[sequence_id].tier
         same = [i for i in live if engine.sequences[i].tier == tier]
         chosen = rng.sample(same, rng.randint(1, len(same)))
-        return ops.swap_out(chosen) if tier == DEVICE else ops.swap_in(chosen)
+        return ops.swap(chosen, "host") if tier == DEVICE else ops.swap(chosen, "device")
 
 
 def growth(rng: Random, sequence_id: int, known: Known) -> cpb.Operation:

@@ -11,7 +11,7 @@ import pytest
 
 from kvplane import ops
 from kvplane.wire import columns, protocol, signing
-from kvplane.wire.columns import INT64
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2, registration_pb2_grpc
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import (
@@ -179,9 +179,20 @@ class RawSession:
         assert isinstance(answer, pb.StepResponse)
         return answer
 
+    async def look_at(
+        self, sequence_id: int, *, with_tables: bool = False
+    ) -> pb.ListSequencesResponse:
+        """Return the state of a sequence, and its tables."""
+        ids = columns.pack(INT64, [sequence_id])
+        request = pb.ListSequencesRequest(
+            session=self.ref, sequence_ids=ids, with_tables=with_tables
+        )
+        answer = await self.stub.ListSequences(request)
+        assert isinstance(answer, pb.ListSequencesResponse)
+        return answer
+
     async def num_written(self, sequence_id: int) -> int:
         """Return the tokens of the sequence that are written, by receipts."""
-        name = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
-        states = (await self.stub.DescribeSequence(name)).sequences
-        [num] = columns.read(INT64, states.num_written_tokens, "num_written_tokens")
+        states = (await self.look_at(sequence_id)).sequences
+        [num] = columns.read(INT32, states.num_written_tokens, "num_written_tokens")
         return num

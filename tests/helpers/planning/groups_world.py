@@ -132,7 +132,7 @@ class World:
             kind = operation.WhichOneof("operation")
             message = getattr(operation, kind)
             refused = {failure.item for failure in done.failures}
-            is_done = not refused and done.WhichOneof("done") is not None
+            is_done = not refused
             self.seen[f"{kind} {'done' if is_done else 'refused'}"] += 1
             if kind == "admit":
                 if done.HasField("admit"):
@@ -140,7 +140,7 @@ class World:
                     self.sequences[message.sequence_id] = tokens
                     self.seen["hits"] += done.admit.num_cached_tokens > 0
                 continue
-            if kind.startswith("swap"):
+            if kind == "swap":
                 continue
             ids = columns.read(INT64, message.sequence_ids, "")
             begin = 0
@@ -159,7 +159,7 @@ class World:
                 elif kind == "free":
                     del self.sequences[sequence_id]
                 elif kind == "truncate":
-                    keep = columns.read(INT64, message.num_tokens, "")[item]
+                    keep = columns.read(INT32, message.num_tokens, "")[item]
                     del self.sequences[sequence_id][keep:]
 
     def run(self, plan: tpb.SignedPayload) -> None:
@@ -171,7 +171,7 @@ class World:
             value_of(self.sequences[sequence_id], first + i + 1)
             for sequence_id, first, num in zip(
                 columns.read(INT64, spans.sequence_ids, ""),
-                columns.read(INT64, spans.first_positions, ""),
+                columns.read(INT32, spans.first_positions, ""),
                 columns.read(INT32, spans.num_tokens, ""),
                 strict=True,
             )
@@ -214,8 +214,12 @@ class World:
         return sequence_states(queries.states(self.of_session))
 
     def tables(self, sequence_id: int) -> list[tpb.Blocks]:
-        request = cpb.GetBlockTableRequest(session=self.session, sequence_id=sequence_id)
-        return list(queries.block_table(self.of_session, request).tables)
+        request = cpb.ListSequencesRequest(
+            session=self.session,
+            sequence_ids=columns.pack(INT64, [sequence_id]),
+            with_tables=True,
+        )
+        return list(queries.list_sequences(self.of_session, request).tables)
 
     def check(self) -> None:
         """Check the planes' own invariants, and that the groups are in step with right values."""

@@ -20,10 +20,11 @@ from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import KvplaneError, SequenceNotFoundError
 from kvplane.results import CachedBlock, ForgetResult, PoolMatch, StepResult, error_of
 from kvplane.wire import columns
-from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.outcomes import is_refused
 from tests.helpers.planning.cached_prefixes import CachedPrefixes, cached_prefixes
 from tests.helpers.planning.control_wire import RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -115,7 +116,7 @@ class World:
         for number, caller in enumerate(self.callers):
             for sequence_id in range(1, MAX_ID + 1):
                 try:
-                    state = await caller.session.describe_sequence(sequence_id)
+                    state = (await caller.session.list_sequences([sequence_id]))[0]
                 except SequenceNotFoundError:
                     continue
                 sequences.append((number, state, await caller.table(sequence_id)))
@@ -156,7 +157,7 @@ class Caller:
 
     async def grow(self, sequence_id: int, *token_ids: int) -> StepResult:
         """Compute these tokens after the last one."""
-        state = await self.session.describe_sequence(sequence_id)
+        state = (await self.session.list_sequences([sequence_id]))[0]
         operation = ops.append(
             sequence_id, token_ids, len(token_ids), first_positions=state.num_scheduled_tokens
         )
@@ -175,8 +176,8 @@ class Caller:
         assert outcome.failures, "it was done"
         assert result.plan is None
         name = operation.WhichOneof("operation")
-        if name is None or OPERATIONS[name].is_one_item:
-            assert outcome.WhichOneof("done") is None
+        if name not in OPERATIONS or OPERATIONS[name].is_one_item:
+            assert is_refused(outcome)
         assert await self.world.state() == before
         return list(outcome.failures)
 
@@ -184,10 +185,10 @@ class Caller:
         """Assert that the operation's only item fails by this field, as a check of it foresees;
         nothing must have changed.
         """
-        (checked,) = await self.session.check([operation])
+        (checked,) = await self.session.validate([operation])
         (foreseen,) = checked.failures
         (failure,) = await self.refuse(operation)
-        assert failure.status == foreseen.status == pb.OPERATION_STATUS_FAILED
+        assert failure.status == foreseen.status == pb.ITEM_STATUS_FAILED
         assert (foreseen.error.reason, foreseen.error.field) == (
             failure.error.reason,
             failure.error.field,
@@ -200,22 +201,21 @@ class Caller:
     async def later(self, operation: pb.Operation) -> pb.Shortage:
         """Return the reason why the operation waits; nothing must have changed."""
         (failure,) = await self.refuse(operation)
-        assert failure.status == pb.OPERATION_STATUS_LATER, failure
+        assert failure.status == pb.ITEM_STATUS_LATER, failure
         return failure.shortage
 
     async def never(self, operation: pb.Operation) -> pb.Shortage:
         """Return what the pool always lacks for the operation; nothing must have changed."""
         (failure,) = await self.refuse(operation)
-        assert failure.status == pb.OPERATION_STATUS_NEVER, failure
+        assert failure.status == pb.ITEM_STATUS_NEVER, failure
         return failure.shortage
 
     async def table(self, sequence_id: int) -> tuple[Block, ...]:
         """Return the tables of all layer groups, one after the other."""
         found: list[Block] = []
-        for blocks in (await self.session.block_table(sequence_id)).tables:
-            indices = columns.read(INT32, blocks.indices, "indices")
-            generations = columns.read(INT64, blocks.generations, "generations")
-            found += ((blocks.tier, *each) for each in zip(indices, generations, strict=True))
+        for table in await self.session.get_block_table(sequence_id):
+            blocks = zip(table.indices, table.generations, strict=True)
+            found += ((table.tier, *each) for each in blocks)
         return tuple(found)
 
     async def num_cached(self, token_ids: Sequence[int]) -> int:

@@ -159,7 +159,7 @@ class PlanningRig:
         message = queries.states(session, ids)
 
         def one(column: bytes) -> int:
-            return columns.read(INT64, column, "column")[0]
+            return columns.read(INT32, column, "column")[0]
 
         return State(
             tier,
@@ -168,7 +168,7 @@ class PlanningRig:
             one(message.num_scheduled_tokens),
             one(message.num_written_tokens),
             one(message.num_cached_tokens),
-            one(message.admitted_by),
+            columns.read(INT64, message.admitted_by, "admitted_by")[0],
         )
 
     def live(self, *, session: Session | None = None) -> list[int]:
@@ -236,7 +236,7 @@ def spans_of(message: plan_pb2.Spans) -> list[tuple[int, int, int]]:
     return list(
         zip(
             columns.read(INT64, message.sequence_ids, "sequence_ids"),
-            columns.read(INT64, message.first_positions, "first_positions"),
+            columns.read(INT32, message.first_positions, "first_positions"),
             columns.read(INT32, message.num_tokens, "num_tokens"),
             strict=True,
         )

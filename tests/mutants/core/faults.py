@@ -21,7 +21,7 @@ from control_plane.steps.operations import Append, Step
 from kvplane.errors import KvplaneError
 from kvplane.results import sequence_states
 from kvplane.wire import columns
-from kvplane.wire.columns import INT64
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
@@ -83,7 +83,7 @@ def positions_ignored(patch: pytest.MonkeyPatch) -> None:
         live = {s.sequence_id: s for s in sequence_states(queries.states(step.member.session))}
         ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
         ends = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
-        message.first_positions = columns.pack(INT64, ends)
+        message.first_positions = columns.pack(INT32, ends)
         return original(self, step, message, result)
 
     original = Append.run

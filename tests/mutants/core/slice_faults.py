@@ -17,7 +17,7 @@ from control_plane.sessions.session import Session
 from control_plane.sharing.sharing import Sharing
 from control_plane.steps import answers, operations, requests, slices
 from control_plane.steps.answers import StepAnswer
-from control_plane.steps.operations import SwapIn, SwapOut
+from control_plane.steps.operations import Swap
 from kvplane.slices import run_to_end
 from kvplane.wire.v1 import session_pb2 as cpb
 
@@ -81,8 +81,7 @@ def a_large_swap_is_not_moved(patch: pytest.MonkeyPatch) -> None:
             yield
         step.native.swap_some(step.handle, operations.SLICE_BLOCKS)
 
-    for swap in (SwapIn, SwapOut):
-        patch.setattr(swap, "move", move)
+    patch.setattr(Swap, "move", move)
 
 
 def a_swap_is_one_slice(patch: pytest.MonkeyPatch) -> None:
@@ -179,13 +178,13 @@ def an_answer_begins_with_its_plan(patch: pytest.MonkeyPatch) -> None:
 
 def operations_are_checked_at_once(patch: pytest.MonkeyPatch) -> None:
     """Others wait for all of them."""
-    original = ControlPlane.check_operations
+    original = ControlPlane.validate
 
     def at_once(self: ControlPlane, request: Any, tenant: str) -> Any:
         yield from ()
         return run_to_end(original(self, request, tenant))
 
-    patch.setattr(ControlPlane, "check_operations", at_once)
+    patch.setattr(ControlPlane, "validate", at_once)
 
 
 CORE = {

@@ -28,7 +28,7 @@ from kvplane.errors import BadSignatureError
 from kvplane.results import sequence_states
 from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
-from kvplane.wire.columns import INT64
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
@@ -161,7 +161,7 @@ def append_position_unchecked(patch: pytest.MonkeyPatch) -> None:
         ids = columns.read(INT64, message.sequence_ids, "")
         live = {s.sequence_id: s for s in sequence_states(queries.states(step.member.session))}
         firsts = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
-        message.first_positions = columns.pack(INT64, firsts)
+        message.first_positions = columns.pack(INT32, firsts)
         return original(self, step, message, result)
 
     patch.setattr(Append, "run", run)

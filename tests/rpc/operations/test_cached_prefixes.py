@@ -63,7 +63,7 @@ async def test_sequences_come_before_cached_prefixes_in_the_host_tier(start_worl
     assert (await world.usage(HOST))["cached"] == 4
     await caller.do(ops.free(1))
     await caller.admit(2, prompt(3, seed=2))
-    await caller.do(ops.swap_out(2))
+    await caller.do(ops.swap(2, "host"))
     assert (await world.usage(HOST))["held"] == 4
 
 

@@ -29,7 +29,7 @@ class ThisLoop(LoopThread):
 async def answers(caller: Caller, *operations: pb.Operation) -> list[pb.OperationResult]:
     """What a check says; it must have changed nothing."""
     before = await caller.world.state()
-    checked = await caller.session.check(operations)
+    checked = await caller.session.validate(operations)
     assert await caller.world.state() == before
     return checked
 
@@ -59,9 +59,9 @@ def random_operation(rng: random.Random) -> pb.Operation:
     if kind == 2:
         return ops.free(one)
     if kind == 3:
-        return ops.swap_out(one)
+        return ops.swap(one, "host")
     if kind == 4:
-        return ops.swap_in(one)
+        return ops.swap(one, "device")
     if kind == 5:
         return ops.truncate(one, rng.randrange(1, 30))
     position = rng.randrange(1, 40)
@@ -75,7 +75,7 @@ async def test_the_check_and_the_step_never_disagree(start_world, seed: int) -> 
     caller = await (await start_world(num_device_blocks=8, num_host_blocks=3)).caller()
     for _ in range(60):
         operation = random_operation(rng)
-        (checked,) = await caller.session.check([operation])
+        (checked,) = await caller.session.validate([operation])
         (done,) = (await caller.step(operation)).results
         for failure in (*checked.failures, *done.failures):
             failure.error.ClearField("request_id")  # each is of its own call
@@ -102,16 +102,16 @@ async def test_an_admission_that_waits_is_granted_when_there_is_room(world, call
     await other.admit(1, prompt(12))
     asked = await caller.step(ops.admit(1, prompt(6, seed=1), fork_sequence_ids=[2], wait=True))
     (failure,) = asked.results[0].failures
-    assert failure.status == pb.OPERATION_STATUS_LATER
-    assert failure.shortage.place_in_line == 1
+    assert failure.status == pb.ITEM_STATUS_LATER
+    assert failure.shortage.queue_position == 1
     assert not failure.shortage.HasField("retry_delay")
     with pytest.raises(SequenceNotFoundError):
-        await caller.session.describe_sequence(1)
+        (await caller.session.list_sequences([1]))[0]
     await other.do(ops.free(1))
     assert await granted(caller) == (1,)
     assert not (await caller.step()).news.granted, "it comes once"
     for sequence_id in (1, 2):
-        state = await caller.session.describe_sequence(sequence_id)
+        state = (await caller.session.list_sequences([sequence_id]))[0]
         assert (state.num_tokens, state.num_scheduled_tokens) == (49, 0)
     await caller.do(ops.append(1, (), 49, first_positions=0))
     assert (await world.counters())["granted_admissions_total"] == 1
@@ -119,11 +119,11 @@ async def test_an_admission_that_waits_is_granted_when_there_is_room(world, call
 
 async def test_a_swap_in_that_waits_is_done_when_it_is_sent_again(caller) -> None:
     await caller.admit(1, prompt(4, extra=0))
-    await caller.do(ops.swap_out(1))
+    await caller.do(ops.swap(1, "host"))
     await caller.admit(2, prompt(13, seed=1, extra=0))
-    assert (await caller.later(ops.swap_in(1))).place_in_line == 1
+    assert (await caller.later(ops.swap(1, "device"))).queue_position == 1
     await caller.do(ops.truncate(2, 12 * BLOCK))
-    await caller.do(ops.swap_in(1))
+    await caller.do(ops.swap(1, "device"))
 
 
 async def test_a_grant_is_pushed_between_steps(world, caller) -> None:
@@ -175,13 +175,13 @@ async def test_who_came_first_is_granted_first_and_a_free_withdraws(world, calle
     for place, waits in ((2, third), (3, second)):
         asked = await waits.step(ops.admit(1, prompt(1, seed=place), wait=True))
         shortage = asked.results[0].failures[0].shortage
-        assert (shortage.place_in_line, shortage.reason) == (place, pb.SHORTAGE_REASON_LINE)
+        assert (shortage.queue_position, shortage.reason) == (place, pb.SHORTAGE_REASON_QUEUE)
     shortage = await passer.later(ops.admit(1, prompt(1, seed=4)))
-    assert shortage.reason == pb.SHORTAGE_REASON_LINE
+    assert shortage.reason == pb.SHORTAGE_REASON_QUEUE
     await third.do(ops.free(1))
     await holder.do(ops.free(1))
     assert await granted(caller) == (1,)
     assert await granted(second) == (1,)
     assert not (await third.step()).news.granted
     with pytest.raises(SequenceNotFoundError):
-        await third.session.describe_sequence(1)
+        (await third.session.list_sequences([1]))[0]

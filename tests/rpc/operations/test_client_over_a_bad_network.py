@@ -104,7 +104,7 @@ async def test_the_client_knows_its_plane_and_its_sessions_terms(
     assert pool.shards[0].address == session.shards[0].address == shard.hello.address
     grant = plan_pb2.SessionGrant.FromString(session.grant.payload)
     assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")
-    assert (session.num_device_blocks, session.num_host_blocks) == (16, 8)
+    assert [tier.num_blocks for tier in pool.usage] == [16, 8]
     assert session.max_plans_in_flight == 4
     assert session.time_to_live_s == pytest.approx(30)
 
@@ -202,7 +202,7 @@ async def test_every_step_runs_once_however_often_the_connection_breaks(
     breaking.cancel()
     proxy.cut()
     await session.submit_receipts()
-    state = await session.describe_sequence(1)
+    state = (await session.list_sequences([1]))[0]
     assert (state.num_tokens, state.num_written_tokens) == (31, 31)
     assert session.last_number == 32
     assert proxy.num_connections > 5
@@ -219,7 +219,7 @@ async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
         session = await client.open_session(POOL, LAYOUT)
         await session.run(ops.admit(1, [1]))
         await asyncio.sleep(1.2)
-        assert (await session.describe_sequence(1)).num_tokens == 1
+        assert ((await session.list_sequences([1]))[0]).num_tokens == 1
         await session.detach()
         await asyncio.sleep(1.2)
         assert session.ended_by is None

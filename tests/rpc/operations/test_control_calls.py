@@ -162,9 +162,8 @@ async def test_requests_name_the_incarnation_and_sessions_of_others_do_not_exist
     calls: list[tuple[Any, Any]] = [
         (stub.RenewSession, pb.RenewSessionRequest()),
         (stub.AbortPlans, pb.AbortPlansRequest(number=1, plan_number=1)),
-        (stub.CheckOperations, pb.CheckOperationsRequest(operations=step.operations)),
-        (stub.GetBlockTable, pb.GetBlockTableRequest(sequence_id=1)),
-        (stub.DescribeSequence, pb.DescribeSequenceRequest(sequence_id=1)),
+        (stub.Step, pb.StepRequest(operations=step.operations, validate_only=True)),
+        (stub.ListSequences, pb.ListSequencesRequest()),
         (stub.Step, step),
     ]
     for method, request in calls:
@@ -182,32 +181,34 @@ async def test_requests_name_the_incarnation_and_sessions_of_others_do_not_exist
 
 async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawSession) -> None:
     await session.admit(5, PROMPT)
-    name = {"session": session.ref, "sequence_id": 5}
-    table = await stub.GetBlockTable(pb.GetBlockTableRequest(**name))
-    assert table.num_tokens == 20
-    [held] = table.tables
+    [held] = (await session.look_at(5, with_tables=True)).tables
     assert held.tier == tpb.TIER_DEVICE
     assert len(set(columns.read(INT32, held.indices, "indices"))) == 3
     assert list(columns.read(INT64, held.generations, "generations")) == [1, 1, 1]
     assert await session.num_written(5) == 0
     await session.submit()
-    state = (await stub.DescribeSequence(pb.DescribeSequenceRequest(**name))).sequences
-    assert state == pb.SequenceStates(
+    assert (await session.look_at(5)).sequences == pb.SequenceStates(
         sequence_ids=columns.pack(INT64, [5]),
         admitted_by=columns.pack(INT64, [1]),
-        num_tokens=columns.pack(INT64, [20]),
-        num_scheduled_tokens=columns.pack(INT64, [20]),
-        num_written_tokens=columns.pack(INT64, [20]),
-        num_cached_tokens=columns.pack(INT64, [0]),
+        num_tokens=columns.pack(INT32, [20]),
+        num_scheduled_tokens=columns.pack(INT32, [20]),
+        num_written_tokens=columns.pack(INT32, [20]),
+        num_cached_tokens=columns.pack(INT32, [0]),
         num_blocks=columns.pack(INT32, [3]),
         tiers=columns.pack(UINT8, [tpb.TIER_DEVICE]),
     )
-    name["sequence_id"] = 6
-    for call in (
-        stub.GetBlockTable(pb.GetBlockTableRequest(**name)),
-        stub.DescribeSequence(pb.DescribeSequenceRequest(**name)),
+    for sequence_ids, with_tables, *wanted in (
+        ([5, 6], False, "NOT_FOUND", "SEQUENCE_NOT_FOUND", "sequence_ids[1]"),
+        ([5, 5], False, "INVALID_ARGUMENT", "INVALID_REQUEST", "sequence_ids"),
+        ([5] * 1001, False, "INVALID_ARGUMENT", "INVALID_REQUEST", "sequence_ids"),
+        ([], True, "INVALID_ARGUMENT", "INVALID_REQUEST", "sequence_ids"),
     ):
-        await refused(call, "NOT_FOUND", "SEQUENCE_NOT_FOUND", "sequence_id")
+        request = pb.ListSequencesRequest(
+            session=session.ref,
+            sequence_ids=columns.pack(INT64, sequence_ids),
+            with_tables=with_tables,
+        )
+        await refused(stub.ListSequences(request), *wanted)
 
 
 # Numbers.
@@ -264,7 +265,7 @@ async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
     session.receipts.clear()
     abort = pb.AbortPlansRequest(plan_number=1, **session.next())
     answer = await stub.AbortPlans(abort)
-    assert columns.read(INT64, answer.sequences.num_scheduled_tokens, "scheduled").tolist() == [0]
+    assert columns.read(INT32, answer.sequences.num_scheduled_tokens, "scheduled").tolist() == [0]
     assert await stub.AbortPlans(abort) == answer
     appended = await session.step(ops.append(1, [], 20, first_positions=0))
     assert plan_pb2.Plan.FromString(appended.plan.payload).resync
@@ -285,7 +286,7 @@ async def test_a_resync_answers_with_whole_tables_and_the_same_when_repeated(
     plan = plan_pb2.Plan.FromString(answer.plan.payload)
     assert plan.resync
     assert columns.read(INT32, plan.changes.num_blocks, "num_blocks").tolist() == [3]
-    written = columns.read(INT64, answer.sequences.num_written_tokens, "written")
+    written = columns.read(INT32, answer.sequences.num_written_tokens, "written")
     assert written.tolist() == [20]
     assert await stub.AbortPlans(request) == answer
 

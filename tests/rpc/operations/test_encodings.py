@@ -60,7 +60,7 @@ async def test_every_encoding_of_a_step_is_the_same_step(
     freed = session_pb2.Operation(free=session_pb2.Free(sequence_ids=[1, 2, 3]))
     answer = await send(encode(request(session, 2, freed), encoding))
     [done] = answer.results
-    assert not done.failures and len(done.free.num_released_blocks) == 3
+    assert not done.failures and len(done.num_released_blocks) == 3
 
 
 async def test_a_field_that_the_server_does_not_know_is_refused_by_name(

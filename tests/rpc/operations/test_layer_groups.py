@@ -43,7 +43,7 @@ async def test_each_group_has_tables_of_its_own(world, caller) -> None:
     assert result.results[0].admit.num_blocks == 4
     assert plan_of(result).changes.groups == bytes([0, 1])
     assert await held(world) == [4, 4]
-    tables = (await caller.session.block_table(1)).tables
+    tables = await caller.session.get_block_table(1)
     assert [table.group for table in tables] == [0, 1]
 
 
@@ -60,11 +60,11 @@ async def test_what_lies_behind_a_window_is_given_back_as_the_sequence_grows(wor
 
 async def test_sequences_move_in_both_groups(world, caller) -> None:
     await caller.admit(1, prompt(3))
-    moved = await caller.do(ops.swap_out([1]))
-    assert moved.results[0].swap_out.num_blocks == 8
+    moved = await caller.do(ops.swap([1], "host"))
+    assert moved.results[0].num_swapped_blocks == 8
     assert plan_of(moved).transfers.groups == bytes([0] * 4 + [1] * 4)
     assert (await held(world), await held(world, HOST)) == ([0, 0], [4, 4])
-    await caller.do(ops.swap_in([1]))
+    await caller.do(ops.swap([1], "device"))
     assert (await held(world), await held(world, HOST)) == ([4, 4], [0, 0])
 
 

@@ -26,12 +26,12 @@ from kvplane.errors import (
 )
 from kvplane.results import error_of
 from kvplane.wire import columns
-from kvplane.wire.columns import INT32
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, DEVICE, HOST, Caller, prompt
 
-FAILED: Final = pb.OPERATION_STATUS_FAILED
-LATER, NEVER = pb.OPERATION_STATUS_LATER, pb.OPERATION_STATUS_NEVER
+FAILED: Final = pb.ITEM_STATUS_FAILED
+LATER, NEVER = pb.ITEM_STATUS_LATER, pb.ITEM_STATUS_NEVER
 LACKS_BLOCKS, LACKS_HEADROOM, LACKS_QUOTA = (
     pb.SHORTAGE_REASON_BLOCKS,
     pb.SHORTAGE_REASON_HEADROOM,
@@ -45,7 +45,7 @@ ADMITTED: Final = (ops.admit(1, PROMPT), ops.admit(2, PROMPT[:9]))
 MIXED: Final = (
     ops.admit(1, prompt(1)),
     ops.admit(2, prompt(1, seed=1)),
-    ops.swap_out(2),
+    ops.swap(2, "host"),
     ops.admit(3, prompt(3, seed=2)),
     ops.free(3),
 )
@@ -131,7 +131,7 @@ ROWS: Final = {
     "admit": Row(
         ops.admit(3, PROMPT, fork_sequence_ids=[4]),
         1,
-        {"num_cached_tokens": 16, "num_blocks": 3, "num_scheduled_tokens": 4},
+        {"admit": pb.AdmitResult(num_cached_tokens=16, num_blocks=3, num_scheduled_tokens=4)},
         {
             "id 0": invalid(ops.admit(0, [1]), "sequence_id"),
             "a live id": exists(ops.admit(1, [1]), "sequence_id"),
@@ -139,6 +139,18 @@ ROWS: Final = {
             "part of a token": invalid(ops.admit(3, bytes(7)), "token_ids"),
             "a negative token": invalid(ops.admit(3, [1, 2, -3]), "token_ids[2]"),
             "total": invalid(ops.admit(3, [1], max_total_tokens=-1), "max_total_tokens"),
+            "an end by itself": invalid(
+                pb.Operation(
+                    admit=pb.Admit(sequence_id=3, token_ids=int32(1), ends_with_plan=True)
+                ),
+                "ends_with_plan",
+            ),
+            "a checkpoint": invalid(
+                pb.Operation(
+                    admit=pb.Admit(sequence_id=3, token_ids=int32(1), checkpoint_position=8)
+                ),
+                "checkpoint_position",
+            ),
             "compute": invalid(ops.admit(3, [1], num_compute_tokens=-1), "num_compute_tokens"),
             "fork 0": invalid(ops.admit(3, [1], fork_sequence_ids=[4, 0]), "fork_sequence_ids[1]"),
             "a live fork": exists(
@@ -173,7 +185,7 @@ ROWS: Final = {
             [1, 2], [5, 6], 1, first_positions=[20, 9], num_tokens=1, num_lookahead_slots=[0, 8]
         ),
         2,
-        {"num_blocks": int32(3, 3)},
+        {"num_table_blocks": int32(3, 3)},
         {
             "unknown": unknown(ops.append(9, [5], 1, first_positions=9)),
             "on the host": swapped(ops.append(2, [5], 1, first_positions=9)),
@@ -187,6 +199,12 @@ ROWS: Final = {
                 ops.append(1, [5], 1, first_positions=9, num_tokens=2), "token_ids"
             ),
             "length": invalid(ops.append(1, [5], 1, first_positions=[9, 9]), "first_positions"),
+            "checkpoints": invalid(
+                pb.Operation(
+                    append=pb.Append(sequence_ids=bytes(8), checkpoint_positions=int32(8))
+                ),
+                "checkpoint_positions",
+            ),
             "lookahead": invalid(
                 ops.append(1, [5], 1, first_positions=9, num_lookahead_slots=[-1]),
                 "num_lookahead_slots[0]",
@@ -210,14 +228,14 @@ ROWS: Final = {
         },
         partly=(
             ops.append([1, 9, 2], [5, 5, 5], 1, first_positions=[20, 9, 9], num_tokens=1),
-            {"num_blocks": int32(3, 0, 2)},
+            {"num_table_blocks": int32(3, 0, 2)},
         ),
         busy=(ops.append(1, [5], 1, first_positions=20), InvalidRequestError),
     ),
     "fork": Row(
         ops.fork(1, [3, 4]),
         2,
-        {"num_blocks": int32(3, 3)},
+        {"num_table_blocks": int32(3, 3)},
         {
             "unknown": unknown(ops.fork(9, 3), "parent_sequence_ids[0]"),
             "a live id": exists(ops.fork(1, 1), "sequence_ids[0]"),
@@ -230,7 +248,7 @@ ROWS: Final = {
                 {"max_table_entries": 5},
             ),
         },
-        partly=(ops.fork([1, 9, 2], [3, 4, 5]), {"num_blocks": int32(3, 0, 2)}),
+        partly=(ops.fork([1, 9, 2], [3, 4, 5]), {"num_table_blocks": int32(3, 0, 2)}),
         busy=(ops.fork(1, 2), SequenceBusyError),
     ),
     "free": Row(
@@ -254,68 +272,81 @@ ROWS: Final = {
         partly=(ops.truncate([1, 9, 2], 8), {"num_released_blocks": int32(2, 0, 1)}),
         busy=(ops.truncate(1, 4), SequenceBusyError),
     ),
-    "swap_out": Row(
-        ops.swap_out([1, 2]),
+    "swap": Row(
+        ops.swap([1, 2], "host"),
         1,
-        {"num_blocks": 4},
+        {"num_swapped_blocks": 4},
         {
-            "nothing": invalid(ops.swap_out([]), "sequence_ids"),
-            "unknown": unknown(ops.swap_out([1, 9]), "sequence_ids[1]"),
-            "out already": swapped(ops.swap_out([1, 2]), "sequence_ids[1]"),
-            "one twice": invalid(ops.swap_out([1, 1]), "sequence_ids[1]"),
-            "no room": Refusal(
-                ops.swap_out(2),
-                (LATER, HOST, LACKS_BLOCKS, 7, 1),
-                (*CROWDED, ops.swap_out(1)),
+            "nothing": invalid(ops.swap([], "host"), "sequence_ids"),
+            "to no tier": invalid(
+                pb.Operation(swap=pb.Swap(sequence_ids=columns.pack(INT64, [1]))), "tier"
             ),
-            "too much": Refusal(ops.swap_out([1, 2]), (NEVER, HOST, LACKS_BLOCKS, 14, 8), CROWDED),
-        },
-        busy=(ops.swap_out(1), SequenceBusyError),
-    ),
-    "swap_in": Row(
-        ops.swap_in(1),
-        1,
-        {"num_blocks": 3},
-        {
-            "in already": swapped(ops.swap_in(1)),
-            "unknown": unknown(ops.swap_in(9)),
+            "unknown": unknown(ops.swap([1, 9], "host"), "sequence_ids[1]"),
+            "out already": swapped(ops.swap([1, 2], "host"), "sequence_ids[1]"),
+            "one twice": invalid(ops.swap([1, 1], "host"), "sequence_ids[1]"),
             "no room": Refusal(
-                ops.swap_in(1),
+                ops.swap(2, "host"),
+                (LATER, HOST, LACKS_BLOCKS, 7, 1),
+                (*CROWDED, ops.swap(1, "host")),
+            ),
+            "too much": Refusal(
+                ops.swap([1, 2], "host"), (NEVER, HOST, LACKS_BLOCKS, 14, 8), CROWDED
+            ),
+        },
+        busy=(ops.swap(1, "host"), SequenceBusyError),
+    ),
+    "swap back": Row(
+        ops.swap(1, "device"),
+        1,
+        {"num_swapped_blocks": 3},
+        {
+            "in already": swapped(ops.swap(1, "device")),
+            "unknown": unknown(ops.swap(9, "device")),
+            "no room": Refusal(
+                ops.swap(1, "device"),
                 (LATER, DEVICE, LACKS_BLOCKS, 7, 2),
-                (*CROWDED, ops.swap_out(1), ops.admit(3, prompt(7, seed=2, extra=0))),
+                (*CROWDED, ops.swap(1, "host"), ops.admit(3, prompt(7, seed=2, extra=0))),
                 waits=True,
             ),
             "headroom": Refusal(
-                ops.swap_in(1),
+                ops.swap(1, "device"),
                 (LATER, DEVICE, LACKS_HEADROOM, 4, 3),
                 (
                     ops.admit(1, prompt(4, extra=0)),
-                    ops.swap_out(1),
+                    ops.swap(1, "host"),
                     ops.admit(2, prompt(9, seed=1, extra=0)),
                 ),
                 {"watermark": 0.25},
                 waits=True,
             ),
             "quota": Refusal(
-                ops.swap_in(1),
+                ops.swap(1, "device"),
                 (LATER, DEVICE, LACKS_QUOTA, 3, 2),
-                (ops.admit(1, prompt(2)), ops.swap_out(1), ops.admit(2, prompt(1, seed=1))),
+                (ops.admit(1, prompt(2)), ops.swap(1, "host"), ops.admit(2, prompt(1, seed=1))),
                 {"max_tenant_blocks": 4},
             ),
         },
-        (*ADMITTED, ops.swap_out(1)),
+        (*ADMITTED, ops.swap(1, "host")),
     ),
 }
 
 
-def in_contract(message: type[pb.Operation | pb.OperationResult], oneof: str) -> set[str]:
-    return {each.name for each in message.DESCRIPTOR.oneofs_by_name[oneof].fields}
+NOT_SERVED: Final = {
+    "pin": pb.Operation(pin=pb.Pin(pin_ids=bytes(8))),
+    "unpin": pb.Operation(unpin=pb.Unpin(pin_ids=bytes(8))),
+}
+"""Operations that have a number in the contract, and are served by a later release."""
+
+
+def operation_of(row: str) -> str:
+    """Return the operation that the row is of."""
+    return row.partition(" ")[0]
 
 
 def test_no_table_lacks_an_operation() -> None:
-    operations = in_contract(pb.Operation, "operation")
-    assert in_contract(pb.OperationResult, "done") == operations
-    assert OPERATIONS.keys() == ROWS.keys() == operations
+    in_contract = {each.name for each in pb.Operation.DESCRIPTOR.oneofs[0].fields}
+    assert OPERATIONS.keys() | NOT_SERVED.keys() == in_contract
+    assert OPERATIONS.keys() == {operation_of(row) for row in ROWS}
     for name, operation in OPERATIONS.items():
         assert operation.name == name
         built = getattr(ops, name)
@@ -323,13 +354,13 @@ def test_no_table_lacks_an_operation() -> None:
         assert (ROWS[name].partly is None) == operation.is_one_item
     for name, row in ROWS.items():
         for each in (row.done, *(refusal.operation for refusal in row.refusals.values())):
-            assert each.WhichOneof("operation") == name
+            assert each.WhichOneof("operation") == operation_of(name)
 
 
 async def checked(caller: Caller, operation: pb.Operation) -> pb.OperationResult:
     """Return the answer of a check, which must have changed nothing."""
     before = await caller.world.state()
-    (result,) = await caller.session.check([operation])
+    (result,) = await caller.session.validate([operation])
     assert await caller.world.state() == before
     return result
 
@@ -355,7 +386,7 @@ async def test_an_operation_is_done_and_counted_and_its_repeat_is_answered_the_s
     row = ROWS[name]
     for operation in row.before:
         await caller.do(operation)
-    answer = pb.OperationResult(**{name: row.answer})
+    answer, name = pb.OperationResult(**row.answer), operation_of(name)
     is_answered = OPERATIONS[name].is_checked_with_answer
     assert await checked(caller, row.done) == (answer if is_answered else pb.OperationResult())
     counted = world.server.metrics.operations
@@ -401,11 +432,12 @@ def assert_said(failure: pb.ItemFailure, refusal: Refusal) -> None:
     is_later = failure.status == LATER
     assert type(error) is (PoolFullError if is_later else NeverFitsError)
     assert shortage.HasField("retry_delay") == (is_later and not refusal.waits)
-    assert shortage.place_in_line == refusal.waits
+    assert shortage.queue_position == refusal.waits
 
 
-async def test_what_is_no_operation_is_refused(caller) -> None:
-    (failure,) = await caller.refuse(pb.Operation())
+@pytest.mark.parametrize("name", ["none", *NOT_SERVED])
+async def test_what_is_no_operation_here_is_refused(caller, name) -> None:
+    (failure,) = await caller.refuse(NOT_SERVED.get(name, pb.Operation()))
     assert (type(error_of(failure)), failure.error.field) == (InvalidRequestError, "operations[0]")
 
 
@@ -419,8 +451,7 @@ async def test_an_item_that_is_refused_leaves_those_beside_it_done(caller, name)
     (failure,) = outcome.failures
     assert (failure.item, type(error_of(failure))) == (1, SequenceNotFoundError)
     assert "sequence_ids[1]" in failure.error.field
-    done = pb.OperationResult(**{name: answer})
-    assert getattr(outcome, name) == getattr(done, name)
+    assert outcome == pb.OperationResult(failures=[failure], **answer)
     await repeat(caller, operation, result)
 
 
@@ -432,4 +463,4 @@ async def test_a_sequence_that_a_step_computes_is_busy_for_the_rest_of_it(caller
     assert type(error_of(failure)) is kind
     counters = await caller.world.counters()
     assert counters['sequences{state="device"}'] == 1
-    assert (await caller.session.describe_sequence(1)).num_tokens == 20
+    assert ((await caller.session.list_sequences([1]))[0]).num_tokens == 20

@@ -8,13 +8,14 @@ import pytest
 
 from control_plane import pages
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ControlClient
+from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError
 from kvplane.results import sequence_states, total_of
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
+from tests.rpc.operations.test_control_calls import refused
 
 LISTS: dict[str, Any] = {
     "ListPools": pool_pb2.ListPoolsRequest(),
@@ -131,14 +132,27 @@ async def test_a_session_is_shown_as_it_is_and_its_lease_is_not_renewed(
     assert (shown.session, shown.client_name, shown.namespace) == (session.ref, "test", "lora-7")
     assert (shown.num_sequences, shown.num_held_blocks, shown.num_plans_in_flight) == (1, 3, 1)
     assert shown.last_number == session.number == 1
-    assert not shown.HasField("sequences")
+    sequences = pb.ListSequencesRequest(session=session.ref)
+    [state] = sequence_states((await stub.ListSequences(sequences)).sequences)
+    assert (state.sequence_id, state.num_tokens) == (3, 20)
+    await stub.Step(pb.StepRequest(session=session.ref, validate_only=True))
     [again] = (await stub.ListSessions(request)).sessions
     assert again.time_to_live.ToNanoseconds() < shown.time_to_live.ToNanoseconds()
-    request.session_id = session.ref.session_id
-    [named] = (await stub.ListSessions(request)).sessions
-    assert [state.sequence_id for state in sequence_states(named.sequences)] == [3]
-    request.session_id ^= 1
-    assert not (await stub.ListSessions(request)).sessions
+
+
+async def test_sequences_come_in_pages(stub: Stub, shard: RawShard) -> None:
+    session = await RawSession.open(stub, shard)
+    await session.step(ops.admit(7, range(9), fork_sequence_ids=[5, 3]))
+    request = pb.ListSequencesRequest(session=session.ref, page_size=2)
+    first = await stub.ListSequences(request)
+    request.page_token = first.next_page_token
+    last = await stub.ListSequences(request)
+    listed = [sequence_states(page.sequences) for page in (first, last)]
+    assert [[state.sequence_id for state in page] for page in listed] == [[3, 5], [7]]
+    assert not last.next_page_token
+    other = await RawSession.open(stub, shard)
+    request.session.CopyFrom(other.ref)
+    await refused(stub.ListSequences(request), "INVALID_ARGUMENT", "INVALID_REQUEST", "page_token")
 
 
 def test_a_counter_is_summed_over_its_labels() -> None:

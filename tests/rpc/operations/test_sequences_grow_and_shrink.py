@@ -30,7 +30,7 @@ async def test_a_prompt_takes_blocks_as_its_chunks_come(world, caller) -> None:
     assert (await world.usage())["held"] == 2
     await (await world.caller()).admit(1, prompt(10, seed=1, extra=0))
     await caller.do(ops.append(1, (), 22, first_positions=10))
-    state = await caller.session.describe_sequence(1)
+    state = (await caller.session.list_sequences([1]))[0]
     assert (state.num_written_tokens, state.num_blocks) == (32, 4)
     assert (await world.usage())["held"] == 14
     assert await caller.num_cached([*tokens, 1]) == 32
@@ -48,7 +48,7 @@ async def test_sequences_of_one_prompt_share_its_blocks_until_they_write(
     table = await caller.table(3)
     assert await caller.table(1) == await caller.table(2) == table
     assert (await world.usage())["held"] == 3
-    states = [await caller.session.describe_sequence(i) for i in (1, 2, 3)]
+    states = [(await caller.session.list_sequences([i]))[0] for i in (1, 2, 3)]
     assert [state.num_tokens for state in states] == [20, 20, 20]
     assert [state.admitted_by for state in states] == ([1, 3, 3] if how == "forked" else [1, 1, 1])
     await caller.grow(1, 71)
@@ -66,7 +66,7 @@ async def test_sequences_of_one_prompt_share_its_blocks_until_they_write(
 async def test_a_group_moves_between_the_tiers_and_stays_shared(world, caller) -> None:
     await caller.admit(1, prompt(2, extra=4))
     await caller.do(ops.fork(1, 2))
-    out = await caller.do(ops.swap_out([1, 2]))
+    out = await caller.do(ops.swap([1, 2], "host"))
     assert list(plan_of(out).transfers.destination_tiers) == [HOST] * 3
     await caller.do(ops.fork(1, 3))
     assert await caller.table(1) == await caller.table(2) == await caller.table(3)
@@ -74,7 +74,7 @@ async def test_a_group_moves_between_the_tiers_and_stays_shared(world, caller) -
     assert ((await world.usage())["held"], (await world.usage(HOST))["held"]) == (0, 3)
     await caller.do(ops.truncate(3, 8))
     assert await caller.table(3) == (await caller.table(1))[:1]
-    await caller.do(ops.swap_in([3, 2, 1]))
+    await caller.do(ops.swap([3, 2, 1], "device"))
     assert await caller.table(1) == await caller.table(2)
     assert await caller.table(3) == (await caller.table(1))[:1]
     assert ((await world.usage())["held"], (await world.usage(HOST))["held"]) == (3, 0)
@@ -85,8 +85,8 @@ async def test_rejected_tokens_are_given_back_with_the_blocks_they_empty(world, 
     await caller.do(ops.append(1, [9, 10, 11], 10, first_positions=9))
     assert len(await caller.table(1)) == 3
     result = await caller.do(ops.truncate(1, 10))
-    assert int32(result.results[0].truncate.num_released_blocks) == [1]
-    state = await caller.session.describe_sequence(1)
+    assert int32(result.results[0].num_released_blocks) == [1]
+    state = (await caller.session.list_sequences([1]))[0]
     assert (state.num_tokens, state.num_scheduled_tokens, state.num_written_tokens) == (10, 10, 10)
     assert (await world.usage())["held"] == state.num_blocks == 2
     kinds = plan_of(result).changes.kinds
@@ -94,7 +94,7 @@ async def test_rejected_tokens_are_given_back_with_the_blocks_they_empty(world, 
     before = await world.state()
     await caller.do(ops.truncate(1, 10))
     assert await world.state() == before, "to truncate to what is there changes nothing"
-    assert (await caller.grow(1, 77)).results[0].append.num_blocks
+    assert (await caller.grow(1, 77)).results[0].num_table_blocks
 
 
 # Attention windows.
@@ -118,7 +118,7 @@ async def test_blocks_behind_the_window_go_back(start_world) -> None:
     dropped = [index for _, index, _ in table if index == -1]
     assert len(dropped) >= (99 - 2 * BLOCK) // BLOCK - 1
     assert table[: len(dropped)] == ((DEVICE, -1, 0),) * len(dropped)
-    state = await caller.session.describe_sequence(1)
+    state = (await caller.session.list_sequences([1]))[0]
     assert (state.num_tokens, state.num_blocks) == (100, 13)
     await caller.fail(ops.truncate(1, BLOCK), InvalidRequestError, "num_tokens[0]")
     await caller.do(ops.fork(1, 2))

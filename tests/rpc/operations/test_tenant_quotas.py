@@ -64,7 +64,7 @@ async def test_an_admission_in_line_is_judged_again_when_its_turn_comes(start_wo
     await one.admit(2, prompt(1, seed=1, extra=0))
     results = [await one.session.step([ops.free(1)])]  # the receipt is missing
     waits = ops.admit(5, prompt(5, seed=2, extra=0), wait=True)
-    assert (await other.later(waits)).place_in_line == 1
+    assert (await other.later(waits)).queue_position == 1
     grows = ops.append(2, [5] * 4 * BLOCK, 4 * BLOCK, first_positions=BLOCK)
     results.append(await one.session.step([grows]))
     for result in results:

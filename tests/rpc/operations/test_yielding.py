@@ -129,12 +129,12 @@ async def test_a_sequence_that_was_cut_is_answered_as_revoked_until_it_is_freed(
         (ops.append(1, [5], 1, first_positions=3 * BLOCK + 1), "sequence_ids[0]"),
         (ops.fork(1, 3), "parent_sequence_ids[0]"),
         (ops.truncate(1, BLOCK), "sequence_ids[0]"),
-        (ops.swap_out(1), "sequence_ids[0]"),
+        (ops.swap(1, "host"), "sequence_ids[0]"),
     ):
         (failure,) = await junior.refuse(operation)
         assert failure.error.reason == "SEQUENCE_REVOKED"
         await junior.fail(operation, SequenceRevokedError, field)
-    for ask in (junior.session.describe_sequence, junior.session.block_table):
+    for ask in (lambda i: junior.session.list_sequences([i]), junior.session.get_block_table):
         with pytest.raises(SequenceNotFoundError):
             await ask(1)
     await junior.do(ops.free(1))

@@ -157,7 +157,7 @@ def test_a_sequence_whose_tokens_come_later_stays_private_if_they_might_be_the_f
             for sequence_id in running:
                 first = 6 if sequence_id == running[0] else 4
                 slots, none = i32([6 if first == 6 else 4]), i32([0])
-                pool.append(writer.handle, i64([sequence_id]), i64([first]), slots, none, b"", b"")
+                pool.append(writer.handle, i64([sequence_id]), i32([first]), slots, none, b"", b"")
         forget(writer, blocks(1, 2, 5))
         for sequence_id, first, tokens in (
             (running[0], 6, blocks(2)[2:] + blocks(5)),
@@ -168,7 +168,7 @@ def test_a_sequence_whose_tokens_come_later_stays_private_if_they_might_be_the_f
                     writer.handle,
                     i64([sequence_id]),
                     i64([running.index(sequence_id) + 1]),
-                    i64([first]),
+                    i32([first]),
                     i32([len(tokens)]),
                     i32(tokens),
                 )

@@ -94,8 +94,8 @@ def test_refused_appends() -> None:
         ((-(2**63), 6, 1, [], 0), (0, Code.NOT_FOUND, -(2**63), 0, 0)),
         ((1, 5, 1, [], 0), (0, Code.POSITION, 1, 6, 5)),
         ((1, -1, 1, [], 0), (0, Code.POSITION, 1, 6, -1)),
-        ((1, 2**63 - 1, 2**31 - 1, [], 2**31 - 1), (0, Code.POSITION, 1, 6, 2**63 - 1)),
-        ((1, -(2**63), 1, [], 0), (0, Code.POSITION, 1, 6, -(2**63))),
+        ((1, 2**31 - 1, 2**31 - 1, [], 2**31 - 1), (0, Code.POSITION, 1, 6, 2**31 - 1)),
+        ((1, -(2**31), 1, [], 0), (0, Code.POSITION, 1, 6, -(2**31))),
         ((1, 6, -1, [], 0), (0, Code.NEGATIVE, 0, 0, 0)),
         ((1, 6, -(2**31), [], 0), (0, Code.NEGATIVE, 0, 0, 0)),
         ((1, 6, 1, [], -1), (0, Code.NEGATIVE, 2, 0, 0)),
@@ -192,10 +192,10 @@ def test_refused_truncates() -> None:
         ((9, 1), (0, Code.NOT_FOUND, 9, 0, 0)),
         ((0, 1), (0, Code.NOT_FOUND, 0, 0, 0)),
         ((1, 7), (0, Code.TOO_LONG, 1, 6, 7)),
-        ((1, 2**63 - 1), (0, Code.TOO_LONG, 1, 6, 2**63 - 1)),
+        ((1, 2**31 - 1), (0, Code.TOO_LONG, 1, 6, 2**31 - 1)),
         ((1, 0), (0, Code.NEGATIVE, 3, 0, 0)),
         ((1, -1), (0, Code.NEGATIVE, 3, 0, 0)),
-        ((1, -(2**63)), (0, Code.NEGATIVE, 3, 0, 0)),
+        ((1, -(2**31)), (0, Code.NEGATIVE, 3, 0, 0)),
     ]:
         assert caller.truncate(row) == ([0], [failure])
         assert dump(caller.pool, [caller]) == before
@@ -316,7 +316,7 @@ def test_tokens_that_are_deferred_publish_what_is_written() -> None:
         (((1, 2, 6, [6]),), (0, Code.OTHER_ADMISSION, 1, 1, 2)),
         (((1, 1, 7, [7]),), (0, Code.NOT_KNOWN, 1, 6, 7)),
         (((1, 1, -1, [7]),), (0, Code.NOT_KNOWN, 1, 6, -1)),
-        (((1, 1, 2**63 - 1, [7]),), (0, Code.NOT_KNOWN, 1, 6, 2**63 - 1)),
+        (((1, 1, 2**31 - 1, [7]),), (0, Code.NOT_KNOWN, 1, 6, 2**31 - 1)),
         (((1, 1, 6, [6] * 7),), (0, Code.BEYOND_SLOTS, 1, 12, 0)),
         (((1, 1, 5, [6, 6]),), (0, Code.OTHER_TOKENS, 1, 5, 0)),
         (((1, 1, 6, [6, 7]), (1, 1, 6, [6, 8, 8])), (1, Code.OTHER_TOKENS, 1, 6, 0)),

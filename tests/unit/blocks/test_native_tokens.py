@@ -41,7 +41,7 @@ def assert_known(caller: Caller, known: dict[int, list[int]]) -> None:
         caller.handle,
         i64(given),
         i64(states[i].admitted_by for i in given),
-        i64([0] * len(given)),
+        i32([0] * len(given)),
         i32(map(len, given.values())),
         i32(token for tokens in given.values() for token in tokens),
     )

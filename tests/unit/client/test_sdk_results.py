@@ -40,7 +40,7 @@ SHORTAGE = pb.Shortage(
 
 
 def test_later_is_a_full_pool_and_says_how_long_to_wait() -> None:
-    failure = pb.ItemFailure(status=pb.OPERATION_STATUS_LATER, shortage=SHORTAGE)
+    failure = pb.ItemFailure(status=pb.ITEM_STATUS_LATER, shortage=SHORTAGE)
     failure.shortage.retry_delay.FromMilliseconds(50)
     error = error_of(failure)
     assert type(error) is PoolFullError
@@ -49,8 +49,8 @@ def test_later_is_a_full_pool_and_says_how_long_to_wait() -> None:
 
 
 def test_an_admission_that_waits_says_where_in_line() -> None:
-    failure = pb.ItemFailure(status=pb.OPERATION_STATUS_LATER, shortage=SHORTAGE)
-    failure.shortage.place_in_line = 3
+    failure = pb.ItemFailure(status=pb.ITEM_STATUS_LATER, shortage=SHORTAGE)
+    failure.shortage.queue_position = 3
     error = error_of(failure)
     assert type(error) is PoolFullError
     assert error.retry_delay_s is None
@@ -58,7 +58,7 @@ def test_an_admission_that_waits_says_where_in_line() -> None:
 
 
 def test_never_does_not_fit_and_does_not_say_to_wait() -> None:
-    error = error_of(pb.ItemFailure(status=pb.OPERATION_STATUS_NEVER, shortage=SHORTAGE))
+    error = error_of(pb.ItemFailure(status=pb.ITEM_STATUS_NEVER, shortage=SHORTAGE))
     assert type(error) is NeverFitsError
     assert error.retry_delay_s is None
     assert "9 blocks" in error.message
@@ -67,7 +67,7 @@ def test_never_does_not_fit_and_does_not_say_to_wait() -> None:
 def test_failed_is_the_error_that_the_control_plane_gave() -> None:
     field = "operations[0].append.first_positions[3]"
     given = to_wire(PositionMismatchError("7 positions are scheduled", field=field))
-    error = error_of(pb.ItemFailure(status=pb.OPERATION_STATUS_FAILED, error=given))
+    error = error_of(pb.ItemFailure(status=pb.ITEM_STATUS_FAILED, error=given))
     assert type(error) is PositionMismatchError
     assert error.field == field
 
@@ -79,7 +79,7 @@ def test_a_status_of_a_later_release_is_no_success() -> None:
 def test_a_step_of_which_all_items_were_done_passes() -> None:
     result = StepResult(pb.StepResponse(results=[pb.OperationResult(), pb.OperationResult()]))
     assert result.raise_for_status() is result
-    result.results[1].failures.add(item=5, status=pb.OPERATION_STATUS_LATER)
+    result.results[1].failures.add(item=5, status=pb.ITEM_STATUS_LATER)
     with pytest.raises(PoolFullError):
         result.raise_for_status()
 
@@ -94,10 +94,10 @@ def states() -> pb.SequenceStates:
     return pb.SequenceStates(
         sequence_ids=columns.pack(INT64, [3, 2**40]),
         admitted_by=columns.pack(INT64, [1, 7]),
-        num_tokens=columns.pack(INT64, [20, 30]),
-        num_scheduled_tokens=columns.pack(INT64, [19, 29]),
-        num_written_tokens=columns.pack(INT64, [18, 28]),
-        num_cached_tokens=columns.pack(INT64, [16, 0]),
+        num_tokens=columns.pack(INT32, [20, 30]),
+        num_scheduled_tokens=columns.pack(INT32, [19, 29]),
+        num_written_tokens=columns.pack(INT32, [18, 28]),
+        num_cached_tokens=columns.pack(INT32, [16, 0]),
         num_blocks=columns.pack(INT32, [2, 3]),
         tiers=columns.pack(UINT8, [types.TIER_DEVICE, types.TIER_HOST]),
     )

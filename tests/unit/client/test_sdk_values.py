@@ -133,7 +133,7 @@ def test_an_append_of_one_sequence_is_one_element_of_each_column() -> None:
     append = ops.append(3, [7, 8], 1, first_positions=5)
     assert append == ops.append([3], [7, 8], [1], first_positions=[5], num_tokens=[2])
     assert int64(append.append.sequence_ids) == [3]
-    assert int64(append.append.first_positions) == [5]
+    assert int32(append.append.first_positions) == [5]
     assert (int32(append.append.num_slots), int32(append.append.num_tokens)) == ([1], [2])
     assert int32(append.append.token_ids) == [7, 8]
 
@@ -154,8 +154,8 @@ def test_a_number_stands_for_each_of_many_sequences() -> None:
         [3, 4], [1, 1], [9, 9], [1, 1], [7, 8]
     )
     assert ops.free(3) == ops.free([3])
-    assert ops.swap_out(3) == ops.swap_out([3])
-    assert ops.swap_in(3) == ops.swap_in([3])
+    assert ops.swap(3, "host") == ops.swap([3], "host")
+    assert ops.swap(3, "device") == ops.swap([3], "device")
 
 
 def test_tokens_of_several_sequences_need_their_counts() -> None:
@@ -167,7 +167,7 @@ def test_tokens_of_several_sequences_need_their_counts() -> None:
 
 def test_columns_of_other_lengths_are_left_to_the_control_plane() -> None:
     append = ops.append([3, 4], num_slots=[1], first_positions=[5, 6, 7]).append
-    assert (int32(append.num_slots), int64(append.first_positions)) == ([1], [5, 6, 7])
+    assert (int32(append.num_slots), int32(append.first_positions)) == ([1], [5, 6, 7])
 
 
 @pytest.mark.parametrize(
@@ -211,27 +211,27 @@ def test_lookahead_slots_are_a_column_where_there_are_any() -> None:
 
 
 def test_what_stays_of_sequences_is_a_column() -> None:
-    truncates = ops.truncate([3, 4], array("q", [9, 2**40]))
+    truncates = ops.truncate([3, 4], array("i", [9, 2**30]))
     assert int64(truncates.truncate.sequence_ids) == [3, 4]
-    assert int64(truncates.truncate.num_tokens) == [9, 2**40]
+    assert int32(truncates.truncate.num_tokens) == [9, 2**30]
     assert ops.truncate(3, 9) == ops.truncate([3], [9])
 
 
 def test_operations_carry_their_arguments() -> None:
     firsts = array("q", [9, 2])
     append = ops.append([3, 4], [5, 6], [1, 3], first_positions=firsts, num_tokens=[0, 2]).append
-    assert (int64(append.sequence_ids), int64(append.first_positions)) == ([3, 4], [9, 2])
+    assert (int64(append.sequence_ids), int32(append.first_positions)) == ([3, 4], [9, 2])
     assert (int32(append.num_slots), int32(append.num_tokens)) == ([1, 3], [0, 2])
     assert int32(append.token_ids) == [5, 6]
     forks = ops.fork([3, 3], [4, 5]).fork
     assert (int64(forks.parent_sequence_ids), int64(forks.sequence_ids)) == ([3, 3], [4, 5])
     assert ops.fork(3, 4) == ops.fork([3], [4])
     assert int64(ops.free([4, 5]).free.sequence_ids) == [4, 5]
-    assert int64(ops.swap_out([3, 4]).swap_out.sequence_ids) == [3, 4]
-    assert int64(ops.swap_in([4]).swap_in.sequence_ids) == [4]
+    assert int64(ops.swap([3, 4], "host").swap.sequence_ids) == [3, 4]
+    assert int64(ops.swap([4], "device").swap.sequence_ids) == [4]
     deferred = ops.deferred_tokens([3], [1], [9], [2], [7, 8])
     assert (int64(deferred.sequence_ids), int64(deferred.admitted_by)) == ([3], [1])
-    assert (int64(deferred.first_positions), int32(deferred.num_tokens)) == ([9], [2])
+    assert (int32(deferred.first_positions), int32(deferred.num_tokens)) == ([9], [2])
     assert int32(deferred.token_ids) == [7, 8]
 
 

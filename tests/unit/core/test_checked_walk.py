@@ -13,22 +13,22 @@ from tests.helpers.core.checked_walk import PAIRS_OF_A_WORLD, CheckedWalk
 OFTEN_SEEN = (
     *(f"{name}: OK" for name in OPERATIONS),
     *(f"{name}: INVALID_REQUEST" for name in OPERATIONS if name != "free"),
-    *(f"admit: LATER {why}" for why in ("BLOCKS", "GROWTH", "LINE")),
+    *(f"admit: LATER {why}" for why in ("BLOCKS", "GROWTH", "QUEUE")),
     *(f"fork: {why}" for why in ("QUOTA_EXCEEDED", "SEQUENCE_EXISTS", "SEQUENCE_NOT_FOUND")),
-    *(f"swap_out: {why}" for why in ("LATER BLOCKS", "NEVER BLOCKS", "SEQUENCE_SWAPPED")),
+    *(f"swap: {why}" for why in ("LATER BLOCKS", "NEVER BLOCKS", "SEQUENCE_SWAPPED")),
     "admit: SEQUENCE_EXISTS",
     "append: LATER BLOCKS",
     "append: SEQUENCE_SWAPPED",
     "append: TOO_MANY_PLANS_IN_FLIGHT",
-    "swap_in: LATER LINE",
+    "swap: LATER QUEUE",
 )
 SELDOM_SEEN = (
-    *(f"{name}: LATER {why}" for name in ("admit", "swap_in") for why in ("HEADROOM", "QUOTA")),
+    *(f"{name}: LATER {why}" for name in ("admit", "swap") for why in ("HEADROOM", "QUOTA")),
     *(f"append: {why}" for why in ("LATER QUOTA", "NEVER BLOCKS", "NEVER QUOTA")),
     *(f"{name}: SEQUENCE_REVOKED" for name in ("append", "fork", "truncate")),
     *(f"admit: NEVER {why}" for why in ("BLOCKS", "QUOTA")),
     "free: INVALID_REQUEST",
-    "swap_in: LATER GROWTH",
+    "swap: LATER GROWTH",
 )
 
 

@@ -21,7 +21,7 @@ def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:
     engine.admit(2, range(100, 112))
     before = {i: engine.table(i) for i in (1, 2)}
     engine.step(
-        ops.fork(2, 3), ops.swap_out([1]), engine.growth(2, [7], 1), ops.admit(4, range(17))
+        ops.fork(2, 3), ops.swap([1], "host"), engine.growth(2, [7], 1), ops.admit(4, range(17))
     )
     engine.abort(engine.number)
     assert {i: engine.table(i) for i in (1, 2)} == before

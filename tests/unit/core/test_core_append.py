@@ -35,7 +35,7 @@ def test_items_of_one_operation_do_what_operations_of_one_item_do(seed: int) -> 
         assert [failure.status for failure in many.failures] == [
             failure.status for failure in failures.values()
         ]
-        assert many.append.num_blocks == b"".join(one.append.num_blocks for one in ones)
+        assert many.num_table_blocks == b"".join(one.num_table_blocks for one in ones)
         plans = [made.signed.payload for made in together.queue]
         assert plans == [made.signed.payload for made in apart.queue]
         for engine in (together, apart):
@@ -70,18 +70,18 @@ def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
         "operations[0].append.first_positions[3]",
         "operations[0].append.num_slots[4]",
     ]
-    assert columns.read(INT32, appended.append.num_blocks, "").tolist() == [1, 0, 1, 0, 0, 1]
+    assert columns.read(INT32, appended.num_table_blocks, "").tolist() == [1, 0, 1, 0, 0, 1]
     assert [failure.item for failure in forked.failures] == [1, 2, 4]
     assert forked.failures[2].error.reason == "QUOTA_EXCEEDED"
-    assert columns.read(INT32, forked.fork.num_blocks, "").tolist() == [1, 0, 0, 1, 0]
+    assert columns.read(INT32, forked.num_table_blocks, "").tolist() == [1, 0, 0, 1, 0]
     assert [failure.error.reason for failure in freed.failures] == [
         "SEQUENCE_NOT_FOUND",
         "SEQUENCE_BUSY",
     ]
-    assert columns.read(INT32, freed.free.num_released_blocks, "").tolist() == [1, 0, 0, 0]
+    assert columns.read(INT32, freed.num_released_blocks, "").tolist() == [1, 0, 0, 0]
     plan = engine.queue[-1].plan
     assert columns.read(INT64, plan.spans.sequence_ids, "").tolist() == [1, 2]
-    assert columns.read(INT64, plan.spans.first_positions, "").tolist() == [6, 6]
+    assert columns.read(INT32, plan.spans.first_positions, "").tolist() == [6, 6]
     assert engine.state(1).num_tokens == 7
     engine.run_all()
     engine.settle()
@@ -109,6 +109,6 @@ def test_an_item_that_crosses_into_a_new_block_is_told_to_the_data_plane() -> No
     result = engine.step(operation)
     appended = only(result)
     assert not appended.failures
-    assert columns.read(INT32, appended.append.num_blocks, "num_blocks").tolist() == [1, 2]
+    assert columns.read(INT32, appended.num_table_blocks, "num_blocks").tolist() == [1, 2]
     (change,) = changes_of(plan_pb2.Plan.FromString(result.plan.payload))
     assert (change.sequence_id, change.first_block, change.allocated) == (2, 1, [True])

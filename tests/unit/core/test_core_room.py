@@ -52,7 +52,7 @@ def test_a_shortage_says_what_is_in_the_way() -> None:
     assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
     assert later.shortage.tier == DEVICE
     assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (2, 1)
-    assert (later.shortage.num_blocks_pending, later.shortage.place_in_line) == (0, 0)
+    assert (later.shortage.num_blocks_pending, later.shortage.queue_position) == (0, 0)
     one.step(ops.free([1]))
     (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
     assert later.shortage.num_blocks_pending == 3
@@ -63,5 +63,5 @@ def test_a_shortage_says_what_is_in_the_way() -> None:
     one.settle()
     other.admit(1, [1])
     other.admit(2, [2] * 8)
-    (never,) = only(other.step(ops.swap_out([1, 2]))).failures
+    (never,) = only(other.step(ops.swap([1, 2], "host"))).failures
     assert (never.status, never.shortage.tier) == (NEVER, HOST)

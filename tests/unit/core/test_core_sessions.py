@@ -55,7 +55,8 @@ def test_a_pool_has_as_many_blocks_as_its_smallest_shard() -> None:
     world.shards[1].sizes = dict.fromkeys(TIERS, 5)
     world.shards[1].join()
     world.pump()
-    assert world.engine().opened.num_device_blocks == 5
+    usage = world.core.get_pool(POOL).usage[0]
+    assert (usage.tier, usage.num_blocks) == (tpb.TIER_DEVICE, 5)
 
 
 def test_a_shard_that_comes_back_hears_all_it_may_have_missed() -> None:
@@ -137,7 +138,6 @@ def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
     assert opened.max_plans_in_flight == 7
     assert opened.time_to_live.seconds == 30
     assert [shard.shard.index for shard in opened.shards] == [0, 1]
-    assert opened.layout == LAYOUT.to_proto()
     key = world.shards[1].key
     signed = opened.grant
     signing.verify(key, signing.GRANT, signed.type, signed.payload, signed.signature, field="grant")

@@ -73,7 +73,7 @@ def growth(rng: random.Random, positions: dict[int, int]) -> cpb.Operation:
     tokens = [rng.randrange(-1 if rng.random() < 0.05 else 0, 50) for _ in range(sum(numbers))]
     append = cpb.Append(
         sequence_ids=columns.pack(INT64, ids),
-        first_positions=columns.pack(INT64, firsts),
+        first_positions=columns.pack(INT32, firsts),
         num_slots=columns.pack(INT32, numbers),
         num_tokens=columns.pack(INT32, numbers),
         token_ids=columns.pack(INT32, tokens),
@@ -149,14 +149,14 @@ def walked(seed: int) -> tuple[list[Any], int]:
         session = world.core._sessions[engine.id]
         states = queries.states(session)
         ids = columns.read(INT64, states.sequence_ids, "ids")
-        ends = columns.read(INT64, states.num_scheduled_tokens, "ends")
+        ends = columns.read(INT32, states.num_scheduled_tokens, "ends")
         if len(session.plans) < 4:
             positions = dict(zip(ids, ends, strict=True))
             operations = [growth(rng, positions) for _ in range(rng.randint(1, 3))]
             some = rng.sample(ids, rng.randint(0, len(ids)))
             if some and rng.random() < 0.5:
-                swap = rng.choice([ops.swap_out, ops.swap_in])
-                operations.insert(rng.randrange(len(operations)), swap(some))
+                tier = rng.choice(("host", "device"))
+                operations.insert(rng.randrange(len(operations)), ops.swap(some, tier))
             send(cpb.StepRequest(operations=operations))
         if session.plans and rng.random() < 0.3:
             send(cpb.AbortPlansRequest(plan_number=max(session.plans)))
@@ -367,7 +367,7 @@ def test_a_session_may_end_while_its_plans_are_aborted() -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("kind", ["swap", "abort", "receipt", "step_after_an_abort"])
 def test_a_session_may_end_while_many_blocks_are_swapped(kind: str) -> None:
-    out = ops.swap_out([*SIX])
+    out = ops.swap([*SIX], "host")
 
     def request(engine: Engine) -> Any:
         if kind != "swap":
@@ -429,9 +429,9 @@ def test_operations_are_checked_a_few_at_a_time() -> None:
         each for i in range(4) for each in (ops.admit(2 + i, range(60 * i)), ops.free([i]))
     ]
 
-    def check(*some: cpb.Operation) -> Slices[cpb.CheckOperationsResponse]:
-        request = cpb.CheckOperationsRequest(session=engine.ref, operations=some)
-        return core.check_operations(request, "tenant")
+    def check(*some: cpb.Operation) -> Slices[cpb.StepResponse]:
+        request = cpb.StepRequest(session=engine.ref, operations=some, validate_only=True)
+        return core.validate(request, "tenant")
 
     expected = [run_to_end(check(each)).results[0] for each in operations]
     left, num_between = check(*operations), 0
@@ -447,7 +447,7 @@ def test_operations_are_checked_a_few_at_a_time() -> None:
     assert num_between == 2
     assert [*map(status_of, results)] == [*map(status_of, expected)]
     assert len({*map(status_of, results)}) > 1
-    assert [r.WhichOneof("done") for r in results] == [r.WhichOneof("done") for r in expected]
+    assert [r.HasField("admit") for r in results] == [r.HasField("admit") for r in expected]
 
     left = check(*operations)
     next(left)

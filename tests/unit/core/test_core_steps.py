@@ -71,7 +71,7 @@ FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
             "admit.num_compute_tokens",
         ),
         (
-            ops.admit(2, [1], max_total_tokens=2**50),
+            ops.admit(2, [1], max_total_tokens=-(2**31)),
             InvalidRequestError,
             "admit.max_total_tokens",
         ),
@@ -115,11 +115,11 @@ FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
         (ops.fork([1, 1], [2]), InvalidRequestError, "fork.parent_sequence_ids"),
         (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
         (ops.free(b"1234"), InvalidRequestError, "free.sequence_ids"),
-        (ops.swap_out([]), InvalidRequestError, "swap_out.sequence_ids"),
-        (ops.swap_out([1, 1]), InvalidRequestError, "swap_out.sequence_ids[1]"),
-        (ops.swap_out([1, 9]), SequenceNotFoundError, "swap_out.sequence_ids[1]"),
-        (ops.swap_out([1, 3]), SequenceSwappedError, "swap_out.sequence_ids[1]"),
-        (ops.swap_in([1]), SequenceSwappedError, "swap_in.sequence_ids[0]"),
+        (ops.swap([], "host"), InvalidRequestError, "swap.sequence_ids"),
+        (ops.swap([1, 1], "host"), InvalidRequestError, "swap.sequence_ids[1]"),
+        (ops.swap([1, 9], "host"), SequenceNotFoundError, "swap.sequence_ids[1]"),
+        (ops.swap([1, 3], "host"), SequenceSwappedError, "swap.sequence_ids[1]"),
+        (ops.swap([1], "device"), SequenceSwappedError, "swap.sequence_ids[0]"),
         (cpb.Operation(), InvalidRequestError, ""),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_wrong_operation_fails_alone_and_names_its_field(
     engine = world.engine()
     engine.admit(1, range(4))
     engine.admit(3, range(4))
-    engine.send(ops.swap_out([3]))
+    engine.send(ops.swap([3], "host"))
     engine.settle()
     before = engine.everything()
     result = only(engine.step(operation))
@@ -148,7 +148,7 @@ def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None
         ops.admit(1, range(4)),
         ops.fork(1, 2),
         ops.free([1]),
-        ops.swap_out([1]),
+        ops.swap([1], "host"),
         ops.append(1, [5], 1, first_positions=4),
     )
     errors = [type(error_in(operation)) for operation in result.results[1:]]
@@ -161,7 +161,7 @@ def test_a_step_has_a_bounded_number_of_items() -> None:
     engine.admit(1, range(4))
     for operations in (
         [ops.free([7, 8, 9]), ops.free([7]), ops.admit(2, [1])],
-        [ops.swap_out(range(5))],
+        [ops.swap(range(5), "host")],
         [ops.free([])] * 5,
         [cpb.Operation()] * 5,
     ):
@@ -189,7 +189,7 @@ def test_forks_do_not_take_a_sessions_tables_beyond_their_bound() -> None:
     forked = only(engine.step(ops.fork(1, [2, 3, 4])))
     assert [failure.item for failure in forked.failures] == [2]
     assert type(error_in(forked)) is QuotaExceededError
-    assert columns.read(INT32, forked.fork.num_blocks, "").tolist() == [2, 2, 0]
+    assert columns.read(INT32, forked.num_table_blocks, "").tolist() == [2, 2, 0]
     freed, again = engine.step(ops.free([2]), ops.fork(1, [4, 5])).results
     assert not freed.failures
     assert [failure.item for failure in again.failures] == [1]
@@ -275,14 +275,14 @@ def test_swapped_forks_stay_shared_both_ways() -> None:
     engine = world.engine()
     engine.admit(1, range(12))
     engine.send(ops.fork(1, 2))
-    engine.send(ops.swap_out([1, 2]))
+    engine.send(ops.swap([1, 2], "host"))
     assert engine.state(1).tier == HOST
     assert world.usage()["held"] == 2, "sources are held until the receipt"
     engine.settle()
     assert world.usage()["held"] == 0
     assert engine.table(1) == engine.table(2)
     assert type(error_in(only(engine.step(engine.growth(1, [1], 1))))) is SequenceSwappedError
-    engine.send(ops.swap_in([2, 1]), engine.growth(1, [7], 1))
+    engine.send(ops.swap([2, 1], "device"), engine.growth(1, [7], 1))
     engine.settle()
     assert engine.table(1)[0] == engine.table(2)[0]
     engine.append(2, 8)

@@ -33,7 +33,7 @@ def test_statement_01_conservation() -> None:
     engine = world.engine()
     engine.admit(1, range(20), max_total_tokens=48)
     engine.admit(2, range(100, 117))
-    engine.send(ops.fork(1, 3), ops.swap_out([2]))
+    engine.send(ops.fork(1, 3), ops.swap([2], "host"))
     engine.step(ops.free([1]))
     usage = world.usage()
     assert usage == {"free": 4, "cached": 0, "held": 6, "retired": 0}

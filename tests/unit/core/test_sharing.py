@@ -58,7 +58,7 @@ def crowded(num_blocks: int = 8) -> tuple[World, Engine, Engine]:
 def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
     world, one, other = crowded()
     later = only(other.step(ops.admit(5, prompt(3, 1), wait=True))).failures[0]
-    assert (later.status, later.shortage.place_in_line) == (LATER, 1)
+    assert (later.status, later.shortage.queue_position) == (LATER, 1)
     assert later.shortage.num_blocks_needed == 3
     free(one, 1)
     assert other.world.core.take_notices()[0][0] == other.id
@@ -99,10 +99,13 @@ def test_nobody_passes_the_head_of_the_line() -> None:
     third = world.engine()
     other.step(ops.admit(5, prompt(6, 1), wait=True))
     later = only(third.step(ops.admit(1, prompt(1, 2), wait=True))).failures[0]
-    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_LINE)
-    assert later.shortage.place_in_line == 2
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_QUEUE)
+    assert later.shortage.queue_position == 2
     polled = only(third.step(ops.admit(2, prompt(1, 3)))).failures[0]
-    assert (polled.shortage.reason, polled.shortage.place_in_line) == (cpb.SHORTAGE_REASON_LINE, 0)
+    assert (polled.shortage.reason, polled.shortage.queue_position) == (
+        cpb.SHORTAGE_REASON_QUEUE,
+        0,
+    )
     free(one, 1)
     assert [grant.sequence_id for grant in news_of(other.step().news).granted] == [5]
     assert [grant.sequence_id for grant in news_of(third.step().news).granted] == [1]
@@ -113,7 +116,7 @@ def test_who_asks_again_keeps_the_place_and_free_withdraws() -> None:
     third = world.engine()
     for _ in range(3):
         later = only(other.step(ops.admit(5, prompt(6, 1), wait=True))).failures[0]
-        assert later.shortage.place_in_line == 1
+        assert later.shortage.queue_position == 1
     third.step(ops.admit(1, prompt(2, 2), wait=True))
     assert not only(other.step(ops.free([5]))).failures
     free(one, 1)
@@ -139,7 +142,7 @@ def test_growth_comes_before_admissions() -> None:
     one.settle()
     assert status_of(only(one.step(ops.append(1, [], 1, first_positions=64)))) != OK
     (never,) = only(one.step(ops.append(1, [], 1, first_positions=64))).failures
-    assert never.status == cpb.OPERATION_STATUS_NEVER
+    assert never.status == cpb.ITEM_STATUS_NEVER
     world, one, other = crowded()
     other.admit(1, prompt(1, 1))
     blocked = only(one.step(ops.append(1, [], 1, first_positions=56))).failures[0]

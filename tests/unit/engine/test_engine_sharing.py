@@ -8,6 +8,7 @@ import pytest
 
 from engine.running.core import NEWS_DELAY_S
 from kvplane.results import sequence_states
+from kvplane.wire import columns
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.engine_harness import LLAMA, TENANT, Engine, Reference, prompt_of, save_model
 
@@ -186,8 +187,10 @@ def test_a_grant_before_an_abort_is_taken_up(folder: Path, reference: Reference)
     assert other.scheduler.is_in_line
     core, session = other.planes.core, other.link.session
     kv_id = other.scheduler.waiting[0].kv_id
-    request = pb.DescribeSequenceRequest(session=session.ref, sequence_id=kv_id)
-    other.scheduler.reconcile(sequence_states(core.describe_sequence(request, TENANT).sequences))
+    request = pb.ListSequencesRequest(
+        session=session.ref, sequence_ids=columns.pack(columns.INT64, [kv_id])
+    )
+    other.scheduler.reconcile(sequence_states(core.list_sequences(request, TENANT).sequences))
     assert not other.scheduler.is_in_line
     finish(other)
     assert other.tokens(second) == [reference.greedy(short, 8)]

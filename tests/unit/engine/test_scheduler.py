@@ -53,7 +53,7 @@ def test_a_step_has_one_append_for_all_sequences_that_decode(folder: Path) -> No
     decoding = engine.link.steps[2]
     assert kinds(decoding) == ["append"]
     append = decoding[0].append
-    positions = columns.read(columns.INT64, append.first_positions, "")
+    positions = columns.read(columns.INT32, append.first_positions, "")
     assert positions.tolist() == [7 + seed for seed in range(5)]
     for column in (append.num_slots, append.num_tokens):
         assert columns.read(columns.INT32, column, "").tolist() == [1] * 5
@@ -220,7 +220,7 @@ def test_blocks_that_come_back_by_themselves_are_waited_for(folder: Path) -> Non
     steps = list(zip(engine.link.steps, engine.link.results, strict=True))
     for (step, result), (following, _) in itertools.pairwise(steps):
         waiting = any(
-            failure.status == pb.OPERATION_STATUS_LATER and failure.shortage.num_blocks_pending > 0
+            failure.status == pb.ITEM_STATUS_LATER and failure.shortage.num_blocks_pending > 0
             for operation in result.results
             for failure in operation.failures
         )

@@ -78,8 +78,8 @@ def test_a_sequence_that_was_moved_goes_back_to_the_blocks_it_came_from() -> Non
     rig = PlanningRig()
     before = rig.admit(1, range(12)).table
     rig.run()
-    rig.step(ops.swap_out([1]))
-    rig.step(ops.swap_in([1]))
+    rig.step(ops.swap([1], "host"))
+    rig.step(ops.swap([1], "device"))
     assert rig.state(1).table != before
     rig.abort()
     rig.check()
@@ -89,10 +89,10 @@ def test_a_sequence_that_was_moved_goes_back_to_the_blocks_it_came_from() -> Non
 def test_a_swap_that_has_run_is_not_undone() -> None:
     rig = PlanningRig()
     rig.admit(1, range(12))
-    rig.step(ops.swap_out([1]))
+    rig.step(ops.swap([1], "host"))
     rig.run()
     copies = rig.state(1).table
-    rig.step(ops.swap_in([1]))
+    rig.step(ops.swap([1], "device"))
     rig.abort()
     rig.check()
     assert (rig.state(1).tier, rig.state(1).table) == (HOST, copies)

@@ -28,7 +28,7 @@ def run(
 
 
 def blocks_of(result: cpb.OperationResult) -> list[int]:
-    return columns.read(INT32, result.append.num_blocks, "num_blocks").tolist()
+    return columns.read(INT32, result.num_table_blocks, "num_blocks").tolist()
 
 
 @pytest.fixture
@@ -86,12 +86,12 @@ def test_an_item_that_fails_names_its_column_and_spoils_no_other(
     rig: PlanningRig, reason: str
 ) -> None:
     rig.admit(3, range(200, 204))
-    rig.step(ops.swap_out([3]))
+    rig.step(ops.swap([3], "host"))
     bad, column = BAD_ITEMS[reason]
     before = [rig.state(i).num_tokens for i in (1, 2, 3)]
     result, plan = run(rig, bad, (2, 12, 1, []))
     (failure,) = result.failures
-    assert (failure.item, failure.status) == (0, cpb.OPERATION_STATUS_FAILED)
+    assert (failure.item, failure.status) == (0, cpb.ITEM_STATUS_FAILED)
     assert failure.error.field == f"operations[0].append.{column}[0]"
     assert spans_of(plan.spans) == [(2, 12, 1)]
     assert [rig.state(i).num_tokens for i in (1, 2, 3)] == before
@@ -101,8 +101,8 @@ def test_an_item_that_fails_names_its_column_and_spoils_no_other(
 def test_without_room_an_item_is_later_or_never_and_others_go_on(rig: PlanningRig) -> None:
     result, plan = run(rig, (1, 12, 60, []), (1, 12, 48, []), (2, 12, 1, []))
     assert [(failure.item, failure.status) for failure in result.failures] == [
-        (0, cpb.OPERATION_STATUS_NEVER),
-        (1, cpb.OPERATION_STATUS_LATER),
+        (0, cpb.ITEM_STATUS_NEVER),
+        (1, cpb.ITEM_STATUS_LATER),
     ]
     assert result.failures[1].shortage.num_blocks_needed == 6
     assert spans_of(plan.spans) == [(2, 12, 1)]

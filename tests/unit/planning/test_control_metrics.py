@@ -12,7 +12,7 @@ from kvplane.wire.v1 import session_pb2 as pb
 THREE = columns.pack(INT64, [1, 2, 3])
 
 
-def failures(*statuses: pb.OperationStatus) -> list[pb.ItemFailure]:
+def failures(*statuses: pb.ItemStatus) -> list[pb.ItemFailure]:
     return [pb.ItemFailure(item=i, status=status) for i, status in enumerate(statuses)]
 
 
@@ -21,16 +21,16 @@ def test_items_are_counted_by_operation_and_status() -> None:
     operations = [
         pb.Operation(append=pb.Append(sequence_ids=THREE)),
         pb.Operation(append=pb.Append(sequence_ids=THREE[:9])),
-        pb.Operation(swap_out=pb.SwapOut(sequence_ids=THREE)),
+        pb.Operation(swap=pb.Swap(sequence_ids=THREE)),
         pb.Operation(admit=pb.Admit()),
         pb.Operation(),
     ]
-    never, later = pb.OPERATION_STATUS_NEVER, pb.OPERATION_STATUS_LATER
-    failed = pb.OPERATION_STATUS_FAILED
+    never, later = pb.ITEM_STATUS_NEVER, pb.ITEM_STATUS_LATER
+    failed = pb.ITEM_STATUS_FAILED
     results = [
-        pb.OperationResult(append=pb.AppendResult(), failures=failures(later)),
+        pb.OperationResult(num_table_blocks=bytes(12), failures=failures(later)),
         pb.OperationResult(failures=failures(failed)),
-        pb.OperationResult(swap_out=pb.SwapResult()),
+        pb.OperationResult(num_swapped_blocks=1),
         pb.OperationResult(failures=failures(never)),
         pb.OperationResult(failures=failures(failed)),
     ]
@@ -40,7 +40,7 @@ def test_items_are_counted_by_operation_and_status() -> None:
         ("append", "ok"): 2,
         ("append", "later"): 1,
         ("append", "failed"): 1,
-        ("swap_out", "ok"): 1,
+        ("swap", "ok"): 1,
         ("admit", "never"): 1,
         ("none", "failed"): 1,
     }

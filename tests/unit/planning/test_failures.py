@@ -27,7 +27,7 @@ def test_the_field_is_named_from_the_request_on(field: str, want: str) -> None:
     error = InvalidRequestError("is wrong", field=field)
     add_error(result, AT, error)
     (failure,) = result.failures
-    assert (failure.item, failure.status) == (0, cpb.OPERATION_STATUS_FAILED)
+    assert (failure.item, failure.status) == (0, cpb.ITEM_STATUS_FAILED)
     assert failure.error.field == want
     assert error.field == field, "the caller's own is not changed"
 
@@ -46,19 +46,19 @@ def test_items_keep_their_places_and_errors_their_types() -> None:
     assert (first.item, second.item) == (1, 4)
     assert type(from_wire(first.error)) is PositionMismatchError
     assert first.error.field == f"{AT}.first_positions[1]"
-    assert second.status == cpb.OPERATION_STATUS_LATER
+    assert second.status == cpb.ITEM_STATUS_LATER
     assert (second.shortage.num_blocks_needed, second.shortage.num_blocks_available) == (3, 2)
     assert not second.HasField("error")
 
 
 def test_an_operation_that_is_one_item_names_its_columns_element_by_element() -> None:
     rig, result = PlanningRig(), cpb.OperationResult()
-    at = "operations[0].swap_out"
+    at = "operations[0].swap"
     add_failures(
         result,
         rig.sharing.members[1],
         at,
-        OPERATIONS["swap_out"],
+        OPERATIONS["swap"],
         [(3, _native.NOT_FOUND, 9, 0, 0)],
     )
     (failure,) = result.failures

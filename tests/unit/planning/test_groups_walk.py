@@ -73,17 +73,17 @@ def test_a_quota_holds_in_each_group() -> None:
     world.step(ops.admit(1, range(33)))
     before = [core.usage(1) for core in world.pool.groups]
     refused = world.step(ops.admit(2, range(300, 317))).results[0].failures[0]
-    assert refused.status == cpb.OPERATION_STATUS_LATER
+    assert refused.status == cpb.ITEM_STATUS_LATER
     assert refused.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
     assert [core.usage(1) for core in world.pool.groups] == before
     never = world.step(ops.admit(2, range(300, 349))).results[0].failures[0]
-    assert never.status == cpb.OPERATION_STATUS_NEVER
+    assert never.status == cpb.ITEM_STATUS_NEVER
     assert never.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
     decode(world, 1, 15)
     assert (held(world, 0), held(world, 1)) == (6, 3), "the window's group has room for more"
     before = [core.usage(1) for core in world.pool.groups]
     grown = world.step(ops.append(1, [5], 1, first_positions=48)).results[0].failures[0]
-    assert grown.status == cpb.OPERATION_STATUS_NEVER
+    assert grown.status == cpb.ITEM_STATUS_NEVER
     assert grown.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
     assert [core.usage(1) for core in world.pool.groups] == before
     world.check()
@@ -94,11 +94,11 @@ def test_what_has_no_room_in_one_group_is_done_in_none() -> None:
     world.step(ops.admit(1, range(17)))
     before = [core.usage(1) for core in world.pool.groups]
     refused = world.step(ops.admit(2, range(300, 320))).results[0]
-    assert refused.failures[0].status == cpb.OPERATION_STATUS_LATER
+    assert refused.failures[0].status == cpb.ITEM_STATUS_LATER
     assert refused.failures[0].shortage.num_blocks_needed == 3  # of the smallest group
     assert [core.usage(1) for core in world.pool.groups] == before
     never = world.step(ops.admit(2, range(300, 340))).results[0]
-    assert never.failures[0].status == cpb.OPERATION_STATUS_NEVER
+    assert never.failures[0].status == cpb.ITEM_STATUS_NEVER
     world.check()
 
 
@@ -211,7 +211,7 @@ def operations(world: World, rng: Random) -> list[cpb.Operation]:
         elif kind < 0.92:
             made.append(ops.free([sequence_id]))
         elif state.tier == HOST:
-            made.append(ops.swap_in([sequence_id]))
+            made.append(ops.swap([sequence_id], "device"))
         else:
-            made.append(ops.swap_out([sequence_id]))
+            made.append(ops.swap([sequence_id], "host"))
     return made

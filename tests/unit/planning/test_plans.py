@@ -85,7 +85,7 @@ def test_the_source_of_a_transfer_is_held_until_its_plan_has_run() -> None:
     rig = PlanningRig()
     rig.admit(1, range(8))
     rig.run()
-    rig.step(ops.swap_out([1]))
+    rig.step(ops.swap([1], "host"))
     assert rig.usage()["held"] == 1
     rig.run()
     assert rig.usage()["held"] == 0
@@ -116,14 +116,16 @@ def test_a_block_that_a_transfer_of_the_step_fills_is_not_allocated_again_in_it(
     rig.admit(1, range(8))
     rig.admit(2, range(100, 108))
     rig.run()
-    (out, freed, again), plan = rig.step(ops.swap_out([1]), ops.free([1]), ops.swap_out([2]))
+    (out, freed, again), plan = rig.step(
+        ops.swap([1], "host"), ops.free([1]), ops.swap([2], "host")
+    )
     assert not out.failures
     assert not freed.failures
     assert again.failures[0].HasField("shortage")
     assert plan is not None
     assert len(transfers_of(plan.transfers)) == 1
     rig.check()
-    assert not rig.step(ops.swap_out([2]))[0][0].failures, "the next step's plan comes after it"
+    assert not rig.step(ops.swap([2], "host"))[0][0].failures, "the next step's plan comes after it"
     rig.check()
 
 
@@ -148,7 +150,7 @@ def test_whole_tables_leave_out_transfers_into_blocks_that_were_moved_on_from() 
     (origin,) = rig.admit(1, range(8)).table
     rig.run()
     rig.abort()
-    _, plan = rig.step(ops.swap_out([1]), ops.swap_in([1]))
+    _, plan = rig.step(ops.swap([1], "host"), ops.swap([1], "device"))
     assert plan is not None
     (copy,) = rig.state(1).table
     assert transfers_of(plan.transfers) == [((DEVICE, origin, 1), (DEVICE, copy, 1))]

@@ -22,7 +22,7 @@ def rig() -> PlanningRig:
     rig.admit(3, range(100, 104))
     rig.run()
     rig.admit(2, range(200, 220))
-    rig.step(ops.swap_out([3]))
+    rig.step(ops.swap([3], "host"))
     return rig
 
 

@@ -60,11 +60,11 @@ def test_roots_share_nothing() -> None:
 def test_a_sequence_that_is_moved_is_published_once_it_has_arrived() -> None:
     rig = PlanningRig()
     rig.admit(1, range(8))
-    rig.step(ops.swap_out([1]))
+    rig.step(ops.swap([1], "host"))
     rig.run()
     rig.published()
     rig.step(ops.append(1, [], 0, first_positions=8))
-    rig.step(ops.swap_in([1]))
+    rig.step(ops.swap([1], "device"))
     assert rig.published() == []
     rig.run()
     rig.check()

@@ -6,7 +6,7 @@ from kvplane import ops
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planning.planning_rig import DEVICE, HOST, PlanningRig
 
-LATER, NEVER = cpb.OPERATION_STATUS_LATER, cpb.OPERATION_STATUS_NEVER
+LATER, NEVER = cpb.ITEM_STATUS_LATER, cpb.ITEM_STATUS_NEVER
 
 
 def failure_of(rig: PlanningRig, operation: cpb.Operation) -> cpb.ItemFailure:
@@ -67,6 +67,6 @@ def test_room_ends_where_the_tier_does() -> None:
     assert not never.shortage.HasField("retry_delay")
     rig.admit(1, range(24))
     rig.run()
-    never = failure_of(rig, ops.swap_out([1]))
+    never = failure_of(rig, ops.swap([1], "host"))
     assert (never.status, never.shortage.tier) == (NEVER, HOST)
     assert (never.shortage.num_blocks_needed, never.shortage.num_blocks_available) == (3, 2)

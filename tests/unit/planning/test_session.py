@@ -15,7 +15,7 @@ def test_a_session_that_ends_retires_all_it_held_until_every_shard_has_fenced_it
     rig.admit(1, range(20))
     rig.run()
     rig.admit(2, range(100, 110))
-    rig.step(ops.fork(1, 3), ops.swap_out([2]))
+    rig.step(ops.fork(1, 3), ops.swap([2], "host"))
     other = rig.open(2)
     rig.end(1)
     rig.check()
