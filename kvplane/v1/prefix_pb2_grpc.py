@@ -83,27 +83,27 @@ class PrefixServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchPrefixes(self, request, context):
-        """Follows a pool's index: a snapshot, then every change. A follower that applies the events in order has the same index. ABORTED
-        (REVISION_TOO_OLD) when the changes since the revision asked for are not kept any more, and as the end of the stream when the
-        follower is too slow: start again from a snapshot.
+        """Follows a pool's index: a snapshot, then every change. A follower that applies the events in order has the same index. ABORTED (REVISION_TOO_OLD)
+        when the changes since the revision asked for are not kept any more, and as the end of the stream when the follower is too slow: start again from
+        a snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetainPrefix(self, request, context):
-        """Retains the cached prefix of a prompt, or ends its retention. Retention is soft: retained blocks are evicted after all other idle
-        ones, lowest priority first, and never withheld from a sequence. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED) when the tenant would retain
-        more than it may. UNAVAILABLE (POOL_NOT_READY) until all shards have reported their blocks.
+        """Retains the cached prefix of a prompt, or ends its retention. Retention is soft: retained blocks are evicted after all other idle ones, lowest
+        priority first, and never withheld from a sequence. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED) when the tenant would retain more than it may.
+        UNAVAILABLE (POOL_NOT_READY) until all shards have reported their blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetPrefixes(self, request, context):
-        """Takes prefixes out of the index, files included, so that nobody finds them again, and frees their blocks. FAILED_PRECONDITION
-        (BLOCK_IN_USE), with nothing forgotten, when a sequence refers to one of the blocks and `force` is not set. UNAVAILABLE
-        (POOL_NOT_READY) until all shards have reported their blocks.
+        """Takes prefixes out of the index, files included, so that nobody finds them again, and frees their blocks. FAILED_PRECONDITION (BLOCK_IN_USE),
+        with nothing forgotten, when a sequence refers to one of the blocks and `force` is not set. UNAVAILABLE (POOL_NOT_READY) until all shards have
+        reported their blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -101,7 +101,7 @@ async def test_a_data_plane_is_welcomed_reports_and_is_accepted(
         ),
         ({"layout": tpb.Layout()}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.layout.dtype"),
         (
-            {"num_device_blocks": -(2**63)},
+            {"num_device_blocks": -(2**31)},
             "INVALID_ARGUMENT",
             "INVALID_REQUEST",
             "hello.num_device_blocks",

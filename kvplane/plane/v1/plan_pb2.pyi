@@ -143,6 +143,20 @@ class Spans(_message.Message):
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PinGrant(_message.Message):
+    __slots__ = ("version", "session", "pool_id", "shard_epochs", "blocks")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    session: _types_pb2.SessionRef
+    pool_id: str
+    shard_epochs: _containers.RepeatedScalarFieldContainer[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ...) -> None: ...
+
 class Receipt(_message.Message):
     __slots__ = ("version", "session", "pool_id", "shard_index", "epoch", "plan_number", "plan_digest")
     VERSION_FIELD_NUMBER: _ClassVar[int]

@@ -27,7 +27,7 @@ from kvplane.plane.v1 import plan_pb2 as kvplane_dot_plane_dot_v1_dot_plan__pb2
 from kvplane.v1 import types_pb2 as kvplane_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kvplane/plane/v1/registration.proto\x12\x10kvplane.plane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bkvplane/plane/v1/plan.proto\x1a\x16kvplane/v1/types.proto\"\xb9\x02\n\x0fRegisterRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvplane.plane.v1.HelloH\x00\x12/\n\x06report\x18\x02 \x01(\x0b\x32\x1d.kvplane.plane.v1.BlockReportH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.kvplane.plane.v1.HeartbeatH\x00\x12\x31\n\nfence_done\x18\x04 \x01(\x0b\x32\x1b.kvplane.plane.v1.FenceDoneH\x00\x12;\n\x0f\x66iles_forgotten\x18\x06 \x01(\x0b\x32 .kvplane.plane.v1.FilesForgottenH\x00\x42\t\n\x07messageJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08R\x07\x64igestsR\tkeys_held\"\xb5\x03\n\x10RegisterResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.kvplane.plane.v1.WelcomeH\x00\x12;\n\x0freport_accepted\x18\x02 \x01(\x0b\x32 .kvplane.plane.v1.ReportAcceptedH\x00\x12\x32\n\x07publish\x18\x03 \x01(\x0b\x32\x1f.kvplane.plane.v1.PublishBlocksH\x00\x12(\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x17.kvplane.plane.v1.FenceH\x00\x12\x39\n\x0ereport_request\x18\x05 \x01(\x0b\x32\x1f.kvplane.plane.v1.ReportRequestH\x00\x12\x34\n\x08withdraw\x18\x06 \x01(\x0b\x32 .kvplane.plane.v1.WithdrawBlocksH\x00\x12\x35\n\x0c\x66orget_files\x18\x07 \x01(\x0b\x32\x1d.kvplane.plane.v1.ForgetFilesH\x00\x42\t\n\x07messageJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\nR\tkey_offerR\x0ekey_retirement\"\xb6\x03\n\x05Hello\x12\x0f\n\x07pool_id\x18\x02 \x01(\t\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvplane.v1.Shard\x12\r\n\x05\x65poch\x18\x04 \x01(\x06\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.kvplane.v1.Layout\x12\x19\n\x11num_device_blocks\x18\x06 \x01(\x03\x12\x17\n\x0fnum_host_blocks\x18\x07 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x08 \x01(\t\x12\x13\n\x0bincarnation\x18\t \x01(\x06\x12\x0e\n\x06key_id\x18\n \x01(\x0c\x12-\n\x06groups\x18\x0b \x03(\x0b\x32\x1d.kvplane.plane.v1.GroupBlocks\x12\x15\n\rhas_file_tier\x18\r \x01(\x08\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\x1e\n\x16oldest_payload_version\x18\x11 \x01(\x05\x12\x1e\n\x16newest_payload_version\x18\x12 \x01(\x05J\x04\x08\x01\x10\x02J\x04\x08\x0c\x10\rJ\x04\x08\x0e\x10\x0fJ\x04\x08\x0f\x10\x10R\x08is_aheadR\x0cnewer_key_idR\x08protocolR\x0crotates_keys\"A\n\x0bGroupBlocks\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\x03\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\x03\"\xc5\x01\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07resumed\x18\x03 \x01(\x08\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x35\n\x12heartbeat_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x17\n\x0fpayload_version\x18\x08 \x01(\x05J\x04\x08\x01\x10\x02J\x04\x08\x06\x10\x07R\x08\x63omparesR\x10protocol_version\"u\n\x0b\x42lockReport\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.kvplane.v1.Blocks\x12\x34\n\x0cpublications\x18\x02 \x03(\x0b\x32\x1e.kvplane.plane.v1.Publications\x12\x0c\n\x04last\x18\x03 \x01(\x08\"\x10\n\x0eReportAccepted\"0\n\rReportRequestJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x0bonly_rangesR\x06ranges\"\x0b\n\tHeartbeat\"E\n\rPublishBlocks\x12\x34\n\x0cpublications\x18\x01 \x01(\x0b\x32\x1e.kvplane.plane.v1.Publications\"E\n\x0eWithdrawBlocks\x12\x0f\n\x07indices\x18\x01 \x03(\x0f\x12\x13\n\x0bgenerations\x18\x02 \x03(\x10\x12\r\n\x05group\x18\x03 \x01(\x05\"\x83\x01\n\x0b\x46orgetFiles\x12\x11\n\tforget_id\x18\x01 \x01(\x03\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x0f\x12\x16\n\x0e\x61ll_namespaces\x18\x05 \x01(\x08\x12\x13\n\x0b\x61ll_tenants\x18\x06 \x01(\x08\"#\n\x0e\x46ilesForgotten\x12\x11\n\tforget_id\x18\x01 \x01(\x03\"A\n\x05\x46\x65nce\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.kvplane.v1.SessionRef\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\"4\n\tFenceDone\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.kvplane.v1.SessionRef2u\n\x13RegistrationService\x12U\n\x08Register\x12!.kvplane.plane.v1.RegisterRequest\x1a\".kvplane.plane.v1.RegisterResponse(\x01\x30\x01\x1a\x07\xc2\xd7\x18\x03\n\x01\x04\x42!Z\x1fkvplane/plane/v1;kvplaneplanev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kvplane/plane/v1/registration.proto\x12\x10kvplane.plane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bkvplane/plane/v1/plan.proto\x1a\x16kvplane/v1/types.proto\"\x99\x02\n\x0fRegisterRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvplane.plane.v1.HelloH\x00\x12/\n\x06report\x18\x02 \x01(\x0b\x32\x1d.kvplane.plane.v1.BlockReportH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.kvplane.plane.v1.HeartbeatH\x00\x12\x31\n\nfence_done\x18\x04 \x01(\x0b\x32\x1b.kvplane.plane.v1.FenceDoneH\x00\x12;\n\x0f\x66iles_forgotten\x18\x05 \x01(\x0b\x32 .kvplane.plane.v1.FilesForgottenH\x00\x42\t\n\x07message\"\x8e\x03\n\x10RegisterResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.kvplane.plane.v1.WelcomeH\x00\x12;\n\x0freport_accepted\x18\x02 \x01(\x0b\x32 .kvplane.plane.v1.ReportAcceptedH\x00\x12\x32\n\x07publish\x18\x03 \x01(\x0b\x32\x1f.kvplane.plane.v1.PublishBlocksH\x00\x12(\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x17.kvplane.plane.v1.FenceH\x00\x12\x39\n\x0ereport_request\x18\x05 \x01(\x0b\x32\x1f.kvplane.plane.v1.ReportRequestH\x00\x12\x34\n\x08withdraw\x18\x06 \x01(\x0b\x32 .kvplane.plane.v1.WithdrawBlocksH\x00\x12\x35\n\x0c\x66orget_files\x18\x07 \x01(\x0b\x32\x1d.kvplane.plane.v1.ForgetFilesH\x00\x42\t\n\x07message\"\xee\x02\n\x05Hello\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12 \n\x05shard\x18\x02 \x01(\x0b\x32\x11.kvplane.v1.Shard\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.kvplane.v1.Layout\x12\x19\n\x11num_device_blocks\x18\x05 \x01(\x05\x12\x17\n\x0fnum_host_blocks\x18\x06 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\x06\x12\x0e\n\x06key_id\x18\t \x01(\x0c\x12-\n\x06groups\x18\n \x03(\x0b\x32\x1d.kvplane.plane.v1.GroupBlocks\x12\x15\n\rhas_file_tier\x18\x0b \x01(\x08\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x1e\n\x16oldest_payload_version\x18\r \x01(\x05\x12\x1e\n\x16newest_payload_version\x18\x0e \x01(\x05\"A\n\x0bGroupBlocks\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\x05\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\x05\"\x9d\x01\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07resumed\x18\x02 \x01(\x08\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x35\n\x12heartbeat_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x17\n\x0fpayload_version\x18\x06 \x01(\x05\"u\n\x0b\x42lockReport\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.kvplane.v1.Blocks\x12\x34\n\x0cpublications\x18\x02 \x03(\x0b\x32\x1e.kvplane.plane.v1.Publications\x12\x0c\n\x04last\x18\x03 \x01(\x08\"\x10\n\x0eReportAccepted\"\x0f\n\rReportRequest\"\x0b\n\tHeartbeat\"E\n\rPublishBlocks\x12\x34\n\x0cpublications\x18\x01 \x01(\x0b\x32\x1e.kvplane.plane.v1.Publications\"E\n\x0eWithdrawBlocks\x12\x0f\n\x07indices\x18\x01 \x03(\x0f\x12\x13\n\x0bgenerations\x18\x02 \x03(\x10\x12\r\n\x05group\x18\x03 \x01(\x05\"\x83\x01\n\x0b\x46orgetFiles\x12\x11\n\tforget_id\x18\x01 \x01(\x03\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x0f\x12\x16\n\x0e\x61ll_namespaces\x18\x05 \x01(\x08\x12\x13\n\x0b\x61ll_tenants\x18\x06 \x01(\x08\"#\n\x0e\x46ilesForgotten\x12\x11\n\tforget_id\x18\x01 \x01(\x03\"A\n\x05\x46\x65nce\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.kvplane.v1.SessionRef\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\"4\n\tFenceDone\x12\'\n\x07session\x18\x01 \x01(\x0b\x32\x16.kvplane.v1.SessionRef2u\n\x13RegistrationService\x12U\n\x08Register\x12!.kvplane.plane.v1.RegisterRequest\x1a\".kvplane.plane.v1.RegisterResponse(\x01\x30\x01\x1a\x07\xc2\xd7\x18\x03\n\x01\x04\x42!Z\x1fkvplane/plane/v1;kvplaneplanev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,35 +38,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRATIONSERVICE']._loaded_options = None
   _globals['_REGISTRATIONSERVICE']._serialized_options = b'\302\327\030\003\n\001\004'
   _globals['_REGISTERREQUEST']._serialized_start=143
-  _globals['_REGISTERREQUEST']._serialized_end=456
-  _globals['_REGISTERRESPONSE']._serialized_start=459
-  _globals['_REGISTERRESPONSE']._serialized_end=896
-  _globals['_HELLO']._serialized_start=899
-  _globals['_HELLO']._serialized_end=1337
-  _globals['_GROUPBLOCKS']._serialized_start=1339
-  _globals['_GROUPBLOCKS']._serialized_end=1404
-  _globals['_WELCOME']._serialized_start=1407
-  _globals['_WELCOME']._serialized_end=1604
-  _globals['_BLOCKREPORT']._serialized_start=1606
-  _globals['_BLOCKREPORT']._serialized_end=1723
-  _globals['_REPORTACCEPTED']._serialized_start=1725
-  _globals['_REPORTACCEPTED']._serialized_end=1741
-  _globals['_REPORTREQUEST']._serialized_start=1743
-  _globals['_REPORTREQUEST']._serialized_end=1791
-  _globals['_HEARTBEAT']._serialized_start=1793
-  _globals['_HEARTBEAT']._serialized_end=1804
-  _globals['_PUBLISHBLOCKS']._serialized_start=1806
-  _globals['_PUBLISHBLOCKS']._serialized_end=1875
-  _globals['_WITHDRAWBLOCKS']._serialized_start=1877
-  _globals['_WITHDRAWBLOCKS']._serialized_end=1946
-  _globals['_FORGETFILES']._serialized_start=1949
-  _globals['_FORGETFILES']._serialized_end=2080
-  _globals['_FILESFORGOTTEN']._serialized_start=2082
-  _globals['_FILESFORGOTTEN']._serialized_end=2117
-  _globals['_FENCE']._serialized_start=2119
-  _globals['_FENCE']._serialized_end=2184
-  _globals['_FENCEDONE']._serialized_start=2186
-  _globals['_FENCEDONE']._serialized_end=2238
-  _globals['_REGISTRATIONSERVICE']._serialized_start=2240
-  _globals['_REGISTRATIONSERVICE']._serialized_end=2357
+  _globals['_REGISTERREQUEST']._serialized_end=424
+  _globals['_REGISTERRESPONSE']._serialized_start=427
+  _globals['_REGISTERRESPONSE']._serialized_end=825
+  _globals['_HELLO']._serialized_start=828
+  _globals['_HELLO']._serialized_end=1194
+  _globals['_GROUPBLOCKS']._serialized_start=1196
+  _globals['_GROUPBLOCKS']._serialized_end=1261
+  _globals['_WELCOME']._serialized_start=1264
+  _globals['_WELCOME']._serialized_end=1421
+  _globals['_BLOCKREPORT']._serialized_start=1423
+  _globals['_BLOCKREPORT']._serialized_end=1540
+  _globals['_REPORTACCEPTED']._serialized_start=1542
+  _globals['_REPORTACCEPTED']._serialized_end=1558
+  _globals['_REPORTREQUEST']._serialized_start=1560
+  _globals['_REPORTREQUEST']._serialized_end=1575
+  _globals['_HEARTBEAT']._serialized_start=1577
+  _globals['_HEARTBEAT']._serialized_end=1588
+  _globals['_PUBLISHBLOCKS']._serialized_start=1590
+  _globals['_PUBLISHBLOCKS']._serialized_end=1659
+  _globals['_WITHDRAWBLOCKS']._serialized_start=1661
+  _globals['_WITHDRAWBLOCKS']._serialized_end=1730
+  _globals['_FORGETFILES']._serialized_start=1733
+  _globals['_FORGETFILES']._serialized_end=1864
+  _globals['_FILESFORGOTTEN']._serialized_start=1866
+  _globals['_FILESFORGOTTEN']._serialized_end=1901
+  _globals['_FENCE']._serialized_start=1903
+  _globals['_FENCE']._serialized_end=1968
+  _globals['_FENCEDONE']._serialized_start=1970
+  _globals['_FENCEDONE']._serialized_end=2022
+  _globals['_REGISTRATIONSERVICE']._serialized_start=2024
+  _globals['_REGISTRATIONSERVICE']._serialized_end=2141
 # @@protoc_insertion_point(module_scope)

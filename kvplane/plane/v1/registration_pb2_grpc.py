@@ -47,8 +47,8 @@ class RegistrationServiceServicer(object):
     """
 
     def Register(self, request_iterator, context):
-        """A data plane's connection. It opens with Hello, is answered with Welcome, reports its blocks unless it was resumed, and then
-        stays open: publications, withdrawals, fences and requests to report again one way, heartbeats, finished fences and reports the other.
+        """A data plane's connection. It opens with Hello, is answered with Welcome, reports its blocks unless it was resumed, and then stays open:
+        publications, withdrawals, fences and requests to report again one way, heartbeats, finished fences and reports the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -107,8 +107,8 @@ class SessionServiceServicer(object):
     """
 
     def OpenSession(self, request, context):
-        """Opens a session. UNAVAILABLE (POOL_NOT_READY) until all shards of the pool have registered and reported; FAILED_PRECONDITION
-        (LAYOUT_MISMATCH) when the layouts differ. A repeat opens another session; an unused one ends by its lease.
+        """Opens a session. UNAVAILABLE (POOL_NOT_READY) until all shards of the pool have registered and reported; FAILED_PRECONDITION (LAYOUT_MISMATCH)
+        when the layouts differ. A repeat opens another session; an unused one ends by its lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

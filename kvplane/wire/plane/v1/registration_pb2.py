@@ -27,7 +27,7 @@ from kvplane.wire.plane.v1 import plan_pb2 as kvplane_dot_wire_dot_plane_dot_v1_
 from kvplane.wire.v1 import types_pb2 as kvplane_dot_wire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(kvplane/wire/plane/v1/registration.proto\x12\x15kvplane.wire.plane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a kvplane/wire/plane/v1/plan.proto\x1a\x1bkvplane/wire/v1/types.proto\"\xd2\x02\n\x0fRegisterRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.kvplane.wire.plane.v1.HelloH\x00\x12\x34\n\x06report\x18\x02 \x01(\x0b\x32\".kvplane.wire.plane.v1.BlockReportH\x00\x12\x35\n\theartbeat\x18\x03 \x01(\x0b\x32 .kvplane.wire.plane.v1.HeartbeatH\x00\x12\x36\n\nfence_done\x18\x04 \x01(\x0b\x32 .kvplane.wire.plane.v1.FenceDoneH\x00\x12@\n\x0f\x66iles_forgotten\x18\x06 \x01(\x0b\x32%.kvplane.wire.plane.v1.FilesForgottenH\x00\x42\t\n\x07messageJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08R\x07\x64igestsR\tkeys_held\"\xd8\x03\n\x10RegisterResponse\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.kvplane.wire.plane.v1.WelcomeH\x00\x12@\n\x0freport_accepted\x18\x02 \x01(\x0b\x32%.kvplane.wire.plane.v1.ReportAcceptedH\x00\x12\x37\n\x07publish\x18\x03 \x01(\x0b\x32$.kvplane.wire.plane.v1.PublishBlocksH\x00\x12-\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x1c.kvplane.wire.plane.v1.FenceH\x00\x12>\n\x0ereport_request\x18\x05 \x01(\x0b\x32$.kvplane.wire.plane.v1.ReportRequestH\x00\x12\x39\n\x08withdraw\x18\x06 \x01(\x0b\x32%.kvplane.wire.plane.v1.WithdrawBlocksH\x00\x12:\n\x0c\x66orget_files\x18\x07 \x01(\x0b\x32\".kvplane.wire.plane.v1.ForgetFilesH\x00\x42\t\n\x07messageJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\nR\tkey_offerR\x0ekey_retirement\"\xc5\x03\n\x05Hello\x12\x0f\n\x07pool_id\x18\x02 \x01(\t\x12%\n\x05shard\x18\x03 \x01(\x0b\x32\x16.kvplane.wire.v1.Shard\x12\r\n\x05\x65poch\x18\x04 \x01(\x06\x12\'\n\x06layout\x18\x05 \x01(\x0b\x32\x17.kvplane.wire.v1.Layout\x12\x19\n\x11num_device_blocks\x18\x06 \x01(\x03\x12\x17\n\x0fnum_host_blocks\x18\x07 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x08 \x01(\t\x12\x13\n\x0bincarnation\x18\t \x01(\x06\x12\x0e\n\x06key_id\x18\n \x01(\x0c\x12\x32\n\x06groups\x18\x0b \x03(\x0b\x32\".kvplane.wire.plane.v1.GroupBlocks\x12\x15\n\rhas_file_tier\x18\r \x01(\x08\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\x1e\n\x16oldest_payload_version\x18\x11 \x01(\x05\x12\x1e\n\x16newest_payload_version\x18\x12 \x01(\x05J\x04\x08\x01\x10\x02J\x04\x08\x0c\x10\rJ\x04\x08\x0e\x10\x0fJ\x04\x08\x0f\x10\x10R\x08is_aheadR\x0cnewer_key_idR\x08protocolR\x0crotates_keys\"A\n\x0bGroupBlocks\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\x03\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\x03\"\xc5\x01\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07resumed\x18\x03 \x01(\x08\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x35\n\x12heartbeat_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x17\n\x0fpayload_version\x18\x08 \x01(\x05J\x04\x08\x01\x10\x02J\x04\x08\x06\x10\x07R\x08\x63omparesR\x10protocol_version\"\x7f\n\x0b\x42lockReport\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.kvplane.wire.v1.Blocks\x12\x39\n\x0cpublications\x18\x02 \x03(\x0b\x32#.kvplane.wire.plane.v1.Publications\x12\x0c\n\x04last\x18\x03 \x01(\x08\"\x10\n\x0eReportAccepted\"0\n\rReportRequestJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x0bonly_rangesR\x06ranges\"\x0b\n\tHeartbeat\"J\n\rPublishBlocks\x12\x39\n\x0cpublications\x18\x01 \x01(\x0b\x32#.kvplane.wire.plane.v1.Publications\"E\n\x0eWithdrawBlocks\x12\x0f\n\x07indices\x18\x01 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\x05\"\x83\x01\n\x0b\x46orgetFiles\x12\x11\n\tforget_id\x18\x01 \x01(\x03\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x16\n\x0e\x61ll_namespaces\x18\x05 \x01(\x08\x12\x13\n\x0b\x61ll_tenants\x18\x06 \x01(\x08\"#\n\x0e\x46ilesForgotten\x12\x11\n\tforget_id\x18\x01 \x01(\x03\"F\n\x05\x46\x65nce\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.kvplane.wire.v1.SessionRef\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\"9\n\tFenceDone\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.kvplane.wire.v1.SessionRef2v\n\x13RegistrationService\x12_\n\x08Register\x12&.kvplane.wire.plane.v1.RegisterRequest\x1a\'.kvplane.wire.plane.v1.RegisterResponse(\x01\x30\x01\x42!Z\x1fkvplane/plane/v1;kvplaneplanev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(kvplane/wire/plane/v1/registration.proto\x12\x15kvplane.wire.plane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a kvplane/wire/plane/v1/plan.proto\x1a\x1bkvplane/wire/v1/types.proto\"\xb2\x02\n\x0fRegisterRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.kvplane.wire.plane.v1.HelloH\x00\x12\x34\n\x06report\x18\x02 \x01(\x0b\x32\".kvplane.wire.plane.v1.BlockReportH\x00\x12\x35\n\theartbeat\x18\x03 \x01(\x0b\x32 .kvplane.wire.plane.v1.HeartbeatH\x00\x12\x36\n\nfence_done\x18\x04 \x01(\x0b\x32 .kvplane.wire.plane.v1.FenceDoneH\x00\x12@\n\x0f\x66iles_forgotten\x18\x05 \x01(\x0b\x32%.kvplane.wire.plane.v1.FilesForgottenH\x00\x42\t\n\x07message\"\xb1\x03\n\x10RegisterResponse\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.kvplane.wire.plane.v1.WelcomeH\x00\x12@\n\x0freport_accepted\x18\x02 \x01(\x0b\x32%.kvplane.wire.plane.v1.ReportAcceptedH\x00\x12\x37\n\x07publish\x18\x03 \x01(\x0b\x32$.kvplane.wire.plane.v1.PublishBlocksH\x00\x12-\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x1c.kvplane.wire.plane.v1.FenceH\x00\x12>\n\x0ereport_request\x18\x05 \x01(\x0b\x32$.kvplane.wire.plane.v1.ReportRequestH\x00\x12\x39\n\x08withdraw\x18\x06 \x01(\x0b\x32%.kvplane.wire.plane.v1.WithdrawBlocksH\x00\x12:\n\x0c\x66orget_files\x18\x07 \x01(\x0b\x32\".kvplane.wire.plane.v1.ForgetFilesH\x00\x42\t\n\x07message\"\xfd\x02\n\x05Hello\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12%\n\x05shard\x18\x02 \x01(\x0b\x32\x16.kvplane.wire.v1.Shard\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.kvplane.wire.v1.Layout\x12\x19\n\x11num_device_blocks\x18\x05 \x01(\x05\x12\x17\n\x0fnum_host_blocks\x18\x06 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\x06\x12\x0e\n\x06key_id\x18\t \x01(\x0c\x12\x32\n\x06groups\x18\n \x03(\x0b\x32\".kvplane.wire.plane.v1.GroupBlocks\x12\x15\n\rhas_file_tier\x18\x0b \x01(\x08\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x1e\n\x16oldest_payload_version\x18\r \x01(\x05\x12\x1e\n\x16newest_payload_version\x18\x0e \x01(\x05\"A\n\x0bGroupBlocks\x12\x19\n\x11num_device_blocks\x18\x01 \x01(\x05\x12\x17\n\x0fnum_host_blocks\x18\x02 \x01(\x05\"\x9d\x01\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07resumed\x18\x02 \x01(\x08\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x35\n\x12heartbeat_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x17\n\x0fpayload_version\x18\x06 \x01(\x05\"\x7f\n\x0b\x42lockReport\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.kvplane.wire.v1.Blocks\x12\x39\n\x0cpublications\x18\x02 \x03(\x0b\x32#.kvplane.wire.plane.v1.Publications\x12\x0c\n\x04last\x18\x03 \x01(\x08\"\x10\n\x0eReportAccepted\"\x0f\n\rReportRequest\"\x0b\n\tHeartbeat\"J\n\rPublishBlocks\x12\x39\n\x0cpublications\x18\x01 \x01(\x0b\x32#.kvplane.wire.plane.v1.Publications\"E\n\x0eWithdrawBlocks\x12\x0f\n\x07indices\x18\x01 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\x05\"\x83\x01\n\x0b\x46orgetFiles\x12\x11\n\tforget_id\x18\x01 \x01(\x03\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x16\n\x0e\x61ll_namespaces\x18\x05 \x01(\x08\x12\x13\n\x0b\x61ll_tenants\x18\x06 \x01(\x08\"#\n\x0e\x46ilesForgotten\x12\x11\n\tforget_id\x18\x01 \x01(\x03\"F\n\x05\x46\x65nce\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.kvplane.wire.v1.SessionRef\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\"9\n\tFenceDone\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.kvplane.wire.v1.SessionRef2v\n\x13RegistrationService\x12_\n\x08Register\x12&.kvplane.wire.plane.v1.RegisterRequest\x1a\'.kvplane.wire.plane.v1.RegisterResponse(\x01\x30\x01\x42!Z\x1fkvplane/plane/v1;kvplaneplanev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,35 +36,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\037kvplane/plane/v1;kvplaneplanev1'
   _globals['_REGISTERREQUEST']._serialized_start=163
-  _globals['_REGISTERREQUEST']._serialized_end=501
-  _globals['_REGISTERRESPONSE']._serialized_start=504
-  _globals['_REGISTERRESPONSE']._serialized_end=976
-  _globals['_HELLO']._serialized_start=979
-  _globals['_HELLO']._serialized_end=1432
-  _globals['_GROUPBLOCKS']._serialized_start=1434
-  _globals['_GROUPBLOCKS']._serialized_end=1499
-  _globals['_WELCOME']._serialized_start=1502
-  _globals['_WELCOME']._serialized_end=1699
-  _globals['_BLOCKREPORT']._serialized_start=1701
-  _globals['_BLOCKREPORT']._serialized_end=1828
-  _globals['_REPORTACCEPTED']._serialized_start=1830
-  _globals['_REPORTACCEPTED']._serialized_end=1846
-  _globals['_REPORTREQUEST']._serialized_start=1848
-  _globals['_REPORTREQUEST']._serialized_end=1896
-  _globals['_HEARTBEAT']._serialized_start=1898
-  _globals['_HEARTBEAT']._serialized_end=1909
-  _globals['_PUBLISHBLOCKS']._serialized_start=1911
-  _globals['_PUBLISHBLOCKS']._serialized_end=1985
-  _globals['_WITHDRAWBLOCKS']._serialized_start=1987
-  _globals['_WITHDRAWBLOCKS']._serialized_end=2056
-  _globals['_FORGETFILES']._serialized_start=2059
-  _globals['_FORGETFILES']._serialized_end=2190
-  _globals['_FILESFORGOTTEN']._serialized_start=2192
-  _globals['_FILESFORGOTTEN']._serialized_end=2227
-  _globals['_FENCE']._serialized_start=2229
-  _globals['_FENCE']._serialized_end=2299
-  _globals['_FENCEDONE']._serialized_start=2301
-  _globals['_FENCEDONE']._serialized_end=2358
-  _globals['_REGISTRATIONSERVICE']._serialized_start=2360
-  _globals['_REGISTRATIONSERVICE']._serialized_end=2478
+  _globals['_REGISTERREQUEST']._serialized_end=469
+  _globals['_REGISTERRESPONSE']._serialized_start=472
+  _globals['_REGISTERRESPONSE']._serialized_end=905
+  _globals['_HELLO']._serialized_start=908
+  _globals['_HELLO']._serialized_end=1289
+  _globals['_GROUPBLOCKS']._serialized_start=1291
+  _globals['_GROUPBLOCKS']._serialized_end=1356
+  _globals['_WELCOME']._serialized_start=1359
+  _globals['_WELCOME']._serialized_end=1516
+  _globals['_BLOCKREPORT']._serialized_start=1518
+  _globals['_BLOCKREPORT']._serialized_end=1645
+  _globals['_REPORTACCEPTED']._serialized_start=1647
+  _globals['_REPORTACCEPTED']._serialized_end=1663
+  _globals['_REPORTREQUEST']._serialized_start=1665
+  _globals['_REPORTREQUEST']._serialized_end=1680
+  _globals['_HEARTBEAT']._serialized_start=1682
+  _globals['_HEARTBEAT']._serialized_end=1693
+  _globals['_PUBLISHBLOCKS']._serialized_start=1695
+  _globals['_PUBLISHBLOCKS']._serialized_end=1769
+  _globals['_WITHDRAWBLOCKS']._serialized_start=1771
+  _globals['_WITHDRAWBLOCKS']._serialized_end=1840
+  _globals['_FORGETFILES']._serialized_start=1843
+  _globals['_FORGETFILES']._serialized_end=1974
+  _globals['_FILESFORGOTTEN']._serialized_start=1976
+  _globals['_FILESFORGOTTEN']._serialized_end=2011
+  _globals['_FENCE']._serialized_start=2013
+  _globals['_FENCE']._serialized_end=2083
+  _globals['_FENCEDONE']._serialized_start=2085
+  _globals['_FENCEDONE']._serialized_end=2142
+  _globals['_REGISTRATIONSERVICE']._serialized_start=2144
+  _globals['_REGISTRATIONSERVICE']._serialized_end=2262
 # @@protoc_insertion_point(module_scope)
