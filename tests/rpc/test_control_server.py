@@ -39,6 +39,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
 ABOUT = pool_pb2.GetServerInfoRequest()
 SERVICE = "kvplane.v1.SessionService"
+# The first message of a Python client from before services had audiences, as it was sent: to
+# OpenSession of ControlPlaneService, for the pool "default".
+OF_AN_OLD_CLIENT = bytes.fromhex(
+    "0a0764656661756c741204080210021a3c0a016d1010180120012a0f0a03616c6c12020001180220084001"
+    "3220425ad140a1d853e9b0abc2627aa0d10e42d4309886d65a6486f5787f54f61de12206656e67696e65"
+)
 SERVICES = {
     "kvplane.v1.ServerService",
     "kvplane.v1.PoolService",
@@ -111,7 +117,7 @@ async def test_a_caller_of_a_method_that_is_not_there_is_told_what_to_do(
     async with grpc.aio.insecure_channel(control_server.address) as channel:
         call: Any = channel.unary_unary(f"/{method}")
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await call(b"")
+            await call(OF_AN_OLD_CLIENT)
     assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert (failure.value.details() or "").startswith(text)
 
