@@ -149,32 +149,28 @@ def report_work(
     num_blocks: int,
     counters: Mapping[str, int],
     metrics: Mapping[str, float],
-    num_answered: int,
 ) -> list[str]:
     """Print the counts, which are the control plane's except in the engine's own rows. Return the
     kinds of work that the control plane counted none of. ``num_blocks``: of the device tier.
     """
-    num_swap_outs, num_readmissions = count_preemptions(metrics, num_answered)
     work = {
         "prefix hit tokens": total_of(counters, "hit_tokens_total"),
         "copies on write": counters["copies_on_write_total"],
         "blocks swapped out": counters['swapped_blocks_total{direction="out"}'],
         "blocks swapped in": counters['swapped_blocks_total{direction="in"}'],
         "evictions": total_of(counters, "evictions_total"),
-        "preemptions": num_swap_outs + num_readmissions,
     }
     by_engine = {
         "requests": f"{stats.num_requests}",
         "prompt tokens": f"{stats.num_prompt_tokens:,}",
         "generated tokens": f"{stats.num_generated_tokens:,}",
+        "preemptions": f"{stats.num_preemptions} ({stats.num_swap_preemptions} by swap, "
+        f"{stats.num_recompute_preemptions} by recompute)",
         "generated tokens/s": f"{stats.num_generated_tokens / elapsed_s:,.0f}",
         "step latency p50/p99": f"{stats.step_latency_s(0.5) * 1e3:.1f}/"
         f"{stats.step_latency_s(0.99) * 1e3:.1f} ms",
     }
     by_control_plane = {what: f"{count:,}" for what, count in work.items()}
-    by_control_plane["preemptions"] += (
-        f" ({num_swap_outs} by swap, {num_readmissions} by recompute)"
-    )
     by_control_plane["peak blocks"] = f"{counters['max_held_blocks']}/{num_blocks}"
     step_s, num_steps = (metrics[f"kvplane_step_duration_seconds_{of}"] for of in ("sum", "count"))
     by_control_plane["step in the control plane"] = f"{step_s / num_steps * 1e6:,.0f} us on average"
@@ -185,19 +181,8 @@ def report_work(
         for what, counted in rows.items():
             table.add_row(what, counted, who)
     Console().print(table)
+    work["preemptions"] = stats.num_preemptions
     return [what for what, count in work.items() if not count]
-
-
-def count_preemptions(metrics: Mapping[str, float], num_answered: int) -> tuple[int, int]:
-    """Return preemptions by swap and by recompute. To the control plane, the one is a swap out, and
-    the other an admission beyond the first of a request, at once or granted later.
-    """
-    operation = 'kvplane_operations_total{{operation="{}",status="ok"}}'
-    granted = "kvplane_admission_wait_seconds_count{"
-    num_admissions = metrics.get(operation.format("admit"), 0) + sum(
-        value for name, value in metrics.items() if name.startswith(granted)
-    )
-    return int(metrics.get(operation.format("swap_out"), 0)), int(num_admissions) - num_answered
 
 
 def report_answers(asked: list[Question], outputs: list[RequestOutput]) -> list[str]:
@@ -261,8 +246,7 @@ def main(argv: Sequence[str], data_plane: Sequence[str] = DATA_PLANE) -> int:
             elapsed_s = time.monotonic() - started_s
             counters, metrics = llm.get_counters(), planes.control.metrics()
     print_some(asked, outputs)
-    num_answered = sum(output.error is None for output in outputs)
-    missing = report_work(llm.stats, elapsed_s, num_device_blocks, counters, metrics, num_answered)
+    missing = report_work(llm.stats, elapsed_s, num_device_blocks, counters, metrics)
     failures = report_answers(asked, outputs)
     failures += [f"the planes counted no {what}" for what in missing]
     for failure in failures:

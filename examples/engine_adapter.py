@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvplane import Layout, Tensor, ops
-from kvplane.errors import PoolFullError
-from kvplane.results import error_of
 from kvplane.sync import ControlClient, DataClient, Execution, Session
 from kvplane.wire.v1.session_pb2 import Operation
 from kvplane.wire.v1.types_pb2 import SignedPayload
@@ -80,12 +78,11 @@ class BlockManager:
         step = Step(answer.plan)
         for sequence, result in zip(asked, answer.results, strict=True):
             for failure in result.failures:
-                error = error_of(failure)
-                if sequence is None or not isinstance(error, PoolFullError):
-                    raise error
+                if sequence is None or not failure.is_later:
+                    raise failure.error
                 step.refused.append(sequence)
             if sequence is not None and not result.failures:
-                if result.HasField("admit"):
+                if result.admit.num_scheduled_tokens:
                     sequence.num_computed = result.admit.num_cached_tokens
                 step.batch.append((sequence, len(sequence.tokens) - sequence.num_computed))
         return step

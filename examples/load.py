@@ -113,7 +113,7 @@ class Load:
         for outcome in result.results[len(running) + 1 :]:
             if not outcome.failures:
                 self.admitted(self.last_id, outcome.admit.num_cached_tokens)
-            elif not outcome.failures[0].shortage.queue_position:
+            elif not outcome.failures[0].queue_position:
                 del self.live[self.last_id]
         for granted in result.news.granted:
             self.admitted(granted.sequence_id, granted.num_cached_tokens)

@@ -23,17 +23,20 @@ HASH_BYTES: Final = 16
 class StepResult:
     """Result of a step."""
 
-    __slots__ = ("_earlier", "_message")
+    __slots__ = ("_earlier", "_message", "_results")
 
     def __init__(self, message: pb.StepResponse, earlier: SessionNews | None = None) -> None:
         """``earlier``: news that nobody has read."""
         self._message = message
         self._earlier = earlier
+        self._results: list[OperationResult] | None = None
 
     @property
-    def results(self) -> MutableSequence[pb.OperationResult]:
+    def results(self) -> list[OperationResult]:
         """One for each operation, in order."""
-        return self._message.results
+        if self._results is None:
+            self._results = [OperationResult(each) for each in self._message.results]
+        return self._results
 
     @property
     def plan(self) -> SignedPayload | None:
@@ -67,10 +70,84 @@ class StepResult:
 
     def raise_for_status(self) -> StepResult:
         """Return the result itself. Raises ``error_of`` the first item that was not done."""
-        for outcome in self.results:
+        for outcome in self._message.results:
             for failure in outcome.failures:
                 raise error_of(failure)
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitResult:
+    """What an admission did. ``num_blocks``: in the table. ``num_scheduled_tokens``: those
+    that the step's plan computes, from position ``num_cached_tokens`` on.
+    """
+
+    num_cached_tokens: int
+    num_blocks: int
+    num_scheduled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFailure:
+    """An item of an operation that was not done. ``error``: why, PoolFullError if it may be done
+    later, NeverFitsError if the pool can never hold it. ``queue_position``: of an admission that
+    waits, from 1, else 0. ``num_blocks_pending``: blocks that receipts are about to free.
+    """
+
+    item: int
+    error: KvplaneError
+    queue_position: int = 0
+    num_blocks_pending: int = 0
+
+    @property
+    def is_later(self) -> bool:
+        """Whether the item may be done later."""
+        return isinstance(self.error, PoolFullError)
+
+
+class OperationResult:
+    """What came of one operation. Columns have an element for each item, 0 for those that were not
+    done.
+    """
+
+    __slots__ = ("_message",)
+
+    def __init__(self, message: pb.OperationResult) -> None:
+        self._message = message
+
+    @property
+    def failures(self) -> list[ItemFailure]:
+        """The items that were not done, ascending. They have changed nothing."""
+        return [
+            ItemFailure(
+                failure.item,
+                error_of(failure),
+                failure.shortage.queue_position,
+                failure.shortage.num_blocks_pending,
+            )
+            for failure in self._message.failures
+        ]
+
+    @property
+    def admit(self) -> AdmitResult:
+        """What ``ops.admit`` did; all 0 when it was not done."""
+        done = self._message.admit
+        return AdmitResult(done.num_cached_tokens, done.num_blocks, done.num_scheduled_tokens)
+
+    @property
+    def num_table_blocks(self) -> array[int]:
+        """Of ``ops.append`` and ``ops.fork``: blocks in each table."""
+        return columns.read(INT32, self._message.num_table_blocks, "num_table_blocks")
+
+    @property
+    def num_released_blocks(self) -> array[int]:
+        """Of ``ops.free`` and ``ops.truncate``: blocks that no table refers to any more."""
+        return columns.read(INT32, self._message.num_released_blocks, "num_released_blocks")
+
+    @property
+    def num_swapped_blocks(self) -> int:
+        """Of ``ops.swap``: blocks copied to the other tier."""
+        return self._message.num_swapped_blocks
 
 
 def total_of(counters: Mapping[str, int], name: str) -> int:

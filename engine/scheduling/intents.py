@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvplane.errors import KvplaneError
+from kvplane.results import ItemFailure
 from kvplane.wire.v1 import session_pb2 as pb
 
 from .sequence import EngineSequence
@@ -39,7 +40,7 @@ class Intent:
     in_passes: bool = False
 
 
-Failures = dict[int, pb.ItemFailure]
+Failures = dict[int, ItemFailure]
 """Items of an operation that were not done, by index."""
 
 

@@ -23,9 +23,7 @@ from typing import Final, Protocol
 
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
-from kvplane.results import Granted, SequenceState, SessionNews, StepResult, error_of
-from kvplane.wire import columns
-from kvplane.wire.v1 import session_pb2 as pb
+from kvplane.results import Granted, OperationResult, SequenceState, SessionNews, StepResult
 from kvplane.wire.v1 import types_pb2 as types
 
 from .intents import Counts, Failures, Intent, Kind, Outcome, Span
@@ -253,7 +251,7 @@ class Scheduler(_Queues):
         for intent, done in zip(intents, result.results, strict=True):
             failures = {failure.item: failure for failure in done.failures}
             for failure in done.failures:
-                num_pending = max(num_pending, failure.shortage.num_blocks_pending)
+                num_pending = max(num_pending, failure.num_blocks_pending)
             _APPLY[intent.kind](self, intent, done, failures, outcome)
         for grant in news.granted:
             self._granted(grant)
@@ -479,7 +477,7 @@ class Scheduler(_Queues):
     # Applying.
 
     def _applied_fork(
-        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+        self, intent: Intent, done: OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         for item, sequence in enumerate(intent.sequences):
             if item not in failures:
@@ -489,15 +487,14 @@ class Scheduler(_Queues):
                 self.add(sequence)
 
     def _applied_free(
-        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+        self, intent: Intent, done: OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         for failure in failures.values():
-            error = error_of(failure)
-            if not isinstance(error, SequenceNotFoundError):
-                raise error
+            if not isinstance(failure.error, SequenceNotFoundError):
+                raise failure.error
 
     def _applied_swap_out(
-        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+        self, intent: Intent, done: OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         if failures:
             self._no_swap.update(s.kv_id for s in intent.sequences)
@@ -509,7 +506,7 @@ class Scheduler(_Queues):
             self.swapped.append(sequence)
 
     def _applied_swap_in(
-        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+        self, intent: Intent, done: OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         if failures:
             return
@@ -522,9 +519,9 @@ class Scheduler(_Queues):
             self.running.append(sequence)
 
     def _applied_append(
-        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+        self, intent: Intent, done: OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
-        num_blocks = columns.read(columns.INT32, done.num_table_blocks, "append.num_blocks")
+        num_blocks = done.num_table_blocks
         outcome.in_passes |= intent.in_passes
         for item, sequence in enumerate(intent.sequences):
             failure = failures.get(item)
@@ -537,31 +534,32 @@ class Scheduler(_Queues):
                 sequence.num_blocks = num_blocks[item]
             elif sequence.status is SequenceStatus.FINISHED:
                 continue
-            elif failure.status == pb.ITEM_STATUS_LATER:
+            elif failure.is_later:
                 self._blocked.append(sequence)
             else:
-                error = error_of(failure)
+                error = failure.error
                 if isinstance(error, PositionMismatchError):
                     raise error  # the caller aborts the plan, after which both sides agree
                 outcome.failed.append((sequence, error))
 
     def _applied_admit(
-        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+        self, intent: Intent, done: OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         (sequence,) = intent.sequences
-        cached, scheduled = done.admit.num_cached_tokens, done.admit.num_scheduled_tokens
-        if sequence.status is SequenceStatus.FINISHED:  # it is freed by the next step
-            if not failures:
-                self._compute(sequence, cached, scheduled, outcome)
-        elif failures and failures[0].shortage.queue_position:
-            self._in_line = sequence
-        elif failures:
-            sequence.kv_id = 0
-            if failures[0].status != pb.ITEM_STATUS_LATER:
-                outcome.failed.append((sequence, error_of(failures[0])))
-        else:
-            self._start(sequence, done.admit.num_blocks, cached)
+        if not failures:
+            admitted = done.admit
+            cached, scheduled = admitted.num_cached_tokens, admitted.num_scheduled_tokens
+            if sequence.status is not SequenceStatus.FINISHED:  # else the next step frees it
+                self._start(sequence, admitted.num_blocks, cached)
             self._compute(sequence, cached, scheduled, outcome)
+        elif sequence.status is SequenceStatus.FINISHED:
+            return
+        elif failures[0].queue_position:
+            self._in_line = sequence
+        else:
+            sequence.kv_id = 0
+            if not failures[0].is_later:
+                outcome.failed.append((sequence, failures[0].error))
 
     def _granted(self, grant: Granted) -> None:
         sequence = self._in_line

@@ -30,10 +30,10 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.results import (
     BlockTable,
+    OperationResult,
     SequenceState,
     StepResult,
     block_table,
-    error_of,
     sequence_states,
 )
 from kvplane.session.sequences import list_sequences
@@ -240,9 +240,9 @@ class Session:
         for sequence_id, outcome in zip(sequences, result.results, strict=True):
             if not outcome.failures:
                 cached[sequence_id] = outcome.admit.num_cached_tokens
-            elif outcome.failures[0].status != pb.ITEM_STATUS_LATER:
+            elif not outcome.failures[0].is_later:
                 self._steps.abandoned.append(AbandonedResult(self.last_number, result))
-                raise error_of(outcome.failures[0])
+                raise outcome.failures[0].error
         return ReadmitResult(cached, result.plan)
 
     async def abort_plans(
@@ -304,13 +304,13 @@ class Session:
 
     async def validate(
         self, operations: Iterable[pb.Operation], *, timeout_s: float | None = None
-    ) -> list[pb.OperationResult]:
+    ) -> list[OperationResult]:
         """Return what a step of each operation alone would answer now, with one item of it at a
         time. Nothing is reserved: another session may come first. Renews no lease.
         """
         request = pb.StepRequest(session=self.ref, operations=operations, validate_only=True)
         response: pb.StepResponse = await self._connection.call(self._stub.Step, request, timeout_s)
-        return list(response.results)
+        return StepResult(response).results
 
     async def list_sequences(
         self, sequence_ids: ops.Column = (), *, timeout_s: float | None = None

@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.results import OperationResult
 from kvplane.session import Session
 from kvplane.transformers import attention
 from kvplane.transformers.inputs import inputs_of, wants_all_columns
@@ -363,7 +364,7 @@ class PlaneCache(Cache):
             for row, tokens in zip(self._rows, ids, strict=True)
         ]
 
-    def _begin(self, operations: list[pb.Operation]) -> tuple[Session, list[pb.OperationResult]]:
+    def _begin(self, operations: list[pb.Operation]) -> tuple[Session, list[OperationResult]]:
         self._held.session, results = self._planes.begin(operations, self._held.session)
         return self._held.session, results
 

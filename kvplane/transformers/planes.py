@@ -32,6 +32,7 @@ from kvplane.errors import (
 from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.models.model_layers import layer_groups, layer_shapes
+from kvplane.results import OperationResult
 from kvplane.runtime.backend import DataBackend, RemoteBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.session import Session
@@ -184,7 +185,7 @@ class Planes:
 
     def begin(
         self, operations: Sequence[pb.Operation], session: Session | None = None
-    ) -> tuple[Session, list[pb.OperationResult]]:
+    ) -> tuple[Session, list[OperationResult]]:
         """Make a step of ``operations`` and start its plan; all are done, or this raises.
 
         ``session``: the one whose sequences they change, None when they only admit. Raises
@@ -200,8 +201,9 @@ class Planes:
             frees = [ops.free(ids) for owner, ids in unused if owner is present]
             result = self._link.step([*frees, *operations])
             self._has_plan = result.plan is not None
-            del result.results[: len(frees)]  # such a sequence may have ended with another plan
-            result.raise_for_status()
+            results = result.results[len(frees) :]  # a freed one may have ended with another plan
+            for failure in (failure for each in results for failure in each.failures):
+                raise failure.error
             if result.plan is not None:
                 receipts = self.backend.start(result.plan).receipts
                 if receipts:
@@ -211,7 +213,7 @@ class Planes:
             self._unused += unused
             self._fail(error)
             raise
-        return present, list(result.results)
+        return present, results
 
     def finish(self) -> None:
         """Take the receipt, after the last layer."""

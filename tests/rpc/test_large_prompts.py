@@ -12,6 +12,7 @@ import pytest
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError, QuotaExceededError
 from kvplane.wire.v1 import session_pb2 as pb
+from tests.helpers.outcomes import outcomes
 from tests.helpers.planning.operations_world import BLOCK, Caller, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
@@ -98,7 +99,7 @@ async def test_others_are_served_while_a_large_prompt_is_refused(world, caller, 
                 assert not result.results[0].failures
                 other.add_receipt(world.shard.receipt(result.plan))
             num_steps += 1
-        (outcome,) = (await refused).results
+        (outcome,) = outcomes(await refused)
         assert outcome.failures[0].status == pb.ITEM_STATUS_NEVER
         assert caller.session.last_number == number + 1
         assert num_steps > 1, "nobody was served meanwhile"

@@ -28,6 +28,7 @@ from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.outcomes import outcomes
 from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
@@ -57,7 +58,7 @@ async def test_operations_are_checked_without_a_number(plane, session) -> None:
     granted = pb.OperationResult(admit=pb.AdmitResult(num_cached_tokens=16, num_blocks=2))
     plane.script = lambda _: pb.StepResponse(results=[granted, later])
     operations = [ops.admit(1, [5] * 20), ops.append(2, [7], 1, first_positions=9)]
-    assert await session.validate(operations) == [granted, later]
+    assert outcomes(await session.validate(operations)) == [granted, later]
     (request,) = plane.requests
     assert (request.session, list(request.operations)) == (SESSION, operations)
     assert request.validate_only

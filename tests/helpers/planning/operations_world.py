@@ -24,7 +24,7 @@ from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.outcomes import is_refused
+from tests.helpers.outcomes import is_refused, outcomes
 from tests.helpers.planning.cached_prefixes import CachedPrefixes, cached_prefixes
 from tests.helpers.planning.control_wire import RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -147,7 +147,7 @@ class Caller:
     async def do(self, *operations: pb.Operation) -> StepResult:
         """Run a step whose operations must all succeed."""
         result = await self.step(*operations)
-        failures = [failure for outcome in result.results for failure in outcome.failures]
+        failures = [failure for outcome in outcomes(result) for failure in outcome.failures]
         assert not failures, failures
         return result
 
@@ -172,7 +172,7 @@ class Caller:
         """Return the failures of a refused operation; nothing must have changed."""
         before = await self.world.state()
         result = await self.session.step([operation])
-        (outcome,) = result.results
+        (outcome,) = outcomes(result)
         assert outcome.failures, "it was done"
         assert result.plan is None
         name = operation.WhichOneof("operation")
@@ -185,7 +185,7 @@ class Caller:
         """Assert that the operation's only item fails by this field, as a check of it foresees;
         nothing must have changed.
         """
-        (checked,) = await self.session.validate([operation])
+        (checked,) = outcomes(await self.session.validate([operation]))
         (foreseen,) = checked.failures
         (failure,) = await self.refuse(operation)
         assert failure.status == foreseen.status == pb.ITEM_STATUS_FAILED

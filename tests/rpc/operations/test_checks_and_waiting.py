@@ -13,6 +13,7 @@ from kvplane.results import error_of
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.wire.v1 import session_pb2 as pb
+from tests.helpers.outcomes import outcomes
 from tests.helpers.planning.operations_world import BLOCK, POOL, Caller, prompt
 
 
@@ -29,7 +30,7 @@ class ThisLoop(LoopThread):
 async def answers(caller: Caller, *operations: pb.Operation) -> list[pb.OperationResult]:
     """What a check says; it must have changed nothing."""
     before = await caller.world.state()
-    checked = await caller.session.validate(operations)
+    checked = outcomes(await caller.session.validate(operations))
     assert await caller.world.state() == before
     return checked
 
@@ -75,8 +76,8 @@ async def test_the_check_and_the_step_never_disagree(start_world, seed: int) -> 
     caller = await (await start_world(num_device_blocks=8, num_host_blocks=3)).caller()
     for _ in range(60):
         operation = random_operation(rng)
-        (checked,) = await caller.session.validate([operation])
-        (done,) = (await caller.step(operation)).results
+        (checked,) = outcomes(await caller.session.validate([operation]))
+        (done,) = outcomes(await caller.step(operation))
         for failure in (*checked.failures, *done.failures):
             failure.error.ClearField("request_id")  # each is of its own call
         assert list(checked.failures) == list(done.failures)
@@ -101,7 +102,7 @@ async def test_an_admission_that_waits_is_granted_when_there_is_room(world, call
     other = await world.caller()
     await other.admit(1, prompt(12))
     asked = await caller.step(ops.admit(1, prompt(6, seed=1), fork_sequence_ids=[2], wait=True))
-    (failure,) = asked.results[0].failures
+    (failure,) = outcomes(asked)[0].failures
     assert failure.status == pb.ITEM_STATUS_LATER
     assert failure.shortage.queue_position == 1
     assert not failure.shortage.HasField("retry_delay")
@@ -174,7 +175,7 @@ async def test_who_came_first_is_granted_first_and_a_free_withdraws(world, calle
     await caller.step(ops.admit(1, prompt(8, seed=1), wait=True))
     for place, waits in ((2, third), (3, second)):
         asked = await waits.step(ops.admit(1, prompt(1, seed=place), wait=True))
-        shortage = asked.results[0].failures[0].shortage
+        shortage = outcomes(asked)[0].failures[0].shortage
         assert (shortage.queue_position, shortage.reason) == (place, pb.SHORTAGE_REASON_QUEUE)
     shortage = await passer.later(ops.admit(1, prompt(1, seed=4)))
     assert shortage.reason == pb.SHORTAGE_REASON_QUEUE

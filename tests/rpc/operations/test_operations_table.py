@@ -28,6 +28,7 @@ from kvplane.results import error_of
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as pb
+from tests.helpers.outcomes import outcomes
 from tests.helpers.planning.operations_world import BLOCK, DEVICE, HOST, Caller, prompt
 
 FAILED: Final = pb.ITEM_STATUS_FAILED
@@ -360,7 +361,7 @@ def test_no_table_lacks_an_operation() -> None:
 async def checked(caller: Caller, operation: pb.Operation) -> pb.OperationResult:
     """Return the answer of a check, which must have changed nothing."""
     before = await caller.world.state()
-    (result,) = await caller.session.validate([operation])
+    (result,) = outcomes(await caller.session.validate([operation]))
     assert await caller.world.state() == before
     return result
 
@@ -373,7 +374,7 @@ async def repeat(caller: Caller, operation: pb.Operation, result: StepResult) ->
     session = caller.session
     step = pb.StepRequest(session=session.ref, number=session.last_number, operations=[operation])
     again = await caller.world.stub.Step(step)
-    assert list(again.results) == list(result.results)
+    assert outcomes(again) == outcomes(result)
     assert StepResult(again).plan == result.plan
     assert again.revision == result.revision
     assert await caller.world.state() == before
@@ -392,7 +393,7 @@ async def test_an_operation_is_done_and_counted_and_its_repeat_is_answered_the_s
     counted = world.server.metrics.operations
     before = counted.values.get((name, "ok"), 0)
     result = await caller.session.step([row.done])
-    assert list(result.results) == [answer]
+    assert outcomes(result) == [answer]
     assert counted.values[name, "ok"] - before == row.num_items
     await repeat(caller, row.done, result)
     world.server.core.check_integrity()
@@ -447,7 +448,7 @@ async def test_an_item_that_is_refused_leaves_those_beside_it_done(caller, name)
         await caller.do(operation)
     operation, answer = ROWS[name].partly
     result = await caller.session.step([operation])
-    (outcome,) = result.results
+    (outcome,) = outcomes(result)
     (failure,) = outcome.failures
     assert (failure.item, type(error_of(failure))) == (1, SequenceNotFoundError)
     assert "sequence_ids[1]" in failure.error.field
@@ -459,7 +460,7 @@ async def test_an_item_that_is_refused_leaves_those_beside_it_done(caller, name)
 async def test_a_sequence_that_a_step_computes_is_busy_for_the_rest_of_it(caller, name) -> None:
     operation, kind = ROWS[name].busy
     result = await caller.step(ops.admit(1, PROMPT), operation)
-    (failure,) = result.results[1].failures
+    (failure,) = outcomes(result)[1].failures
     assert type(error_of(failure)) is kind
     counters = await caller.world.counters()
     assert counters['sequences{state="device"}'] == 1

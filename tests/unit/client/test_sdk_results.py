@@ -12,6 +12,7 @@ from kvplane.errors import (
     PositionMismatchError,
 )
 from kvplane.results import (
+    AdmitResult,
     CachedBlock,
     Granted,
     PoolMatch,
@@ -77,11 +78,28 @@ def test_a_status_of_a_later_release_is_no_success() -> None:
 
 
 def test_a_step_of_which_all_items_were_done_passes() -> None:
-    result = StepResult(pb.StepResponse(results=[pb.OperationResult(), pb.OperationResult()]))
+    answer = pb.StepResponse(results=[pb.OperationResult(), pb.OperationResult()])
+    result = StepResult(answer)
     assert result.raise_for_status() is result
-    result.results[1].failures.add(item=5, status=pb.ITEM_STATUS_LATER)
+    answer.results[1].failures.add(item=5, status=pb.ITEM_STATUS_LATER)
     with pytest.raises(PoolFullError):
         result.raise_for_status()
+
+
+def test_an_operation_is_read_from_its_columns() -> None:
+    message = pb.OperationResult(
+        num_table_blocks=columns.pack(INT32, [3, 0]),
+        failures=[pb.ItemFailure(item=1, status=pb.ITEM_STATUS_LATER, shortage=SHORTAGE)],
+        admit=pb.AdmitResult(num_cached_tokens=16, num_blocks=2, num_scheduled_tokens=4),
+    )
+    (result,) = StepResult(pb.StepResponse(results=[message])).results
+    assert result.num_table_blocks.tolist() == [3, 0]
+    assert result.num_released_blocks.tolist() == []
+    assert result.admit == AdmitResult(16, 2, 4)
+    (failure,) = result.failures
+    assert (failure.item, failure.is_later) == (1, True)
+    assert failure.num_blocks_pending == SHORTAGE.num_blocks_pending
+    assert isinstance(failure.error, PoolFullError)
 
 
 def test_a_step_with_nothing_to_carry_out_has_no_plan() -> None:

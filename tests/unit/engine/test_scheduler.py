@@ -12,6 +12,8 @@ from engine.scheduling.sequence import SequenceStatus
 from kvplane.errors import NeverFitsError
 from kvplane.wire import columns
 from kvplane.wire.v1 import session_pb2 as pb
+from kvplane.wire.v1.types_pb2 import TIER_DEVICE as DEVICE
+from kvplane.wire.v1.types_pb2 import TIER_HOST as HOST
 from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 
@@ -26,7 +28,12 @@ def reference(folder: Path) -> Reference:
 
 
 def kinds(step: list[pb.Operation]) -> list[str]:
-    return [str(operation.WhichOneof("operation")) for operation in step]
+    return [
+        {DEVICE: "swap_in", HOST: "swap_out"}[operation.swap.tier]
+        if operation.HasField("swap")
+        else str(operation.WhichOneof("operation"))
+        for operation in step
+    ]
 
 
 def all_kinds(engine: Engine) -> list[str]:
@@ -220,7 +227,7 @@ def test_blocks_that_come_back_by_themselves_are_waited_for(folder: Path) -> Non
     steps = list(zip(engine.link.steps, engine.link.results, strict=True))
     for (step, result), (following, _) in itertools.pairwise(steps):
         waiting = any(
-            failure.status == pb.ITEM_STATUS_LATER and failure.shortage.num_blocks_pending > 0
+            failure.is_later and failure.num_blocks_pending > 0
             for operation in result.results
             for failure in operation.failures
         )
