@@ -18,8 +18,7 @@ from data_plane.execution.commands import Commands, Observer
 from data_plane.execution.counters import ExecutorCounters
 from data_plane.execution.expected_layers import Expectations
 from data_plane.execution.fixed_step import FixedStep
-from data_plane.execution.layers import layer_index
-from data_plane.execution.plan_runner import PlanRunner, StartedPlan
+from data_plane.execution.plan_runner import LayerTensors, PlanRunner, StartedPlan
 from data_plane.execution.repeated_layers import RepeatedLayers
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.execution.table_blocks import BlockRange, TableBlocks
@@ -246,16 +245,33 @@ class Executor:
         """Whether the session was opened here and has not ended."""
         return session_id in self._sessions
 
-    def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
+    def start(
+        self,
+        session: int | pb.SignedPayload,
+        plan: pb.SignedPayload,
+        *,
+        swaps: bool | None = None,
+    ) -> StartedPlan:
         """Verify a plan, change the block tables as it says, and run its transfers.
 
-        ``session``: the id that ``open`` returned, or the grant. Starting a plan that is running
-        lets it continue, and starting one that has run returns its receipt again; neither changes
-        the tables. A plan without spans has run when this returns. Raises the errors listed in the
-        comment of ``ExecutionService`` in ``execution.proto``.
+        ``session``: the id that ``open`` returned, or the grant. ``swaps``: the transfers that the
+        plan may have: True for swaps between the tiers, False for copies inside the device tier,
+        None for both. Starting a plan that is running lets it continue, and starting one that has
+        run returns its receipt again; neither changes the tables. A plan without spans has run when
+        this returns. Raises InvalidRequestError naming a transfer of the other kind, and the errors
+        listed in the comment of ``ExecutionService`` in ``execution.proto``.
         """
         with self._command.lock, self._command("start"):
-            return self._begin(session, *self._verifier.plan(plan))
+            verified, digest = self._verifier.plan(plan)
+            if swaps is not None:
+                self._check_transfers(verified, swaps=swaps)
+            session_id = session if isinstance(session, int) else self.open(session)
+            require(
+                verified.session.session_id == session_id,
+                f"the plan is for session {verified.session.session_id}, not for {session_id}",
+                "plan.session.session_id",
+            )
+            return self._plans.start(self._sessions.get(session_id), verified, digest)
 
     def begin_pass(self, session_id: int, index: int, *, plan_number: int | None = None) -> int:
         """Compute the latest plan in passes: from here on, layers have token ``index`` of each span
@@ -273,64 +289,12 @@ class Executor:
             session, run = self._plans.latest(session_id, plan_number)
             return self._plans.begin_pass(session, run, index)
 
-    def write_layer(
-        self,
-        session_id: int,
-        layer: int,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        *,
-        plan_number: int,
-        pass_index: int | None = None,
-    ) -> pb.SignedPayload | None:
-        """Write one layer's keys and values to the slots of the latest plan's spans.
-
-        key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or None where
-        the layer keeps latents. ``plan_number`` and ``pass_index``: what the layer belongs to, None
-        for a plan that computes all tokens at once. Returns the receipt once no layer is missing.
-
-        Raises PlanOutOfOrderError where these are not the session's latest plan and its present
-        pass, InvalidRequestError, BlockNotWritableError, SessionExpiredError, StaleGenerationError
-        when a block has been allocated again, and InternalError when the device failed.
-        """
-        with self._command.lock, self._command("write_layer"):
-            session, run = self._plans.present(session_id, plan_number, pass_index)
-            index = layer_index(self.layers, layer)
-            batch = self._plans.batch(run, self.pools.group_of_layer(index))
-            arguments = self._compute.write_arguments(batch, index, key, value)
-            if not run.is_complete:
-                self._plans.write(session, run, arguments)
-                run.progress.finish_layer(index)
-            return self._plans.receipt(session, run)
-
-    def attend(
-        self,
-        session_id: int,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        options: AttentionOptions = AttentionOptions(),
-        plan_number: int,
-        pass_index: int | None = None,
-        slice_s: float | None = None,
-    ) -> Slices[torch.Tensor]:
-        """Attend for the latest plan's spans over their sequences, in a layer that was written.
-
-        query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
-        is [num_tokens, num_heads, value_head_size] of the query's dtype. ``slice_s``: how long a
-        slice is to take on a CPU; None for one slice. Raises as ``write_layer`` does.
-        """
-        slices = self._plans.attend_to(
-            session_id, layer, query, options, plan_number, pass_index, slice_s
-        )
-        return guarded(slices, self._command.lock, lambda: self._command("attend"))
-
     def layer(
         self,
         session_id: int,
         layer: int,
         query: torch.Tensor | None,
-        key: torch.Tensor,
+        key: torch.Tensor | None,
         value: torch.Tensor | None,
         *,
         options: AttentionOptions = AttentionOptions(),
@@ -338,12 +302,22 @@ class Executor:
         pass_index: int | None = None,
         field: str = "",
     ) -> torch.Tensor | None:
-        """``write_layer`` and ``attend`` in one. Returns the attention output, None without a
-        query.
+        """Write one layer's keys and values to the slots of the latest plan's spans, then attend
+        from these over their sequences. Returns the attention output, None without a query.
 
-        Layers come in ascending order; one that was written may be sent again. Once the plan has
-        run, attention is computed and nothing is written. ``receipt`` returns the receipt.
-        ``field`` prefixes the field names in errors. Raises as ``write_layer`` does.
+        query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads; None only
+        writes. key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or
+        None where the layer keeps latents; no key and no value only attend, in a layer that the
+        plan has written. The output is [num_tokens, num_heads, value_head_size] of the query's
+        dtype. ``plan_number`` and ``pass_index``: what the layer belongs to, None for a plan that
+        computes all tokens at once. ``field`` prefixes the field names in errors.
+
+        Layers are written in ascending order; one that was written may be sent again. Once the plan
+        has run, attention is computed and nothing is written. ``receipt`` returns the receipt.
+        Raises PlanOutOfOrderError where ``plan_number`` and ``pass_index`` are not the session's
+        latest plan and its present pass, InvalidRequestError, BlockNotWritableError,
+        SessionExpiredError, StaleGenerationError when a block has been allocated again, and
+        InternalError when the device failed.
         """
         tensors = query, key, value
         with self._command.lock, self._command("layer"):
@@ -366,7 +340,7 @@ class Executor:
         self,
         session_id: int,
         layer: int,
-        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
+        tensors: LayerTensors,
         options: AttentionOptions,
         plan_number: int,
         pass_index: int | None,
@@ -410,27 +384,6 @@ class Executor:
         """
         with self._command.lock, self._command("receipt"):
             return self._plans.receipt(*self._plans.latest(session_id, None))
-
-    def start_transfers(
-        self, session: int | pb.SignedPayload, plan: pb.SignedPayload, *, swaps: bool
-    ) -> tuple[int, pb.SignedPayload | None]:
-        """``start`` for a plan whose transfers are all swaps, or all copies within the device tier.
-
-        Returns the number of its transfers and, when it has run, its receipt. Raises
-        InvalidRequestError naming the transfer that is of the other kind.
-        """
-        with self._command.lock, self._command("swap_blocks" if swaps else "copy_blocks"):
-            verified, digest = self._verifier.plan(plan)
-            transfers = Transfers.read(self.pools.num_blocks, verified.transfers)
-            is_swap = transfers.sources.tiers != transfers.destinations.tiers
-            wrong = np.flatnonzero(is_swap != swaps)
-            if len(wrong):
-                kinds = "swaps between the tiers", "copies inside the device tier"
-                raise InvalidRequestError(
-                    f"this call runs plans whose transfers are all {kinds[not swaps]}",
-                    field=f"plan.transfers.destination_tiers[{wrong[0]}]",
-                )
-            return len(transfers), self._begin(session, verified, digest).receipt
 
     def read_blocks(
         self,
@@ -478,7 +431,7 @@ class Executor:
         blocks: as ``read_blocks`` returns them, for the table entries from ``first_block`` on;
         ``first_layer`` and ``num_layers`` as there. Only the span's slots are written. Several
         calls may write a span; none may leave a gap after the tokens written before. Returns the
-        receipt once nothing is missing. Raises as ``write_layer`` does.
+        receipt once nothing is missing. Raises as ``layer`` does.
         """
         place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
         with self._command.lock, self._command("write_blocks"):
@@ -499,13 +452,13 @@ class Executor:
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
 
-    def _begin(
-        self, session: int | pb.SignedPayload, plan: plan_pb2.Plan, digest: bytes
-    ) -> StartedPlan:
-        session_id = session if isinstance(session, int) else self.open(session)
-        require(
-            plan.session.session_id == session_id,
-            f"the plan is for session {plan.session.session_id}, not for {session_id}",
-            "plan.session.session_id",
-        )
-        return self._plans.start(self._sessions.get(session_id), plan, digest)
+    def _check_transfers(self, plan: plan_pb2.Plan, *, swaps: bool) -> None:
+        transfers = Transfers.read(self.pools.num_blocks, plan.transfers)
+        is_swap = transfers.sources.tiers != transfers.destinations.tiers
+        wrong = np.flatnonzero(is_swap != swaps)
+        if len(wrong):
+            kinds = "swaps between the tiers", "copies inside the device tier"
+            raise InvalidRequestError(
+                f"this call runs plans whose transfers are all {kinds[not swaps]}",
+                field=f"plan.transfers.destination_tiers[{wrong[0]}]",
+            )

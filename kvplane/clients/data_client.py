@@ -76,18 +76,18 @@ class DataClient:
         value: Tensor | None,
         *,
         timeout_s: float | None = None,
-    ) -> pb.ReshapeAndCacheResponse:
+    ) -> pb.RunLayerResponse:
         """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]; values may have
         a size of their own, and there are none where the layer keeps latents.
         """
-        request = pb.ReshapeAndCacheRequest(
+        request = pb.RunLayerRequest(
             grant=grant,
             plan=plan,
             layer=layer,
             key=key.to_proto(),
             value=None if value is None else value.to_proto(),
         )
-        response: pb.ReshapeAndCacheResponse = await self._connection.call(
+        response: pb.RunLayerResponse = await self._connection.call(
             self._stub.ReshapeAndCache, request, timeout_s
         )
         return response
@@ -101,38 +101,38 @@ class DataClient:
         *,
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
-    ) -> pb.PagedAttentionResponse:
+    ) -> pb.RunLayerResponse:
         """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written.
         Returns [num_tokens, num_heads, value_head_size].
         """
-        request = pb.PagedAttentionRequest(
+        request = pb.RunLayerRequest(
             grant=grant,
             plan=plan,
             layer=layer,
             query=query.to_proto(),
             options=options.to_proto(),
         )
-        response: pb.PagedAttentionResponse = await self._connection.call(
+        response: pb.RunLayerResponse = await self._connection.call(
             self._stub.PagedAttention, request, timeout_s
         )
         return response
 
     async def copy_blocks(
         self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
-    ) -> pb.CopyBlocksResponse:
+    ) -> pb.StartPlanResponse:
         """Start a plan whose transfers are all copies inside the device tier."""
-        request = pb.CopyBlocksRequest(grant=grant, plan=plan)
-        response: pb.CopyBlocksResponse = await self._connection.call(
+        request = pb.StartPlanRequest(grant=grant, plan=plan)
+        response: pb.StartPlanResponse = await self._connection.call(
             self._stub.CopyBlocks, request, timeout_s
         )
         return response
 
     async def swap_blocks(
         self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
-    ) -> pb.SwapBlocksResponse:
+    ) -> pb.StartPlanResponse:
         """Start a plan whose transfers are all swaps between the tiers."""
-        request = pb.SwapBlocksRequest(grant=grant, plan=plan)
-        response: pb.SwapBlocksResponse = await self._connection.call(
+        request = pb.StartPlanRequest(grant=grant, plan=plan)
+        response: pb.StartPlanResponse = await self._connection.call(
             self._stub.SwapBlocks, request, timeout_s
         )
         return response

@@ -52,23 +52,23 @@ class ExecutionServiceStub(object):
                 _registered_method=True)
         self.ReshapeAndCache = channel.unary_unary(
                 '/kvplane.v1.ExecutionService/ReshapeAndCache',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.FromString,
+                request_serializer=kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.FromString,
                 _registered_method=True)
         self.PagedAttention = channel.unary_unary(
                 '/kvplane.v1.ExecutionService/PagedAttention',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.PagedAttentionRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.PagedAttentionResponse.FromString,
+                request_serializer=kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.FromString,
                 _registered_method=True)
         self.CopyBlocks = channel.unary_unary(
                 '/kvplane.v1.ExecutionService/CopyBlocks',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.CopyBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.CopyBlocksResponse.FromString,
+                request_serializer=kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.FromString,
                 _registered_method=True)
         self.SwapBlocks = channel.unary_unary(
                 '/kvplane.v1.ExecutionService/SwapBlocks',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.SwapBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.SwapBlocksResponse.FromString,
+                request_serializer=kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.FromString,
                 _registered_method=True)
 
 
@@ -87,12 +87,11 @@ class ExecutionServiceServicer(object):
     """
 
     def Execute(self, request_iterator, context):
-        """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one
-        LayerInput for each layer held, in ascending order. Each request is answered once, in order; a client may send a layer before the
-        plan is answered. Each LayerInput names the plan and the pass that it belongs to, and is refused in any other. The receipt comes with
-        the last layer's output, or with PlanStarted when the plan has no spans. A layer of a plan that has run is answered with its output
-        and the receipt, and writes nothing. A request that fails is answered with an Error and writes nothing; the stream stays open. A
-        client on the same machine may send the same messages by a Unix socket, with the tensors in memory that both have mapped: see
+        """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one layer for
+        each layer held, ascending. Each request is answered once, in order; a client may send a layer before the plan is answered. The receipt
+        comes with the last layer's output, or with the start of a plan without spans. A layer of a plan that has run is answered with its
+        output and the receipt, and writes nothing. A request that fails is answered with an Error and writes nothing; the stream stays open.
+        A client on the same machine may send the same messages by a Unix socket, with the tensors in memory that both have mapped: see
         LocalOffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -100,16 +99,15 @@ class ExecutionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReshapeAndCache(self, request, context):
-        """Writes one layer's keys and values to the slots of a plan's spans, all tokens at once: PLAN_OUT_OF_ORDER while the plan is computed in
-        passes, which only Execute does. Safe to repeat.
+        """Starts a plan, and writes the keys and values of one layer of it; `query`, `options` and `output` are refused. Layers come in ascending
+        order. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PagedAttention(self, request, context):
-        """Attends from a plan's spans over their sequences' blocks, in a layer that was written, from all tokens at once as ReshapeAndCache.
-        Changes nothing.
+        """Starts a plan, and attends from its spans in one layer of it that was written; `key` and `value` are refused. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,23 +137,23 @@ def add_ExecutionServiceServicer_to_server(servicer, server):
             ),
             'ReshapeAndCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ReshapeAndCache,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.SerializeToString,
             ),
             'PagedAttention': grpc.unary_unary_rpc_method_handler(
                     servicer.PagedAttention,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.PagedAttentionRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.PagedAttentionResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.SerializeToString,
             ),
             'CopyBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.CopyBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.CopyBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.CopyBlocksResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.SerializeToString,
             ),
             'SwapBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.SwapBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.SwapBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.SwapBlocksResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,8 +219,8 @@ class ExecutionService(object):
             request,
             target,
             '/kvplane.v1.ExecutionService/ReshapeAndCache',
-            kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.FromString,
+            kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.SerializeToString,
+            kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -248,8 +246,8 @@ class ExecutionService(object):
             request,
             target,
             '/kvplane.v1.ExecutionService/PagedAttention',
-            kvplane_dot_v1_dot_execution__pb2.PagedAttentionRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.PagedAttentionResponse.FromString,
+            kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.SerializeToString,
+            kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -275,8 +273,8 @@ class ExecutionService(object):
             request,
             target,
             '/kvplane.v1.ExecutionService/CopyBlocks',
-            kvplane_dot_v1_dot_execution__pb2.CopyBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.CopyBlocksResponse.FromString,
+            kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.SerializeToString,
+            kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -302,8 +300,8 @@ class ExecutionService(object):
             request,
             target,
             '/kvplane.v1.ExecutionService/SwapBlocks',
-            kvplane_dot_v1_dot_execution__pb2.SwapBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.SwapBlocksResponse.FromString,
+            kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.SerializeToString,
+            kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,9 +36,7 @@ async def written(stub: Any, author: PlanAuthor) -> pb.ReadBlocksRequest:
     plan = author.plan(1, 1, changes=changes, spans=[span(1, 0, num_tokens)])
     part = tensor_to_message(tokens(num_tokens, seed=1))
     for layer in (0, 1):
-        request = pb.ReshapeAndCacheRequest(
-            grant=grant, plan=plan, layer=layer, key=part, value=part
-        )
+        request = pb.RunLayerRequest(grant=grant, plan=plan, layer=layer, key=part, value=part)
         await stub.ReshapeAndCache(request)
     return pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=NUM_BLOCKS)
 

@@ -261,10 +261,10 @@ class Client:
             "Execute": lambda: self._execution(rng),
             "ReshapeAndCache": lambda: [self._write(rng)],
             "PagedAttention": lambda: [
-                dpb.PagedAttentionRequest(grant=grant, plan=self._plan(rng), query=tensor(4))
+                dpb.RunLayerRequest(grant=grant, plan=self._plan(rng), query=tensor(4))
             ],
-            "CopyBlocks": lambda: [dpb.CopyBlocksRequest(grant=grant, plan=self._plan(rng))],
-            "SwapBlocks": lambda: [dpb.SwapBlocksRequest(grant=grant, plan=self._plan(rng))],
+            "CopyBlocks": lambda: [dpb.StartPlanRequest(grant=grant, plan=self._plan(rng))],
+            "SwapBlocks": lambda: [dpb.StartPlanRequest(grant=grant, plan=self._plan(rng))],
             "ReadBlocks": lambda: [dpb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)],
             "WriteBlocks": lambda: [
                 dpb.WriteBlocksRequest(grant=grant, plan=self._plan(rng), sequence_id=1)
@@ -290,8 +290,8 @@ class Client:
         [method] = rng.choices([*made], weights)
         return method, made[method]()
 
-    def _write(self, rng: random.Random) -> dpb.ReshapeAndCacheRequest:
-        request = dpb.ReshapeAndCacheRequest(grant=self.grant, plan=self._plan(rng))
+    def _write(self, rng: random.Random) -> dpb.RunLayerRequest:
+        request = dpb.RunLayerRequest(grant=self.grant, plan=self._plan(rng))
         request.key.CopyFrom(tensor(2))
         request.value.CopyFrom(tensor(2))
         return request
@@ -300,7 +300,7 @@ class Client:
         opening = dpb.OpenExecution(grant=self.grant)
         plan = self._plan(rng)
         layers = [
-            dpb.LayerInput(
+            dpb.RunLayerRequest(
                 layer=layer,
                 query=tensor(4),
                 key=tensor(2),
@@ -311,7 +311,7 @@ class Client:
         ]
         return [
             dpb.ExecuteRequest(open=opening),
-            dpb.ExecuteRequest(plan=plan),
+            dpb.ExecuteRequest(plan=dpb.StartPlanRequest(plan=plan)),
             *(dpb.ExecuteRequest(layer=layer) for layer in layers),
         ][: rng.randrange(1, 5)]
 

@@ -167,8 +167,8 @@ async def test_another_tenants_grant_opens_nothing(peers: Peers) -> None:
         stub = stub_of(thief._connection.channel)
         for call in (
             stub.ReadBlocks(pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)),
-            stub.CopyBlocks(pb.CopyBlocksRequest(grant=grant, plan=plan)),
-            stub.SwapBlocks(pb.SwapBlocksRequest(grant=grant, plan=plan)),
+            stub.CopyBlocks(pb.StartPlanRequest(grant=grant, plan=plan)),
+            stub.SwapBlocks(pb.StartPlanRequest(grant=grant, plan=plan)),
         ):
             with pytest.raises(NotPermittedError), typed_errors():
                 await call

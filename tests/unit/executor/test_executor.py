@@ -15,7 +15,6 @@ from kvplane.errors import (
     SequenceNotFoundError,
 )
 from kvplane.shard import Shard
-from kvplane.slices import run_to_end
 from kvplane.wire import signing
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from tests.helpers.data.data_rig import Rig
@@ -112,11 +111,12 @@ def test_a_plan_without_spans_has_run_when_it_has_started(rig: Rig) -> None:
 def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
     key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
     rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 5)])
-    assert rig.executor.write_layer(1, 1, key, value, **of_latest(rig.executor)) is None
-    receipt = rig.executor.write_layer(1, 0, key, value, **of_latest(rig.executor))
-    assert rig.author.read_receipt(receipt).plan_number == 1
+    for layer in rig.executor.layers:
+        assert rig.executor.receipt(1) is None
+        rig.executor.layer(1, layer, None, key, value, **of_latest(rig.executor))
+    assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 1
     want = dense_attention(query, key, value)
-    got = run_to_end(rig.executor.attend(1, 1, query, **of_latest(rig.executor)))
+    got = rig.executor.layer(1, 1, query, None, None, **of_latest(rig.executor))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -259,10 +259,12 @@ def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
         2, changes=[set_blocks(2, [(2, 1)])], transfers=[transfer(ref(1), ref(2))]
     )
     with rig.refuses(InvalidRequestError, "plan.transfers.destination_tiers[0]"):
-        rig.executor.start_transfers(1, plan, swaps=True)
-    num_blocks, receipt = rig.executor.start_transfers(1, plan, swaps=False)
-    assert num_blocks == 1
-    assert rig.author.read_receipt(receipt).plan_number == 2
+        rig.executor.start(1, plan, swaps=True)
+    for had_run in (False, True):
+        started = rig.executor.start(1, plan, swaps=False)
+        assert (started.num_copied_blocks, started.num_swapped_blocks) == (1, 0)
+        assert started.had_run == had_run
+        assert rig.author.read_receipt(started.receipt).plan_number == 2
 
 
 def test_a_shard_holds_its_own_layers_and_heads(rig: Rig) -> None:

@@ -20,7 +20,6 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.bad_plans import BAD_PLANS, HUGE
@@ -187,7 +186,7 @@ def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig
     with rig.refuses(BlockNotWritableError):
         rig.layer(0, 1)
     with rig.refuses(BlockNotWritableError):
-        rig.executor.write_layer(1, 0, tokens(1), tokens(1), **of_latest(rig.executor))
+        rig.executor.layer(1, 0, None, tokens(1), tokens(1), **of_latest(rig.executor))
     with rig.refuses(BlockNotWritableError):
         rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16))
 
@@ -225,7 +224,11 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
 def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, "layer"):
-        run_to_end(rig.executor.attend(1, 0, Q, **of_latest(rig.executor)))
+        rig.executor.layer(1, 0, Q, None, None, **of_latest(rig.executor))
+    rig.layer(0, 1)
+    assert rig.executor.layer(1, 0, Q, None, None, **of_latest(rig.executor)) is not None
+    with rig.refuses(InvalidRequestError, "layer"):
+        rig.executor.layer(1, 1, Q, None, None, **of_latest(rig.executor))
 
 
 def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:

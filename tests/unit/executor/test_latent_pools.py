@@ -12,7 +12,6 @@ from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
-from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -121,11 +120,9 @@ def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
     rig.start(4, changes=[set_blocks(2, [(3, 1), (4, 1)])], spans=[span(2, 0, NUM_TOKENS)])
     assert rig.executor.write_blocks(1, 2, 0, before) is not None
     for layer, wanted in enumerate(outputs):
-        got = run_to_end(
-            rig.executor.attend(
-                1, layer, rows(NUM_TOKENS, 6), options=OPTIONS, **of_latest(rig.executor)
-            )
-        )
+        query, named = rows(NUM_TOKENS, 6), of_latest(rig.executor)
+        got = rig.executor.layer(1, layer, query, None, None, options=OPTIONS, **named)
+        assert got is not None
         assert torch.equal(got, wanted)
 
 

@@ -264,8 +264,7 @@ def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
         lambda: executor.layer(1, 0, *parts, **here),
         lambda: executor.layer(1, 0, None, *parts[1:], **here),
         lambda: run_to_end(slices(1, 0, parts, options, 2, of_pass, "", None)),
-        lambda: executor.write_layer(1, 0, *parts[1:], **here),
-        lambda: run_to_end(executor.attend(1, 0, parts[0], **here)),
+        lambda: executor.layer(1, 0, parts[0], None, None, **here),
     ]
 
 

@@ -12,7 +12,6 @@ import torch
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -122,18 +121,17 @@ def test_a_window_that_reaches_a_trimmed_position_is_refused(rig: Rig) -> None:
     for window in (most + 1, 2**31 - 1):
         options = AttentionOptions(sliding_window_tokens=window)
         with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
-            run_to_end(rig.executor.attend(1, 0, query, options=options, **of_latest(rig.executor)))
+            rig.executor.layer(1, 0, query, None, None, options=options, **of_latest(rig.executor))
         with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
             rig.executor.layer(
                 1, 0, query, key, key, options=options, field="in.", **of_latest(rig.executor)
             )
     poison(rig, [2, 3])
     options = AttentionOptions(sliding_window_tokens=most)
-    assert bool(
-        run_to_end(rig.executor.attend(1, 0, query, options=options, **of_latest(rig.executor)))
-        .isfinite()
-        .all()
-    )
+    named = of_latest(rig.executor)
+    output = rig.executor.layer(1, 0, query, None, None, options=options, **named)
+    assert output is not None
+    assert bool(output.isfinite().all())
 
 
 def test_without_a_window_no_span_of_a_trimmed_table_is_attended() -> None:

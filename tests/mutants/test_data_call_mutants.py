@@ -1,0 +1,63 @@
+"""The tests of the data plane's calls notice a planted fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.source_faults import Fault, assert_noticed
+
+CALLS = "tests/rpc/test_data_service.py"
+LOCAL = "tests/rpc/test_local_executions.py"
+STREAM = "data_plane/server/execute_stream.py"
+SERVICE = "data_plane/server/service.py"
+PLANS = "data_plane/execution/plan_runner.py"
+
+FAULTS = {
+    **{
+        f"a_call_that_only_writes_takes_{field}": Fault(
+            SERVICE, f'"{field}"', f'*("{field}",)[:0]', CALLS, f"other_half and {field}"
+        )
+        for field in ("query", "options", "output")
+    },
+    "a_call_that_only_attends_takes_a_key": Fault(
+        SERVICE, '("key", "value")', '("value",)', CALLS, "other_half and PagedAttention-key"
+    ),
+    "a_layer_of_a_stream_brings_its_plan": Fault(
+        STREAM,
+        'refuse_fields(request, ["grant", "plan"], why, "layer.")',
+        'refuse_fields(request, ["grant"], why, "layer.")',
+        CALLS,
+        "stays_open",
+    ),
+    "a_plan_of_a_stream_brings_its_grant": Fault(
+        STREAM,
+        'refuse_fields(request, ["grant"], "the stream was opened with a grant", "plan.")',
+        "pass",
+        CALLS,
+        "stays_open",
+    ),
+    **{
+        f"a_layer_that_was_not_written_is_attended, {only}": Fault(
+            PLANS,
+            'run.progress.is_written(index),\n            f"layer',
+            'True,\n            f"layer',
+            tests,
+            only,
+        )
+        for tests, only in (
+            (CALLS, "unary_calls_alone"),
+            (CALLS, "in_one_that_was_written"),
+            (LOCAL, "attends_in_the_region"),
+        )
+    },
+    "a_single_call_is_of_any_plan": Fault(
+        STREAM, "if not request.plan_number:", "if True:", CALLS, "its_plan_and_its_pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_test_of_calls_notices(name: str, tmp_path: Path) -> None:
+    assert_noticed(FAULTS[name], tmp_path)
