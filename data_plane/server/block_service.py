@@ -94,26 +94,23 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
 
         return await self._calls.run(command)
 
-    async def FindFileBlocks(
-        self, request: pb.FindFileBlocksRequest, context: _Context
-    ) -> pb.FindFileBlocksResponse:
-        files, tenant = self._file_tier(), self._calls.tenant()
-        session_id = await self._calls.run(
-            lambda: self._executor.open(request.grant, tenant=tenant)
-        )
-        num_blocks = await files.find(session_id, request.token_ids)
-        return pb.FindFileBlocksResponse(num_blocks=num_blocks)
-
     async def LoadFileBlocks(
         self, request: pb.LoadFileBlocksRequest, context: _Context
     ) -> pb.LoadFileBlocksResponse:
         files, tenant = self._file_tier(), self._calls.tenant()
+        if not request.HasField("plan") and request.sequence_id:
+            raise InvalidRequestError("must be 0 without a plan", field="sequence_id")
 
-        def command() -> tuple[int, StartedPlan]:
+        def command() -> tuple[int, StartedPlan | None]:
             session_id = self._executor.open(request.grant, tenant=tenant)
+            if not request.HasField("plan"):
+                return session_id, None
             return session_id, self._executor.start(session_id, request.plan)
 
         session_id, started = await self._calls.run(command)
+        if started is None:
+            num_blocks = await files.find(session_id, request.token_ids)
+            return pb.LoadFileBlocksResponse(num_blocks=num_blocks)
         if started.receipt is not None:
             return pb.LoadFileBlocksResponse(receipt=started.receipt)
         return await files.load(session_id, started.number, request, Lane(payer(), session_id))

@@ -210,9 +210,9 @@ class DataClient:
         self, grant: SignedPayload, tokens: ops.Tokens, *, timeout_s: float | None = None
     ) -> int:
         """Count the leading full blocks of a prompt that this shard has in files."""
-        request = pb.FindFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(tokens))
-        response: pb.FindFileBlocksResponse = await self._connection.call(
-            self._blocks.FindFileBlocks, request, timeout_s
+        request = pb.LoadFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(tokens))
+        response: pb.LoadFileBlocksResponse = await self._connection.call(
+            self._blocks.LoadFileBlocks, request, timeout_s
         )
         return response.num_blocks
 

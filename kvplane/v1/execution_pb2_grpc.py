@@ -333,11 +333,6 @@ class BlockServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_execution__pb2.WriteBlocksRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_execution__pb2.WriteBlocksResponse.FromString,
                 _registered_method=True)
-        self.FindFileBlocks = channel.unary_unary(
-                '/kvplane.v1.BlockService/FindFileBlocks',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.FindFileBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.FindFileBlocksResponse.FromString,
-                _registered_method=True)
         self.LoadFileBlocks = channel.unary_unary(
                 '/kvplane.v1.BlockService/LoadFileBlocks',
                 request_serializer=kvplane_dot_v1_dot_execution__pb2.LoadFileBlocksRequest.SerializeToString,
@@ -363,17 +358,10 @@ class BlockServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FindFileBlocks(self, request, context):
-        """Says how much of a prompt this shard has in files, of the session's tenant and namespace. Changes nothing. INVALID_ARGUMENT when
-        there is no file tier (--file-tier-dir).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def LoadFileBlocks(self, request, context):
         """Writes one span of a plan from files: starts the plan, and reads and checks a file for each block of the span. A missing or faulty
-        file is no error: the answer then has no receipt, and the caller has to abort the plan. Safe to repeat.
+        file is no error: the answer then has no receipt, and the caller has to abort the plan. Without a plan it only counts the blocks for
+        which there are files, and changes nothing. Safe to repeat. INVALID_ARGUMENT where there is no file tier (--file-tier-dir).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -391,11 +379,6 @@ def add_BlockServiceServicer_to_server(servicer, server):
                     servicer.WriteBlocks,
                     request_deserializer=kvplane_dot_v1_dot_execution__pb2.WriteBlocksRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_execution__pb2.WriteBlocksResponse.SerializeToString,
-            ),
-            'FindFileBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindFileBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.FindFileBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.FindFileBlocksResponse.SerializeToString,
             ),
             'LoadFileBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadFileBlocks,
@@ -458,33 +441,6 @@ class BlockService(object):
             '/kvplane.v1.BlockService/WriteBlocks',
             kvplane_dot_v1_dot_execution__pb2.WriteBlocksRequest.SerializeToString,
             kvplane_dot_v1_dot_execution__pb2.WriteBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindFileBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.BlockService/FindFileBlocks',
-            kvplane_dot_v1_dot_execution__pb2.FindFileBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.FindFileBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -276,15 +276,7 @@ class Client:
                 ppb.SendBlocksRequest(grant=grant, sequence_id=1, ticket=self.ticket)
             ],
             "PushBlocks": self._push,
-            "FindFileBlocks": lambda: [dpb.FindFileBlocksRequest(grant=grant, token_ids=PROMPT)],
-            "LoadFileBlocks": lambda: [
-                dpb.LoadFileBlocksRequest(
-                    grant=grant,
-                    plan=self._computing(LAYOUT.block_size_tokens),
-                    sequence_id=1,
-                    token_ids=PROMPT,
-                )
-            ],
+            "LoadFileBlocks": lambda: [self._load(rng)],
         }
         weights = [6 if name in ("CopyBlocks", "Execute") else 1 for name in made]
         [method] = rng.choices([*made], weights)
@@ -294,6 +286,13 @@ class Client:
         request = dpb.RunLayerRequest(grant=self.grant, plan=self._plan(rng))
         request.key.CopyFrom(tensor(2))
         request.value.CopyFrom(tensor(2))
+        return request
+
+    def _load(self, rng: random.Random) -> dpb.LoadFileBlocksRequest:
+        request = dpb.LoadFileBlocksRequest(grant=self.grant, token_ids=PROMPT)
+        if rng.random() < 0.5:
+            request.sequence_id = 1
+            request.plan.CopyFrom(self._computing(LAYOUT.block_size_tokens))
         return request
 
     def _execution(self, rng: random.Random) -> list[Message]:

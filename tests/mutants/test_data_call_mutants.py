@@ -12,12 +12,18 @@ CALLS = "tests/rpc/test_data_service.py"
 LOCAL = "tests/rpc/test_local_executions.py"
 STREAM = "data_plane/server/execute_stream.py"
 SERVICE = "data_plane/server/service.py"
+BLOCKS = "data_plane/server/block_service.py"
+FILES = "tests/rpc/test_file_tier.py"
 PLANS = "data_plane/execution/plan_runner.py"
 
 FAULTS = {
     **{
         f"a_call_that_only_writes_takes_{field}": Fault(
-            SERVICE, f'"{field}"', f'*("{field}",)[:0]', CALLS, f"other_half and {field}"
+            SERVICE,
+            'fields = ("query", "options", "output")',
+            f'fields = {{"query", "options", "output"}} - {{"{field}"}}',
+            CALLS,
+            f"other_half and {field}",
         )
         for field in ("query", "options", "output")
     },
@@ -52,6 +58,21 @@ FAULTS = {
             (LOCAL, "attends_in_the_region"),
         )
     },
+    "a_count_of_files_writes_them": Fault(
+        BLOCKS,
+        "return pb.LoadFileBlocksResponse(num_blocks=num_blocks)",
+        "request.sequence_id = 9\n"
+        "            return await files.load(session_id, 1, request, Lane(payer(), session_id))",
+        FILES,
+        "without_a_plan",
+    ),
+    "a_count_of_files_takes_a_sequence": Fault(
+        BLOCKS,
+        'if not request.HasField("plan") and request.sequence_id:',
+        "if False:",
+        FILES,
+        "without_a_plan",
+    ),
     "a_single_call_is_of_any_plan": Fault(
         STREAM, "if not request.plan_number:", "if True:", CALLS, "its_plan_and_its_pass"
     ),

@@ -194,20 +194,6 @@ class WriteBlocksResponse(_message.Message):
     receipt: _types_pb2.SignedPayload
     def __init__(self, receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
-class FindFileBlocksRequest(_message.Message):
-    __slots__ = ("grant", "token_ids")
-    GRANT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    grant: _types_pb2.SignedPayload
-    token_ids: bytes
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
-
-class FindFileBlocksResponse(_message.Message):
-    __slots__ = ("num_blocks",)
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
-
 class LoadFileBlocksRequest(_message.Message):
     __slots__ = ("grant", "plan", "sequence_id", "token_ids")
     GRANT_FIELD_NUMBER: _ClassVar[int]
