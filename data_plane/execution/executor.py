@@ -44,7 +44,6 @@ from kvplane.shard import Shard
 from kvplane.slices import Slices, guarded, run_to_end
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from kvplane.wire.v1 import execution_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 
@@ -165,15 +164,6 @@ class Executor:
         """
         with self._command.lock, self._command("finish"):
             self._plans.quiesce(raises=raises)
-
-    def block_source(self) -> execution_pb2.BlockSource:
-        """Identifies this process as the source of the blocks that ``read_blocks`` returns."""
-        return execution_pb2.BlockSource(
-            pool_id=self.pool_id,
-            shard_index=self.shard.index,
-            epoch=self.epoch,
-            layout_fingerprint=self.layout.fingerprint,
-        )
 
     def install(self, incarnation: int, key: bytes) -> None:
         """Begin to serve a control plane: take its key, end every session and remove every table.
@@ -389,30 +379,29 @@ class Executor:
         self,
         session_id: int,
         sequence_id: int,
-        first_block: int,
-        num_blocks: int,
+        entries: Sequence[int],
         *,
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
         only_written: bool = False,
     ) -> tuple[torch.Tensor, pb.Blocks]:
-        """Copy whole blocks out of a sequence's table, from ``first_block``, a table entry, on.
-        Returns the data, and the blocks' tier, indices and generations.
+        """Copy whole blocks out of a sequence's table: ``entries`` of it, counted from 0, in any
+        order. Returns the data, and the blocks' tier, indices and generations.
 
         ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
         on; 0 for all. ``only_written``: refuse blocks that the session's latest plan computes and
         has not written. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
-        head_size] of the layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are
+        head_size] of the layout's kv_dtype (``BlockService`` says what it is where values are
         smaller than keys), on the device for the device tier and on the CPU for the host tier.
         Slots that were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
         SessionExpiredError, BlockNotWrittenError for a block of which no slot was written,
         StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
         the latest plan's transfers have not all run.
         """
-        blocks = BlockRange(sequence_id, first_block, num_blocks, group, first_layer, num_layers)
+        place = BlockRange(sequence_id, 0, len(entries), group, first_layer, num_layers)
         with self._command.lock, self._command("read_blocks"):
-            return self._blocks.read(session_id, blocks, only_written=only_written)
+            return self._blocks.read(session_id, place, entries, only_written=only_written)
 
     def write_blocks(
         self,
@@ -431,7 +420,8 @@ class Executor:
         blocks: as ``read_blocks`` returns them, for the table entries from ``first_block`` on;
         ``first_layer`` and ``num_layers`` as there. Only the span's slots are written. Several
         calls may write a span; none may leave a gap after the tokens written before. Returns the
-        receipt once nothing is missing. Raises as ``layer`` does.
+        receipt once nothing is missing. Errors name the table entries as ``entries``. Raises as
+        ``layer`` does.
         """
         place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
         with self._command.lock, self._command("write_blocks"):

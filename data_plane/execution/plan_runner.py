@@ -204,10 +204,10 @@ class PlanRunner:
         group: int,
         layers: Sequence[int],
         part: Table,
-        first_block: int,
+        entries: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         """Return [num_blocks]: how many leading slots of each entry of ``part`` were written in
-        ``layers`` of the model. ``part`` begins with entry ``first_block`` of the sequence's table.
+        ``layers`` of the model. ``part`` is ``entries`` of the sequence's table.
         ``run``: the session's latest plan. Raises BlockNotWrittenError for an entry without any.
         """
         num_tokens = 0
@@ -216,13 +216,13 @@ class PlanRunner:
             spans = np.flatnonzero(batch.sequence_ids == sequence_id).tolist()
             if spans and (num_new := run.num_written([*map(self._layers.index, layers)], spans[0])):
                 num_tokens = int(batch.first_positions[spans[0]]) + num_new
-        counts = self._written.of_table(part, first_block, num_tokens)
+        counts = self._written.of_table(part, entries, num_tokens)
         if not counts.all():
-            entry = first_block + int((counts == 0).argmax())
+            place = int((counts == 0).argmax())
             raise BlockNotWrittenError(
-                f"nothing was written yet to entry {entry} of the table of sequence "
+                f"nothing was written yet to entry {entries[place]} of the table of sequence "
                 f"{sequence_id}: a session reads only slots that it wrote or found cached",
-                field="first_block",
+                field=f"entries[{place}]",
             )
         return counts
 

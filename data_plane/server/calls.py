@@ -64,6 +64,7 @@ class Calls:
 
 def refuse_fields(request: Message, fields: Iterable[str], why: str, prefix: str = "") -> None:
     """Raise InvalidRequestError naming the first of ``fields`` that ``request`` has."""
+    present = {field.name for field, _ in request.ListFields()}
     for field in fields:
-        if request.HasField(field):
+        if field in present:
             raise InvalidRequestError(why, field=f"{prefix}{field}")

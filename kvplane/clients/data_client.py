@@ -12,6 +12,7 @@ from kvplane.clients.server_info import get_server_info
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
+from kvplane.wire import columns
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
@@ -158,8 +159,7 @@ class DataClient:
         request = pb.ReadBlocksRequest(
             grant=grant,
             sequence_id=sequence_id,
-            first_block=first_block,
-            num_blocks=num_blocks,
+            entries=_entries(first_block, num_blocks),
             group=group,
             first_layer=first_layer,
             num_layers=num_layers,
@@ -180,26 +180,27 @@ class DataClient:
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
-        source: pb.BlockSource | None = None,
+        layout_fingerprint: bytes = b"",
         timeout_s: float | None = None,
     ) -> pb.WriteBlocksResponse:
         """Write the slots of the plan's span for a sequence.
 
         ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype, or
         as ``read_blocks`` returned them. ``first_layer``, ``num_layers``: as of ``read_blocks``.
-        ``source``: as ``read_blocks`` returned it, None if unknown. Raises LayoutMismatchError when
-        its layout is another.
+        ``layout_fingerprint``: as ``read_blocks`` returned it, empty if unknown. Raises
+        LayoutMismatchError when it is not the pool's.
         """
+        num_blocks = blocks.shape[1] if len(blocks.shape) > 1 else 1
         request = pb.WriteBlocksRequest(
             grant=grant,
             plan=plan,
-            sequence_id=sequence_id,
-            first_block=first_block,
+            sequence_ids=columns.pack(columns.INT64, [sequence_id] * num_blocks),
+            entries=_entries(first_block, num_blocks),
             blocks=blocks.to_proto(),
             group=group,
             first_layer=first_layer,
             num_layers=num_layers,
-            source=source,
+            layout_fingerprint=layout_fingerprint,
         )
         response: pb.WriteBlocksResponse = await self._connection.call(
             self._blocks.WriteBlocks, request, timeout_s
@@ -241,3 +242,7 @@ class DataClient:
         for execution in self._executions:
             execution.leave()
         await self._connection.close()
+
+
+def _entries(first_block: int, num_blocks: int) -> bytes:
+    return columns.pack(columns.INT32, range(first_block, first_block + num_blocks))

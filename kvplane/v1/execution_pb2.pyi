@@ -127,66 +127,64 @@ class AttentionOptions(_message.Message):
     def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., logit_soft_cap: _Optional[float] = ..., sinks: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
-    __slots__ = ("grant", "sequence_id", "group", "first_block", "num_blocks", "first_layer", "num_layers")
+    __slots__ = ("grant", "sequence_id", "pin_grant", "group", "entries", "first_layer", "num_layers", "output", "keys")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PIN_GRANT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     grant: _types_pb2.SignedPayload
     sequence_id: int
+    pin_grant: _types_pb2.SignedPayload
     group: int
-    first_block: int
-    num_blocks: int
+    entries: _containers.RepeatedScalarFieldContainer[int]
     first_layer: int
     num_layers: int
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
+    output: _types_pb2.MemoryRange
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., pin_grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., group: _Optional[int] = ..., entries: _Optional[_Iterable[int]] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.MemoryRange, _Mapping]] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "table", "source")
+    __slots__ = ("blocks", "table", "num_bytes", "layout_fingerprint")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     blocks: _types_pb2.Tensor
     table: _types_pb2.Blocks
-    source: BlockSource
-    def __init__(self, blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., table: _Optional[_Union[_types_pb2.Blocks, _Mapping]] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
-
-class BlockSource(_message.Message):
-    __slots__ = ("pool_id", "shard_index", "epoch", "layout_fingerprint")
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    pool_id: str
-    shard_index: int
-    epoch: int
+    num_bytes: _containers.RepeatedScalarFieldContainer[int]
     layout_fingerprint: bytes
-    def __init__(self, pool_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., epoch: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., table: _Optional[_Union[_types_pb2.Blocks, _Mapping]] = ..., num_bytes: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class WriteBlocksRequest(_message.Message):
-    __slots__ = ("grant", "plan", "sequence_id", "group", "first_block", "first_layer", "num_layers", "blocks", "source")
+    __slots__ = ("grant", "plan", "group", "sequence_ids", "entries", "first_layer", "num_layers", "blocks", "num_bytes", "keys", "layout_fingerprint")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     grant: _types_pb2.SignedPayload
     plan: _types_pb2.SignedPayload
-    sequence_id: int
     group: int
-    first_block: int
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    entries: _containers.RepeatedScalarFieldContainer[int]
     first_layer: int
     num_layers: int
     blocks: _types_pb2.Tensor
-    source: BlockSource
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., first_block: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
+    num_bytes: _containers.RepeatedScalarFieldContainer[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    layout_fingerprint: bytes
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., group: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., num_bytes: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[bytes]] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class WriteBlocksResponse(_message.Message):
     __slots__ = ("receipt",)

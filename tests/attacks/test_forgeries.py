@@ -181,7 +181,7 @@ async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engin
         error = await refused(peers.control.metrics, session.submit_receipts(), BadSignatureError)
         assert error.field == "receipts[0].session.session_id"
         grant = session.grant
-    read = pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)
+    read = pb.ReadBlocksRequest(grant=grant, sequence_id=1, entries=bytes(4))
     async with peers.data_client("engine-a") as data:
         stub = stub_of(data._connection.channel)
         async with asyncio.timeout(10):  # until the data plane has fenced it

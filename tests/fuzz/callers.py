@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from google.protobuf.message import Message
 
 from data_plane.blocks_from_outside import BlockRange
@@ -28,10 +29,11 @@ from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import (
     HOST,
     LAYOUT,
-    POOL_ID,
     PlanAuthor,
     drop,
     fork,
+    int32,
+    int64,
     ref,
     set_blocks,
     span,
@@ -265,9 +267,17 @@ class Client:
             ],
             "CopyBlocks": lambda: [dpb.StartPlanRequest(grant=grant, plan=self._plan(rng))],
             "SwapBlocks": lambda: [dpb.StartPlanRequest(grant=grant, plan=self._plan(rng))],
-            "ReadBlocks": lambda: [dpb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)],
+            "ReadBlocks": lambda: [
+                dpb.ReadBlocksRequest(grant=grant, sequence_id=1, entries=int32(0))
+            ],
             "WriteBlocks": lambda: [
-                dpb.WriteBlocksRequest(grant=grant, plan=self._plan(rng), sequence_id=1)
+                dpb.WriteBlocksRequest(
+                    grant=grant,
+                    plan=self._plan(rng),
+                    sequence_ids=int64(1),
+                    entries=int32(0),
+                    blocks=block(),
+                )
             ],
             "ReceiveBlocks": lambda: [
                 ppb.ReceiveBlocksRequest(grant=grant, plan=self._computing(1), sequence_id=1)
@@ -317,11 +327,12 @@ class Client:
     def _push(self) -> list[Message]:
         """By the latest ticket: all that it permits."""
         ticket = self.ticket
-        source = dpb.BlockSource(
-            pool_id=POOL_ID, epoch=1, layout_fingerprint=self.author.layout.fingerprint
-        )
         shard = tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2)
-        opening = ppb.OpenPush(secret=ticket.secret, source=source, shard=shard)
+        opening = ppb.OpenPush(
+            secret=ticket.secret,
+            layout_fingerprint=self.author.layout.fingerprint,
+            shard=shard,
+        )
         place = BlockRange(1, ticket.first_block, ticket.num_blocks, 0, 0, 2)
         data = bytes(ticket.num_blocks * WHOLE.block_bytes(self.author.layout, 0))
         return [
@@ -375,3 +386,9 @@ class Client:
 def tensor(num_heads: int) -> tpb.Tensor:
     """Of one token."""
     return tensor_to_message(tokens(1, num_heads))
+
+
+@cache
+def block() -> tpb.Tensor:
+    """Of all layers."""
+    return tensor_to_message(torch.zeros(2, 1, 2, 2, LAYOUT.block_size_tokens, 16))

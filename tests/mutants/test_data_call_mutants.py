@@ -73,6 +73,32 @@ FAULTS = {
         FILES,
         "without_a_plan",
     ),
+    "an_answer_has_the_entries_from_the_first_on": Fault(
+        "data_plane/plans/tables/block_tables.py",
+        "return Table(self.tier_key, self.blocks[entries], self.generations[entries])",
+        "return self.part(int(entries[0]), int(entries[0]) + len(entries))",
+        CALLS,
+        "any_entries",
+    ),
+    "slots_are_counted_from_the_first_entry_on": Fault(
+        "data_plane/plans/contents/written_slots.py",
+        "begins = entries * block_size",
+        "begins = (entries[0] + np.arange(len(counts))) * block_size",
+        "tests/unit/executor/test_written_slots.py",
+        "in_any_order",
+    ),
+    **{
+        f"what_is_for_later_is_passed_over, {fields}": Fault(
+            BLOCKS, f"refuse_fields(request, {fields}, _LATER)", "pass", CALLS, "refused_by_name"
+        )
+        for fields in ('("pin_grant", "output", "keys")', '("num_bytes", "keys")')
+    },
+    "blocks_of_two_sequences_are_written_to_one": Fault(
+        BLOCKS, "if len(others):", "if False:", CALLS, "refused_by_name"
+    ),
+    "entries_of_a_write_have_gaps": Fault(
+        BLOCKS, "if len(apart):", "if False:", CALLS, "refused_by_name"
+    ),
     "a_single_call_is_of_any_plan": Fault(
         STREAM, "if not request.plan_number:", "if True:", CALLS, "its_plan_and_its_pass"
     ),

@@ -35,6 +35,8 @@ from tests.helpers.data.plan_author import (
     blocks_of,
     dense_attention,
     fork,
+    int32,
+    int64,
     ref,
     set_blocks,
     span,
@@ -383,13 +385,7 @@ async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
     read = await client.read_blocks(grant, 2)
     assert Tensor.from_proto(read.blocks).data == blocks.data
     assert (read.table.tier, blocks_of(read.table)) == (HOST, [(1, 1)])
-    executor = peer.server.executor
-    assert read.source == pb.BlockSource(
-        pool_id=executor.pool_id,
-        shard_index=0,
-        epoch=executor.epoch,
-        layout_fingerprint=executor.layout.fingerprint,
-    )
+    assert read.layout_fingerprint == peer.server.executor.layout.fingerprint
 
 
 async def test_blocks_travel_in_parts_of_layers_and_say_where_from(peer: Peer) -> None:
@@ -402,29 +398,98 @@ async def test_blocks_travel_in_parts_of_layers_and_say_where_from(peer: Peer) -
     for layer in (0, 1):
         part = await stub.ReadBlocks(
             pb.ReadBlocksRequest(
-                grant=grant, sequence_id=1, num_blocks=2, first_layer=layer, num_layers=1
+                grant=grant, sequence_id=1, entries=int32(0, 1), first_layer=layer, num_layers=1
             )
         )
         request = pb.WriteBlocksRequest(
             grant=grant,
             plan=plan,
-            sequence_id=2,
+            sequence_ids=int64(2, 2),
+            entries=int32(0, 1),
             first_layer=layer,
             num_layers=1,
             blocks=part.blocks,
-            source=part.source,
+            layout_fingerprint=part.layout_fingerprint,
         )
         foreign = pb.WriteBlocksRequest()
         foreign.CopyFrom(request)
-        foreign.source.layout_fingerprint = bytes(32)
+        foreign.layout_fingerprint = bytes(32)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.WriteBlocks(foreign)
         error = from_rpc_error(caught.value)
-        assert (type(error), error.field) == (LayoutMismatchError, "source.layout_fingerprint")
+        assert (type(error), error.field) == (LayoutMismatchError, "layout_fingerprint")
         written = await stub.WriteBlocks(request)
         assert written.HasField("receipt") == (layer == 1)
     copied = await client.read_blocks(grant, 2, num_blocks=2)
     assert Tensor.from_proto(copied.blocks).data == blocks.data
+
+
+async def filled(peer: Peer) -> bytes:
+    """Fill two blocks of sequence 1; return them as they are read."""
+    changes = [set_blocks(1, [(0, 1), (1, 1)])]
+    fill = peer.author.plan(1, changes=changes, spans=[span(1, 0, 16)])
+    blocks = wire(torch.randn(2, 2, 2, 2, 8, 16))
+    written = await peer.client.write_blocks(peer.author.grant(), fill, 1, blocks)
+    assert written.HasField("receipt")
+    return bytes(blocks.data)
+
+
+async def test_any_entries_of_a_table_are_read_in_any_order(peer: Peer) -> None:
+    whole = torch.frombuffer(bytearray(await filled(peer)), dtype=torch.float32)
+    blocks = whole.view(2, 2, 2, 2, 8, 16)
+    for entries in ((1,), (1, 0), (0, 1, 0)):
+        request = pb.ReadBlocksRequest(
+            grant=peer.author.grant(), sequence_id=1, entries=int32(*entries)
+        )
+        read = await peer.stub.ReadBlocks(request)
+        assert torch.equal(torch_of(Tensor.from_proto(read.blocks)), blocks[:, list(entries)])
+        assert blocks_of(read.table) == [(entry, 1) for entry in entries]
+        assert read.num_bytes == b""
+
+
+PAYLOAD = types_pb2.SignedPayload(type="kvplane.plane.v1.PinGrant")
+RANGE = types_pb2.MemoryRange()
+NOT_SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "entries": ("ReadBlocks", {"entries": b""}),
+    "entries[1]": ("ReadBlocks", {"entries": int32(0, 2)}),
+    "pin_grant": ("ReadBlocks", {"pin_grant": PAYLOAD}),
+    "output": ("ReadBlocks", {"output": RANGE}),
+    "keys": ("ReadBlocks", {"keys": [b"key"]}),
+    "entries of a write": ("WriteBlocks", {"entries": b"", "sequence_ids": b""}),
+    "entries[1] of a write": ("WriteBlocks", {"entries": int32(0, 2)}),
+    "entries[1] of a write, twice": ("WriteBlocks", {"entries": int32(1, 1)}),
+    "sequence_ids": ("WriteBlocks", {"sequence_ids": int64(2)}),
+    "sequence_ids[1]": ("WriteBlocks", {"sequence_ids": int64(2, 1)}),
+    "blocks.shape": ("WriteBlocks", {"entries": int32(0), "sequence_ids": int64(2)}),
+    "num_bytes": ("WriteBlocks", {"num_bytes": int32(4, 4)}),
+    "keys of a write": ("WriteBlocks", {"keys": [b"key"]}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+async def test_blocks_that_are_not_served_are_refused_by_name(peer: Peer, name: str) -> None:
+    method, changed = NOT_SERVED[name]
+    data = await filled(peer)
+    request: Any = pb.ReadBlocksRequest(sequence_id=1, entries=int32(0, 1))
+    if method == "WriteBlocks":
+        changes = [set_blocks(2, [(4, 1), (5, 1)])]
+        request = pb.WriteBlocksRequest(
+            plan=peer.author.plan(2, changes=changes, spans=[span(2, 0, 16)]),
+            sequence_ids=int64(2, 2),
+            entries=int32(0, 1),
+            blocks=Tensor("float32", (2, 2, 2, 2, 8, 16), data).to_proto(),
+        )
+    request.grant.CopyFrom(peer.author.grant())
+    for field, value in changed.items():
+        request.ClearField(field)
+        request.MergeFrom(type(request)(**{field: value}))
+    before, num_sequences = peer.memory(), peer.server.executor.num_sequences
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(peer.stub, method)(request)
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.field) == (InvalidRequestError, name.partition(" ")[0])
+    assert peer.memory() == before
+    assert peer.server.executor.num_sequences == num_sequences
 
 
 async def test_a_layer_of_a_plan_that_another_stream_has_finished_is_answered(peer: Peer) -> None:
@@ -449,8 +514,8 @@ async def test_unary_calls_fail_with_the_error_and_its_field(peer: Peer) -> None
         await client.read_blocks(grant, 1, group=3)
     assert caught.value.field == "group"
     with pytest.raises(InvalidRequestError) as caught:
-        await client.read_blocks(grant, 1, num_blocks=2**40)
-    assert caught.value.field == "num_blocks"
+        await client.read_blocks(grant, 1, num_blocks=2**16)
+    assert caught.value.field == "entries"
     peer.server.executor.fence(author.session(1), 1)
     with pytest.raises(SessionExpiredError) as expired:
         await client.read_blocks(grant, 1)

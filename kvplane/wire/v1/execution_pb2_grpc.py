@@ -315,6 +315,11 @@ class ExecutionService(object):
 
 class BlockServiceStub(object):
     """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
+
+    Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the
+    layer group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads,
+    block_size, head_size] and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored:
+    the layout's scales are not applied.
     """
 
     def __init__(self, channel):
@@ -342,17 +347,22 @@ class BlockServiceStub(object):
 
 class BlockServiceServicer(object):
     """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
+
+    Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the
+    layer group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads,
+    block_size, head_size] and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored:
+    the layout's scales are not applied.
     """
 
     def ReadBlocks(self, request, context):
-        """Reads whole blocks of a sequence's table, in the canonical order. Changes nothing.
+        """Reads whole blocks of a sequence's table. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteBlocks(self, request, context):
-        """Writes the slots of one span of a plan from blocks in the canonical order. Safe to repeat.
+        """Writes the slots of one span of a plan from whole blocks. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -395,6 +405,11 @@ def add_BlockServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class BlockService(object):
     """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
+
+    Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the
+    layer group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads,
+    block_size, head_size] and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored:
+    the layout's scales are not applied.
     """
 
     @staticmethod

@@ -246,8 +246,7 @@ class World:
         blocks, _ = self.executor.read_blocks(
             self.session.session_id,
             state.sequence_id,
-            num_trimmed,
-            num_blocks,
+            range(num_trimmed, num_trimmed + num_blocks),
             group=group,
         )
         end = min(state.num_written_tokens, len(tokens))

@@ -82,10 +82,10 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None
         with rig.refuses(PlanOutOfOrderError, "plan.number"):
             use()
     assert rig.executor.start(1, plan).receipt is None
-    parent, _ = rig.executor.read_blocks(1, 1, 1, 1)
+    parent, _ = rig.executor.read_blocks(1, 1, [1])
     rig.layer(0, 1)
     rig.layer(1, 1)
-    child, _ = rig.executor.read_blocks(1, 2, 1, 1)
+    child, _ = rig.executor.read_blocks(1, 2, [1])
     assert torch.equal(child[:, :, :, :, :4], parent[:, :, :, :, :4]), "the tokens before the fork"
     assert bool(child[:, :, :, :, 4].any()), "the child's own token"
     assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 2
@@ -122,7 +122,7 @@ def test_blocks_that_could_not_be_cleared_are_still_anothers_for_the_next_plan()
     with pytest.raises(InternalError):
         rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])])
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
-        rig.executor.read_blocks(2, 1, 0, 1)
+        rig.executor.read_blocks(2, 1, [0])
     assert bool(rig.executor.pools.device_tier[0].any())
     rig.run(3, 2, resync=True, changes=[set_blocks(1, [(0, 3)])])
     assert not bool(stored(rig.executor, 2, 1, 1).any())

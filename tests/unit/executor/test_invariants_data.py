@@ -106,7 +106,7 @@ def test_8_a_block_that_was_taken_from_a_table_is_not_used_through_it(rig: Rig) 
     rig.open(2)
     rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])], spans=[span(1, 0, 3)])
     with rig.refuses(StaleGenerationError, "sequence_id"):
-        rig.executor.read_blocks(1, 1, 0, 2)
+        rig.executor.read_blocks(1, 1, range(2))
     with rig.refuses(StaleGenerationError, "plan.spans.sequence_ids[0]"):
         rig.layer(0, 12)
     with rig.refuses(StaleGenerationError, "plan.spans.sequence_ids[0]"):
@@ -169,9 +169,9 @@ def test_9_a_plan_that_shortens_tables_and_keeps_copies_changes_nothing_again(ri
     state = rig.snapshot()
     assert rig.executor.start(1, plan).receipt == receipt
     assert rig.snapshot() == state
-    assert rig.executor.read_blocks(1, 1, 0, 2)[1].indices == b"\0\0\0\0\3\0\0\0"
-    with rig.refuses(InvalidRequestError, "first_block"):
-        rig.executor.read_blocks(1, 2, 0, 1)
+    assert rig.executor.read_blocks(1, 1, range(2))[1].indices == b"\0\0\0\0\3\0\0\0"
+    with rig.refuses(InvalidRequestError, "entries[0]"):
+        rig.executor.read_blocks(1, 2, [0])
 
 
 def test_9_no_receipt_comes_before_all_layers_are_written(rig: Rig) -> None:

@@ -53,8 +53,8 @@ def take(rig: Rig) -> None:
 
 QUERY, KEY = tokens(24, 4), tokens(24)
 USES: dict[str, tuple[Callable[[Rig], Any], str]] = {
-    "its blocks are not read": (lambda r: r.executor.read_blocks(1, 1, 0, 2), "sequence_id"),
-    "not even one": (lambda r: r.executor.read_blocks(1, 1, 1, 1), "sequence_id"),
+    "its blocks are not read": (lambda r: r.executor.read_blocks(1, 1, range(2)), "sequence_id"),
+    "not even one": (lambda r: r.executor.read_blocks(1, 1, [1]), "sequence_id"),
     "the last plan does not attend again": (
         lambda r: r.executor.layer(1, 0, QUERY, None, None, **of_latest(r.executor)),
         SPANS,
@@ -90,18 +90,18 @@ def test_of_a_sequence_that_was_taken(rig: Rig, use: str) -> None:
 
 
 def test_what_was_not_taken_stays_as_it_was(rig: Rig) -> None:
-    blocks, _ = rig.executor.read_blocks(1, 1, 0, 1)
+    blocks, _ = rig.executor.read_blocks(1, 1, [0])
     assert torch.equal(blocks[:, 0], rig.executor.pools.device_tier[0])
-    rig.executor.read_blocks(1, 2, 0, 2)
+    rig.executor.read_blocks(1, 2, range(2))
     rig.run(2, changes=[fork(3, 1, 1)], spans=[span(2, 12, 1)])
     rig.run(3, spans=[span(2, 13, 1)])
-    rig.executor.read_blocks(1, 3, 0, 1)
+    rig.executor.read_blocks(1, 3, [0])
 
 
 def test_who_took_a_block_reads_and_writes_it(rig: Rig) -> None:
     for layer in LAYERS:
         rig.layer(layer, 8, session_id=2, seed=7)
-    rig.executor.read_blocks(2, 1, 0, 1)
+    rig.executor.read_blocks(2, 1, [0])
     assert rig.run(2, 2, spans=[span(1, 7, 1)]).plan_number == 2
 
 
@@ -156,7 +156,7 @@ def test_blocks_of_the_host_tier_are_taken_too(rig: Rig) -> None:
     )
     rig.run(2, 2, changes=[set_blocks(2, [(1, 2)], tier=HOST)])
     with rig.refuses(StaleGenerationError, "sequence_id"):
-        rig.executor.read_blocks(1, 2, 0, 2)
-    rig.executor.read_blocks(1, 2, 0, 1)
+        rig.executor.read_blocks(1, 2, range(2))
+    rig.executor.read_blocks(1, 2, [0])
     rig.run(3, changes=[drop(2)])
     rig.executor.check_integrity()

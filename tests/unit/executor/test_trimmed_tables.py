@@ -162,9 +162,9 @@ def test_the_narrowest_of_all_tables_bounds_the_window(rig: Rig) -> None:
 def test_trimmed_entries_are_not_read(rig: Rig) -> None:
     trimmed(rig)
     for sequence_id in (1, 2):
-        with rig.refuses(InvalidRequestError, "first_block"):
-            rig.executor.read_blocks(1, sequence_id, 0, 3)
-        blocks, refs = rig.executor.read_blocks(1, sequence_id, 1, 2)
+        with rig.refuses(InvalidRequestError, "entries[0]"):
+            rig.executor.read_blocks(1, sequence_id, range(3))
+        blocks, refs = rig.executor.read_blocks(1, sequence_id, range(1, 3))
         assert refs.indices == b"\2\0\0\0\3\0\0\0"
         assert torch.equal(blocks[:, 0], rig.executor.pools.device_tier[2])
 
@@ -184,8 +184,8 @@ def test_a_table_that_is_moved_or_set_anew_may_lack_its_first_entries(rig: Rig) 
     trimmed(rig)
     whole = set_blocks(1, [(2, 1), (3, 1)], first_block=1, allocated=False, replace=True)
     rig.run(3, changes=[whole], spans=[span(1, 20, 1)], resync=True)
-    with rig.refuses(InvalidRequestError, "first_block"):
-        rig.executor.read_blocks(1, 1, 0, 1)
+    with rig.refuses(InvalidRequestError, "entries[0]"):
+        rig.executor.read_blocks(1, 1, [0])
     assert rig.executor.num_sequences == 1
 
 
@@ -194,6 +194,6 @@ def test_a_truncated_table_has_no_slots_behind_its_end(rig: Rig) -> None:
     rig.run(2, changes=[truncate(1, 2), set_blocks(2, [(3, 2)])])
     with rig.refuses(InvalidRequestError, "plan.spans.first_positions[0]"):
         rig.start(3, spans=[span(1, 16, 1)])
-    with rig.refuses(InvalidRequestError, "num_blocks"):
-        rig.executor.read_blocks(1, 1, 0, 3)
+    with rig.refuses(InvalidRequestError, "entries[2]"):
+        rig.executor.read_blocks(1, 1, range(3))
     assert rig.run(3, spans=[span(1, 15, 1)]).plan_number == 3
