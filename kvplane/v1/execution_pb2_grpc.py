@@ -28,15 +28,16 @@ if _version_not_supported:
 class ExecutionServiceStub(object):
     """Carries out plans.
 
-    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
-    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
-    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
-    A block that may still hold another tenant's data is cleared when a plan allocates it.
+    A unary call presents the session's signed SessionGrant, and the signed Plan where it writes. On a stream only OpenExecution has the grant,
+    and only StartPlanRequest the plan. A plan is started by the first call that presents it: the data plane checks type, version, signature,
+    epoch, incarnation, session, number and generations, changes its block tables and runs the transfers. It has run when every layer of every
+    span was written; then there is a receipt. A plan presented again while it runs continues from where it is; one that has run returns its
+    receipt and writes nothing. A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
     (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
-    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
+    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; RESOURCE_EXHAUSTED (QUOTA_EXCEEDED),
+    with a retry delay where waiting helps; INVALID_ARGUMENT naming the field.
     """
 
     def __init__(self, channel):
@@ -75,24 +76,24 @@ class ExecutionServiceStub(object):
 class ExecutionServiceServicer(object):
     """Carries out plans.
 
-    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
-    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
-    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
-    A block that may still hold another tenant's data is cleared when a plan allocates it.
+    A unary call presents the session's signed SessionGrant, and the signed Plan where it writes. On a stream only OpenExecution has the grant,
+    and only StartPlanRequest the plan. A plan is started by the first call that presents it: the data plane checks type, version, signature,
+    epoch, incarnation, session, number and generations, changes its block tables and runs the transfers. It has run when every layer of every
+    span was written; then there is a receipt. A plan presented again while it runs continues from where it is; one that has run returns its
+    receipt and writes nothing. A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
     (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
-    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
+    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; RESOURCE_EXHAUSTED (QUOTA_EXCEEDED),
+    with a retry delay where waiting helps; INVALID_ARGUMENT naming the field.
     """
 
     def Execute(self, request_iterator, context):
         """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one layer for
         each layer held, ascending. Each request is answered once, in order; a client may send a layer before the plan is answered. The receipt
-        comes with the last layer's output, or with the start of a plan without spans. A layer of a plan that has run is answered with its
-        output and the receipt, and writes nothing. A request that fails is answered with an Error and writes nothing; the stream stays open.
-        A client on the same machine may send the same messages by a Unix socket, with the tensors in memory that both have mapped: see
-        LocalOffer.
+        comes with the last layer, or with the start of a plan without spans. A layer of a plan that has run is answered with its output and the
+        receipt, and writes nothing. A request that fails is answered with an Error and writes nothing; the stream stays open. A client on the
+        same machine may send the same messages by a Unix socket, with the tensors in memory that both have mapped: see LocalOffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,15 +167,16 @@ def add_ExecutionServiceServicer_to_server(servicer, server):
 class ExecutionService(object):
     """Carries out plans.
 
-    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
-    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
-    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
-    A block that may still hold another tenant's data is cleared when a plan allocates it.
+    A unary call presents the session's signed SessionGrant, and the signed Plan where it writes. On a stream only OpenExecution has the grant,
+    and only StartPlanRequest the plan. A plan is started by the first call that presents it: the data plane checks type, version, signature,
+    epoch, incarnation, session, number and generations, changes its block tables and runs the transfers. It has run when every layer of every
+    span was written; then there is a receipt. A plan presented again while it runs continues from where it is; one that has run returns its
+    receipt and writes nothing. A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
     (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
-    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
+    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; RESOURCE_EXHAUSTED (QUOTA_EXCEEDED),
+    with a retry delay where waiting helps; INVALID_ARGUMENT naming the field.
     """
 
     @staticmethod
