@@ -80,7 +80,7 @@ _OVER_GRPC: Final = Layer(
 
 
 class ExecuteStream:
-    """State of one Execute stream. Used on the worker thread."""
+    """State of one Execute stream, or of one unary call. Used on the worker thread."""
 
     def __init__(self, executor: Executor, tenant: str | None) -> None:
         """``tenant``: the caller's; None where callers have no identity."""
@@ -184,13 +184,13 @@ class ExecuteStream:
         KvplaneError.
         """
         self._open_session(request.grant)
-        return self._start(request, swaps=swaps)
+        return self._start(request.plan, _pass_of(request), swaps=swaps)
 
     def layer_alone(self, request: pb.RunLayerRequest) -> Slices[pb.RunLayerResponse]:
         """Answer a unary call, which brings its grant and its plan. Raises KvplaneError."""
         layer = self._parse(request, "", is_local=False)
         self._open_session(request.grant)
-        started = self._start(pb.StartPlanRequest(plan=request.plan))
+        started = self._start(request.plan, None)
         belongs = _belongs(request)
         if not request.plan_number:
             belongs = _Belongs(started.plan_number, belongs.pass_index)
@@ -215,15 +215,16 @@ class ExecuteStream:
                 "the stream is not open: send an open message first", field="open"
             )
         refuse_fields(request, ["grant"], "the stream was opened with a grant", "plan.")
-        return self._start(request)
+        return self._start(request.plan, _pass_of(request))
 
     def _start(
-        self, request: pb.StartPlanRequest, *, swaps: bool | None = None
+        self, plan: tpb.SignedPayload, of_pass: int | None, *, swaps: bool | None = None
     ) -> pb.StartPlanResponse:
-        started = self._executor.start(self.session_id, request.plan, swaps=swaps)
+        """Start a plan and begin a pass of it; None begins none."""
+        started = self._executor.start(self.session_id, plan, swaps=swaps)
         num_tokens, pass_index = started.num_tokens, started.pass_index
-        if request.HasField("pass_index"):
-            pass_index, number = request.pass_index, started.number
+        if of_pass is not None:
+            pass_index, number = of_pass, started.number
             num_tokens = self._executor.begin_pass(self.session_id, pass_index, plan_number=number)
         self._begun = _Belongs(started.number, pass_index)
         self._tail = packets.tail_of(started.number, pass_index)
@@ -360,7 +361,11 @@ class ExecuteStream:
 
 
 def _belongs(layer: pb.RunLayerRequest) -> _Belongs:
-    return _Belongs(layer.plan_number, layer.pass_index if layer.HasField("pass_index") else None)
+    return _Belongs(layer.plan_number, _pass_of(layer))
+
+
+def _pass_of(request: pb.StartPlanRequest | pb.RunLayerRequest) -> int | None:
+    return request.pass_index if request.HasField("pass_index") else None
 
 
 def _refuse_overlap(

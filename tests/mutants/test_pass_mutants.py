@@ -114,7 +114,7 @@ FAULTS = {
     ),
     "the_server_passes_over_the_pass": Fault(
         "data_plane/server/execute_stream.py",
-        'if request.HasField("pass_index"):',
+        "if of_pass is not None:",
         "if False:",
         RPC,
         "pass_by_pass",
