@@ -9,6 +9,7 @@ from kvplane import ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.execution import Execution
 from kvplane.clients.server_info import get_server_info
+from kvplane.errors import InvalidRequestError
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
@@ -245,4 +246,7 @@ class DataClient:
 
 
 def _entries(first_block: int, num_blocks: int) -> bytes:
-    return columns.pack(columns.INT32, range(first_block, first_block + num_blocks))
+    try:
+        return columns.pack(columns.INT32, range(first_block, first_block + num_blocks))
+    except OverflowError as error:
+        raise InvalidRequestError("must be an int32", field="entries") from error

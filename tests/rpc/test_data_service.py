@@ -516,6 +516,10 @@ async def test_unary_calls_fail_with_the_error_and_its_field(peer: Peer) -> None
     with pytest.raises(InvalidRequestError) as caught:
         await client.read_blocks(grant, 1, num_blocks=2**16)
     assert caught.value.field == "entries"
+    for first_block in (2**31, -(2**31) - 1):
+        with pytest.raises(InvalidRequestError) as caught:
+            await client.read_blocks(grant, 1, first_block=first_block)
+        assert caught.value.field == "entries"
     peer.server.executor.fence(author.session(1), 1)
     with pytest.raises(SessionExpiredError) as expired:
         await client.read_blocks(grant, 1)
