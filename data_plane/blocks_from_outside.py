@@ -34,7 +34,6 @@ from kvplane.serving.callers.identity import caller, payer
 from kvplane.serving.config import ServingConfig
 from kvplane.serving.observability.metrics import Declaration, Samples
 from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import execution_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 __all__ = ["BlockRange", "BlocksFromOutside", "Lane", "PlugIn", "StartedPlan"]
@@ -45,7 +44,7 @@ T = TypeVar("T")
 
 
 class BlocksFromOutside:
-    """The blocks of one data plane, which ``layout``, ``shard`` and ``source`` describe.
+    """The blocks of one data plane, which ``layout`` and ``shard`` describe.
 
     A ``Lane`` is an open session, and the caller who is charged for its commands' time.
     """
@@ -65,11 +64,6 @@ class BlocksFromOutside:
         self.serving, self.peer_tls = serving, peer_tls
         self._executor = executor
         self._worker = worker
-
-    @property
-    def source(self) -> execution_pb2.BlockSource:
-        """Identifies this data plane as the source of the blocks that ``read`` returns."""
-        return self._executor.block_source()
 
     def open(self, grant: pb.SignedPayload) -> Future[Lane]:
         """Open the session of ``grant`` for the caller of the gRPC call that is being served. Safe
@@ -103,8 +97,7 @@ class BlocksFromOutside:
             data, _ = self._executor.read_blocks(
                 lane.session_id,
                 blocks.sequence_id,
-                blocks.first_block,
-                blocks.num_blocks,
+                range(blocks.first_block, blocks.first_block + blocks.num_blocks),
                 group=blocks.group,
                 first_layer=blocks.first_layer,
                 num_layers=blocks.num_layers,

@@ -46,6 +46,7 @@ _CACHE_KINDS: Final = {
     pb.CACHE_KIND_KEYS_AND_VALUES: KEYS_AND_VALUES,
     pb.CACHE_KIND_LATENT: LATENT,
     pb.CACHE_KIND_STATE: "state",
+    pb.CACHE_KIND_OPAQUE: "opaque",
 }
 _TO_KIND: Final = {name: kind for kind, name in _CACHE_KINDS.items()}
 _MAX_SHOWN_CHARS: Final = 60
@@ -71,8 +72,8 @@ class LayerGroup:
     """Layers that share a block table; see the message of the same name.
 
     Scales are rounded to float32, the type that they are sent in. No scales means that all are 1.
-    ``cache_kind``: "keys_and_values", "latent" or "state". ``value_head_size``: 0 where it is
-    ``head_size``.
+    ``cache_kind``: "keys_and_values", "latent", "state" or "opaque". ``value_head_size``: 0 where
+    it is ``head_size``. ``page_bytes``: of opaque pages, otherwise 0.
     """
 
     name: str
@@ -84,6 +85,7 @@ class LayerGroup:
     value_scales: tuple[float, ...] = ()
     cache_kind: str = KEYS_AND_VALUES
     value_head_size: int = 0
+    page_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.value_head_size == self.head_size:
@@ -113,14 +115,16 @@ class LayerGroup:
 
     def canonical(self) -> dict[str, Any]:
         """The fields as they enter the fingerprint: scales as the bits of their float32, because
-        languages print floats in different ways. Scales, cache kind and value head size do not
-        enter it when they are the default.
+        languages print floats in different ways. Scales, cache kind, value head size and page
+        size do not enter it when they are the default.
         """
         fields = asdict(self)
         if self.cache_kind == KEYS_AND_VALUES:
             del fields["cache_kind"]
         if self.value_head_size == 0:
             del fields["value_head_size"]
+        if self.page_bytes == 0:
+            del fields["page_bytes"]
         for name in _SCALES:
             scales = fields.pop(name)
             if scales:
@@ -164,6 +168,7 @@ class Layout:
                 f"{at}.cache_kind",
                 f"{KEYS_AND_VALUES} or {LATENT}, the kinds that this version serves",
             )
+            _require(group.page_bytes == 0, f"{at}.page_bytes", "0, as no served kind has it")
             self._check_heads(group, at)
             _require(
                 0 <= group.sliding_window_tokens < 2**31,
@@ -284,6 +289,7 @@ class Layout:
                     value_scales=g.value_scales,
                     cache_kind=_TO_KIND[g.cache_kind],
                     value_head_size=g.value_head_size,
+                    page_bytes=g.page_bytes,
                 )
                 for g in self.groups
             ],
@@ -312,6 +318,7 @@ class Layout:
                     tuple(g.value_scales),
                     _CACHE_KINDS.get(g.cache_kind, f"unknown ({g.cache_kind})"),
                     g.value_head_size,
+                    g.page_bytes,
                 )
                 for g in message.groups
             ),

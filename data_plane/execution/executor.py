@@ -18,8 +18,7 @@ from data_plane.execution.commands import Commands, Observer
 from data_plane.execution.counters import ExecutorCounters
 from data_plane.execution.expected_layers import Expectations
 from data_plane.execution.fixed_step import FixedStep
-from data_plane.execution.layers import layer_index
-from data_plane.execution.plan_runner import PlanRunner, StartedPlan
+from data_plane.execution.plan_runner import LayerTensors, PlanRunner, StartedPlan
 from data_plane.execution.repeated_layers import RepeatedLayers
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.execution.table_blocks import BlockRange, TableBlocks
@@ -45,7 +44,6 @@ from kvplane.shard import Shard
 from kvplane.slices import Slices, guarded, run_to_end
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from kvplane.wire.v1 import execution_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 
@@ -167,15 +165,6 @@ class Executor:
         with self._command.lock, self._command("finish"):
             self._plans.quiesce(raises=raises)
 
-    def block_source(self) -> execution_pb2.BlockSource:
-        """Identifies this process as the source of the blocks that ``read_blocks`` returns."""
-        return execution_pb2.BlockSource(
-            pool_id=self.pool_id,
-            shard_index=self.shard.index,
-            epoch=self.epoch,
-            layout_fingerprint=self.layout.fingerprint,
-        )
-
     def install(self, incarnation: int, key: bytes) -> None:
         """Begin to serve a control plane: take its key, end every session and remove every table.
 
@@ -246,16 +235,33 @@ class Executor:
         """Whether the session was opened here and has not ended."""
         return session_id in self._sessions
 
-    def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
+    def start(
+        self,
+        session: int | pb.SignedPayload,
+        plan: pb.SignedPayload,
+        *,
+        swaps: bool | None = None,
+    ) -> StartedPlan:
         """Verify a plan, change the block tables as it says, and run its transfers.
 
-        ``session``: the id that ``open`` returned, or the grant. Starting a plan that is running
-        lets it continue, and starting one that has run returns its receipt again; neither changes
-        the tables. A plan without spans has run when this returns. Raises the errors listed in the
-        comment of ``ExecutionService`` in ``execution.proto``.
+        ``session``: the id that ``open`` returned, or the grant. ``swaps``: the transfers that the
+        plan may have: True for swaps between the tiers, False for copies inside the device tier,
+        None for both. Starting a plan that is running lets it continue, and starting one that has
+        run returns its receipt again; neither changes the tables. A plan without spans has run when
+        this returns. Raises InvalidRequestError naming a transfer of the other kind, and the errors
+        listed in the comment of ``ExecutionService`` in ``execution.proto``.
         """
         with self._command.lock, self._command("start"):
-            return self._begin(session, *self._verifier.plan(plan))
+            verified, digest = self._verifier.plan(plan)
+            if swaps is not None:
+                self._check_transfers(verified, swaps=swaps)
+            session_id = session if isinstance(session, int) else self.open(session)
+            require(
+                verified.session.session_id == session_id,
+                f"the plan is for session {verified.session.session_id}, not for {session_id}",
+                "plan.session.session_id",
+            )
+            return self._plans.start(self._sessions.get(session_id), verified, digest)
 
     def begin_pass(self, session_id: int, index: int, *, plan_number: int | None = None) -> int:
         """Compute the latest plan in passes: from here on, layers have token ``index`` of each span
@@ -273,64 +279,12 @@ class Executor:
             session, run = self._plans.latest(session_id, plan_number)
             return self._plans.begin_pass(session, run, index)
 
-    def write_layer(
-        self,
-        session_id: int,
-        layer: int,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        *,
-        plan_number: int,
-        pass_index: int | None = None,
-    ) -> pb.SignedPayload | None:
-        """Write one layer's keys and values to the slots of the latest plan's spans.
-
-        key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or None where
-        the layer keeps latents. ``plan_number`` and ``pass_index``: what the layer belongs to, None
-        for a plan that computes all tokens at once. Returns the receipt once no layer is missing.
-
-        Raises PlanOutOfOrderError where these are not the session's latest plan and its present
-        pass, InvalidRequestError, BlockNotWritableError, SessionExpiredError, StaleGenerationError
-        when a block has been allocated again, and InternalError when the device failed.
-        """
-        with self._command.lock, self._command("write_layer"):
-            session, run = self._plans.present(session_id, plan_number, pass_index)
-            index = layer_index(self.layers, layer)
-            batch = self._plans.batch(run, self.pools.group_of_layer(index))
-            arguments = self._compute.write_arguments(batch, index, key, value)
-            if not run.is_complete:
-                self._plans.write(session, run, arguments)
-                run.progress.finish_layer(index)
-            return self._plans.receipt(session, run)
-
-    def attend(
-        self,
-        session_id: int,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        options: AttentionOptions = AttentionOptions(),
-        plan_number: int,
-        pass_index: int | None = None,
-        slice_s: float | None = None,
-    ) -> Slices[torch.Tensor]:
-        """Attend for the latest plan's spans over their sequences, in a layer that was written.
-
-        query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
-        is [num_tokens, num_heads, value_head_size] of the query's dtype. ``slice_s``: how long a
-        slice is to take on a CPU; None for one slice. Raises as ``write_layer`` does.
-        """
-        slices = self._plans.attend_to(
-            session_id, layer, query, options, plan_number, pass_index, slice_s
-        )
-        return guarded(slices, self._command.lock, lambda: self._command("attend"))
-
     def layer(
         self,
         session_id: int,
         layer: int,
         query: torch.Tensor | None,
-        key: torch.Tensor,
+        key: torch.Tensor | None,
         value: torch.Tensor | None,
         *,
         options: AttentionOptions = AttentionOptions(),
@@ -338,12 +292,22 @@ class Executor:
         pass_index: int | None = None,
         field: str = "",
     ) -> torch.Tensor | None:
-        """``write_layer`` and ``attend`` in one. Returns the attention output, None without a
-        query.
+        """Write one layer's keys and values to the slots of the latest plan's spans, then attend
+        from these over their sequences. Returns the attention output, None without a query.
 
-        Layers come in ascending order; one that was written may be sent again. Once the plan has
-        run, attention is computed and nothing is written. ``receipt`` returns the receipt.
-        ``field`` prefixes the field names in errors. Raises as ``write_layer`` does.
+        query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads; None only
+        writes. key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or
+        None where the layer keeps latents; no key and no value only attend, in a layer that the
+        plan has written. The output is [num_tokens, num_heads, value_head_size] of the query's
+        dtype. ``plan_number`` and ``pass_index``: what the layer belongs to, None for a plan that
+        computes all tokens at once. ``field`` prefixes the field names in errors.
+
+        Layers are written in ascending order; one that was written may be sent again. Once the plan
+        has run, attention is computed and nothing is written. ``receipt`` returns the receipt.
+        Raises PlanOutOfOrderError where ``plan_number`` and ``pass_index`` are not the session's
+        latest plan and its present pass, InvalidRequestError, BlockNotWritableError,
+        SessionExpiredError, StaleGenerationError when a block has been allocated again, and
+        InternalError when the device failed.
         """
         tensors = query, key, value
         with self._command.lock, self._command("layer"):
@@ -366,7 +330,7 @@ class Executor:
         self,
         session_id: int,
         layer: int,
-        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
+        tensors: LayerTensors,
         options: AttentionOptions,
         plan_number: int,
         pass_index: int | None,
@@ -411,55 +375,33 @@ class Executor:
         with self._command.lock, self._command("receipt"):
             return self._plans.receipt(*self._plans.latest(session_id, None))
 
-    def start_transfers(
-        self, session: int | pb.SignedPayload, plan: pb.SignedPayload, *, swaps: bool
-    ) -> tuple[int, pb.SignedPayload | None]:
-        """``start`` for a plan whose transfers are all swaps, or all copies within the device tier.
-
-        Returns the number of its transfers and, when it has run, its receipt. Raises
-        InvalidRequestError naming the transfer that is of the other kind.
-        """
-        with self._command.lock, self._command("swap_blocks" if swaps else "copy_blocks"):
-            verified, digest = self._verifier.plan(plan)
-            transfers = Transfers.read(self.pools.num_blocks, verified.transfers)
-            is_swap = transfers.sources.tiers != transfers.destinations.tiers
-            wrong = np.flatnonzero(is_swap != swaps)
-            if len(wrong):
-                kinds = "swaps between the tiers", "copies inside the device tier"
-                raise InvalidRequestError(
-                    f"this call runs plans whose transfers are all {kinds[not swaps]}",
-                    field=f"plan.transfers.destination_tiers[{wrong[0]}]",
-                )
-            return len(transfers), self._begin(session, verified, digest).receipt
-
     def read_blocks(
         self,
         session_id: int,
         sequence_id: int,
-        first_block: int,
-        num_blocks: int,
+        entries: Sequence[int],
         *,
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
         only_written: bool = False,
     ) -> tuple[torch.Tensor, pb.Blocks]:
-        """Copy whole blocks out of a sequence's table, from ``first_block``, a table entry, on.
-        Returns the data, and the blocks' tier, indices and generations.
+        """Copy whole blocks out of a sequence's table: ``entries`` of it, counted from 0, in any
+        order. Returns the data, and the blocks' tier, indices and generations.
 
         ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
         on; 0 for all. ``only_written``: refuse blocks that the session's latest plan computes and
         has not written. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
-        head_size] of the layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are
+        head_size] of the layout's kv_dtype (``BlockService`` says what it is where values are
         smaller than keys), on the device for the device tier and on the CPU for the host tier.
         Slots that were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
         SessionExpiredError, BlockNotWrittenError for a block of which no slot was written,
         StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
         the latest plan's transfers have not all run.
         """
-        blocks = BlockRange(sequence_id, first_block, num_blocks, group, first_layer, num_layers)
+        place = BlockRange(sequence_id, 0, len(entries), group, first_layer, num_layers)
         with self._command.lock, self._command("read_blocks"):
-            return self._blocks.read(session_id, blocks, only_written=only_written)
+            return self._blocks.read(session_id, place, entries, only_written=only_written)
 
     def write_blocks(
         self,
@@ -478,7 +420,8 @@ class Executor:
         blocks: as ``read_blocks`` returns them, for the table entries from ``first_block`` on;
         ``first_layer`` and ``num_layers`` as there. Only the span's slots are written. Several
         calls may write a span; none may leave a gap after the tokens written before. Returns the
-        receipt once nothing is missing. Raises as ``write_layer`` does.
+        receipt once nothing is missing. Errors name the table entries as ``entries``. Raises as
+        ``layer`` does.
         """
         place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
         with self._command.lock, self._command("write_blocks"):
@@ -499,13 +442,13 @@ class Executor:
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
 
-    def _begin(
-        self, session: int | pb.SignedPayload, plan: plan_pb2.Plan, digest: bytes
-    ) -> StartedPlan:
-        session_id = session if isinstance(session, int) else self.open(session)
-        require(
-            plan.session.session_id == session_id,
-            f"the plan is for session {plan.session.session_id}, not for {session_id}",
-            "plan.session.session_id",
-        )
-        return self._plans.start(self._sessions.get(session_id), plan, digest)
+    def _check_transfers(self, plan: plan_pb2.Plan, *, swaps: bool) -> None:
+        transfers = Transfers.read(self.pools.num_blocks, plan.transfers)
+        is_swap = transfers.sources.tiers != transfers.destinations.tiers
+        wrong = np.flatnonzero(is_swap != swaps)
+        if len(wrong):
+            kinds = "swaps between the tiers", "copies inside the device tier"
+            raise InvalidRequestError(
+                f"this call runs plans whose transfers are all {kinds[not swaps]}",
+                field=f"plan.transfers.destination_tiers[{wrong[0]}]",
+            )

@@ -23,7 +23,7 @@ from data_plane.plans.batches.attention_batch import (
     AttentionBatch,
     prepare_batch,
 )
-from data_plane.plans.batches.transfers import Transfers
+from data_plane.plans.batches.transfers import Transfers, num_copied_and_swapped
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.plans.contents.written_slots import WrittenSlots
@@ -46,15 +46,16 @@ from kvplane.wire import columns
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
-LayerTensors = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-"""Query, key and value."""
+LayerTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Query, key and value. Without a query a layer only writes; without a key it only attends."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartedPlan:
     """A plan that was started, now or before. ``receipt``: None until the plan has run.
     ``had_run``: whether it had run before this call. ``pass_index``: the pass that it is in; None
-    where all tokens are computed at once.
+    where all tokens are computed at once. ``num_copied_blocks`` and ``num_swapped_blocks``: blocks
+    that its transfers copy inside the device tier, and swap between the tiers.
     """
 
     number: int
@@ -63,6 +64,8 @@ class StartedPlan:
     receipt: pb.SignedPayload | None = None
     had_run: bool = False
     pass_index: int | None = None
+    num_copied_blocks: int = 0
+    num_swapped_blocks: int = 0
 
 
 class PlanRunner:
@@ -105,7 +108,13 @@ class PlanRunner:
             latest = session.latest
             of_pass = latest.pass_index if latest and latest.number == plan.number else None
             return StartedPlan(
-                plan.number, sum(counts), len(counts), known, had_run=True, pass_index=of_pass
+                plan.number,
+                sum(counts),
+                len(counts),
+                known,
+                True,
+                of_pass,
+                *num_copied_and_swapped(plan.transfers),
             )
         run = known
         if run is None:
@@ -116,9 +125,15 @@ class PlanRunner:
                 self._counters.batch_spans.add(run.num_spans)
         if not run.transferred:
             self._transfer(session, run)
-        receipt = self.receipt(session, run)
-        tokens, spans = run.num_tokens, run.num_spans
-        return StartedPlan(run.number, tokens, spans, receipt, pass_index=run.pass_index)
+        return StartedPlan(
+            run.number,
+            run.num_tokens,
+            run.num_spans,
+            self.receipt(session, run),
+            False,
+            run.pass_index,
+            *num_copied_and_swapped(plan.transfers),
+        )
 
     def _prepare(self, session: Session, plan: plan_pb2.Plan, digest: bytes) -> RunningPlan:
         """Make a new plan's table changes, all or nothing."""
@@ -189,10 +204,10 @@ class PlanRunner:
         group: int,
         layers: Sequence[int],
         part: Table,
-        first_block: int,
+        entries: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         """Return [num_blocks]: how many leading slots of each entry of ``part`` were written in
-        ``layers`` of the model. ``part`` begins with entry ``first_block`` of the sequence's table.
+        ``layers`` of the model. ``part`` is ``entries`` of the sequence's table.
         ``run``: the session's latest plan. Raises BlockNotWrittenError for an entry without any.
         """
         num_tokens = 0
@@ -201,13 +216,13 @@ class PlanRunner:
             spans = np.flatnonzero(batch.sequence_ids == sequence_id).tolist()
             if spans and (num_new := run.num_written([*map(self._layers.index, layers)], spans[0])):
                 num_tokens = int(batch.first_positions[spans[0]]) + num_new
-        counts = self._written.of_table(part, first_block, num_tokens)
+        counts = self._written.of_table(part, entries, num_tokens)
         if not counts.all():
-            entry = first_block + int((counts == 0).argmax())
+            place = int((counts == 0).argmax())
             raise BlockNotWrittenError(
-                f"nothing was written yet to entry {entry} of the table of sequence "
+                f"nothing was written yet to entry {entries[place]} of the table of sequence "
                 f"{sequence_id}: a session reads only slots that it wrote or found cached",
-                field="first_block",
+                field=f"entries[{place}]",
             )
         return counts
 
@@ -276,30 +291,6 @@ class PlanRunner:
         self.write_checks.check_still_current(session, run)
         run.used_after_receipt |= run.receipt is not None
 
-    def attend_to(
-        self,
-        session_id: int,
-        layer: int,
-        query: torch.Tensor,
-        options: AttentionOptions,
-        plan_number: int,
-        pass_index: int | None,
-        slice_s: float | None,
-    ) -> Slices[torch.Tensor]:
-        """Attend for the session's latest plan. Raises as ``attend``, ``present``, and
-        InvalidRequestError.
-        """
-        session, run = self.present(session_id, plan_number, pass_index)
-        index = layer_index(self._layers, layer)
-        batch = self.batch(run, self._compute.group_of_layer(index))
-        arguments = self._compute.attention_arguments(batch, index, query, options)
-        require(
-            run.progress.is_written(index),
-            f"layer {layer} of the plan has not been written yet: write it first",
-            "layer",
-        )
-        return (yield from self.attend(session, run, arguments, slice_s))
-
     def layer(
         self,
         session_id: int,
@@ -312,13 +303,20 @@ class PlanRunner:
         slice_s: float | None,
         out: torch.Tensor | None = None,
     ) -> Slices[torch.Tensor | None]:
-        """Write a layer of the session's latest plan that was not written yet, and attend if there
-        is a query, into ``out`` if given. Raises as ``present``, ``write`` and ``attend`` do, and
-        InvalidRequestError naming a field after the prefix ``field``.
+        """Write a layer of the session's latest plan that was not written yet, if there is a key,
+        and attend if there is a query, into ``out`` if given. Raises as ``present``, ``write`` and
+        ``attend`` do, and InvalidRequestError naming a field after the prefix ``field``.
         """
-        session, run, index, batch = self._find(session_id, layer, plan_number, pass_index, field)
         query, key, value = tensors
+        fields = f"{field}plan_number", f"{field}pass_index"
+        session, run = self.present(session_id, plan_number, pass_index, *fields)
+        index = layer_index(self._layers, layer, field)
         compute, is_new = self._compute, not run.is_complete
+        batch = self.batch(run, compute.group_of_layer(index))
+        if key is None:
+            attention = self._only_attend(run, index, batch, query, value, options, field)
+            return (yield from self.attend(session, run, attention, slice_s, out))
+        self._check_order(run, index, field)
         progress = run.progress  # others may begin another pass wherever this yields
         is_whole = out is None and not compute.slices(batch.lengths, slice_s)
         if query is not None and is_new and is_whole:
@@ -330,7 +328,7 @@ class PlanRunner:
                 progress.finish_layer(index)
                 return attended
         to_write = compute.write_arguments(batch, index, key, value, field)
-        to_attend = None
+        to_attend: AttentionArguments | None = None
         if query is not None:
             to_attend = compute.attention_arguments(batch, index, query, options, field)
             compute.bind(index, options, to_write, to_attend)
@@ -342,27 +340,40 @@ class PlanRunner:
         progress.finish_layer(index)
         return output
 
-    def _find(
+    def _only_attend(
         self,
-        session_id: int,
-        layer: int,
-        plan_number: int,
-        pass_index: int | None,
+        run: RunningPlan,
+        index: int,
+        batch: AttentionBatch,
+        query: torch.Tensor | None,
+        value: torch.Tensor | None,
+        options: AttentionOptions,
         field: str,
-    ) -> tuple[Session, RunningPlan, int, AttentionBatch]:
-        """Return the session, its latest plan, the layer's index and its group's batch. Raises as
-        ``present``, and InvalidRequestError if the layer before was not written.
+    ) -> AttentionArguments:
+        """Return the arguments of a layer that has no key. Raises InvalidRequestError if there is
+        no query, or a value, or the plan has not written the layer.
         """
-        fields = f"{field}plan_number", f"{field}pass_index"
-        session, run = self.present(session_id, plan_number, pass_index, *fields)
-        index = layer_index(self._layers, layer, field)
+        if query is None or value is not None:
+            raise InvalidRequestError(
+                "must be given, unless the layer only attends: then there is a query and no value",
+                field=f"{field}key",
+            )
+        arguments = self._compute.attention_arguments(batch, index, query, options, field)
+        require(
+            run.progress.is_written(index),
+            f"layer {self._layers[index]} of the plan has not been written yet: write it first",
+            f"{field}layer",
+        )
+        return arguments
+
+    def _check_order(self, run: RunningPlan, index: int, field: str) -> None:
+        """Raise InvalidRequestError if the layer before this one was not written."""
         if index and not run.progress.is_written(index - 1):
             raise InvalidRequestError(
-                f"layer {self._layers[index - 1]} of the plan comes before layer {layer}: send it "
-                "first",
+                f"layer {self._layers[index - 1]} of the plan comes before layer "
+                f"{self._layers[index]}: send it first",
                 field=f"{field}layer",
             )
-        return session, run, index, self.batch(run, self._compute.group_of_layer(index))
 
     def receipt(self, session: Session, run: RunningPlan) -> pb.SignedPayload | None:
         """Return the run's receipt, signed once the device has done all of it; None while something

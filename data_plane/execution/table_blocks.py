@@ -4,11 +4,12 @@ pools, and published ones, for a file tier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_plane.execution.commands import Commands
 from data_plane.execution.layers import layer_range
@@ -19,7 +20,7 @@ from data_plane.plans.contents.reused_blocks import ReusedBlocks, ReusedPrefix
 from data_plane.plans.sessions import RunningPlan, Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Table, taken_away
 from data_plane.tier_keys import check_group, tier_key_of, tier_of
-from kvplane.errors import PlanOutOfOrderError, StaleGenerationError
+from kvplane.errors import InvalidRequestError, PlanOutOfOrderError, StaleGenerationError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
@@ -68,36 +69,24 @@ class TableBlocks:
         )
 
     def read(
-        self, session_id: int, blocks: BlockRange, *, only_written: bool
+        self, session_id: int, blocks: BlockRange, entries: Sequence[int], *, only_written: bool
     ) -> tuple[torch.Tensor, pb.Blocks]:
-        """Do ``Executor.read_blocks``."""
+        """Do ``Executor.read_blocks``. ``blocks``: where ``entries`` are."""
         latest = self._sessions.get(session_id).latest
         if latest is not None:
             latest.check_transferred()
         check_group(blocks.group, self._layout, "group")
         table = self._tables.get(session_id, blocks.sequence_id, "sequence_id", blocks.group)
-        length, first = len(table.blocks), blocks.first_block
-        require(
-            table.num_trimmed <= first < length,
-            f"there is no entry {first}: the table has {length} entries, of which the first "
-            f"{table.num_trimmed} were trimmed",
-            "first_block",
-        )
-        num_left = length - first
-        require(
-            1 <= blocks.num_blocks <= num_left,
-            f"must be 1 to {num_left}, the entries from {first} on, is {blocks.num_blocks}",
-            "num_blocks",
-        )
+        places = _check_entries(table, entries)
         held = self._shard.group_layers(self._layout, blocks.group)
         layers = layer_range(held, blocks.first_layer, blocks.num_layers)
-        part = table.part(first, first + blocks.num_blocks)
+        part = table.at(places)
         if self._tables.first_stale([part]) is not None:
             raise StaleGenerationError(taken_away(blocks.sequence_id), field="sequence_id")
         if only_written and latest is not None:
             _check_written(latest, blocks.group, part)
         counts = self._plans.num_readable(
-            latest, blocks.sequence_id, blocks.group, [held[i] for i in layers], part, first
+            latest, blocks.sequence_id, blocks.group, [held[i] for i in layers], part, places
         )
         refs = pb.Blocks(
             group=blocks.group,
@@ -139,6 +128,23 @@ class TableBlocks:
         first, size = int(batch.first_positions[span]), self._layout.block_size_tokens
         last = first + int(batch.starts[span + 1] - batch.starts[span]) - 1
         return range(first // size, last // size + 1)
+
+
+def _check_entries(table: Table, entries: Sequence[int]) -> NDArray[np.int64]:
+    """Return ``entries`` as an array. Raises InvalidRequestError unless there is one, and the table
+    has them all.
+    """
+    require(len(entries) > 0, "must have at least one entry", "entries")
+    places = np.asarray(entries, np.int64)
+    length = len(table.blocks)
+    missing = np.flatnonzero((places < table.num_trimmed) | (places >= length))
+    if len(missing):
+        raise InvalidRequestError(
+            f"there is no entry {places[missing[0]]}: the table has {length} entries, of which the "
+            f"first {table.num_trimmed} were trimmed",
+            field=f"entries[{missing[0]}]",
+        )
+    return places
 
 
 def _check_written(latest: RunningPlan, group: int, part: Table) -> None:

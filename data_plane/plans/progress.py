@@ -57,7 +57,7 @@ class Progress:
                 raise InvalidRequestError(
                     f"{num_written} tokens of the span have been written so far, and these blocks "
                     f"begin with its token {begin}: write those between first",
-                    field="first_block",
+                    field="entries",
                 )
 
     def extend(self, layers: Sequence[int], span: int, end: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import grpc.aio
+import numpy as np
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.plan_runner import StartedPlan
-from data_plane.server.calls import Calls
+from data_plane.server.calls import Calls, refuse_fields
 from data_plane.server.fair_queue import Lane
 from data_plane.server.file_tier import FileTier
 from data_plane.server.tensor_codec import tensor_to_message
@@ -16,6 +17,7 @@ from data_plane.tier_keys import tier_key_of
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.serving.callers.identity import payer
 from kvplane.v1 import execution_pb2 as contract
+from kvplane.wire import columns
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -24,6 +26,7 @@ BLOCKS: Final = contract.DESCRIPTOR.services_by_name["BlockService"]
 # Upper bounds on a response's size without its tensor: in all, and for each block.
 _OVERHEAD_BYTES: Final = 1024
 _BLOCK_REF_BYTES: Final = 12
+_LATER: Final = "is for a later release: this one does not serve it"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -43,8 +46,9 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
     async def ReadBlocks(
         self, request: pb.ReadBlocksRequest, context: _Context
     ) -> pb.ReadBlocksResponse:
-        self._check_answer_fits(request)
-
+        refuse_fields(request, ("pin_grant", "output", "keys"), _LATER)
+        entries = columns.read(columns.INT32, request.entries, "entries")
+        self._check_answer_fits(request, len(entries))
         tenant = self._calls.tenant()
 
         def command() -> pb.ReadBlocksResponse:
@@ -52,14 +56,15 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
             blocks, table = self._executor.read_blocks(
                 session_id,
                 request.sequence_id,
-                request.first_block,
-                request.num_blocks,
+                entries,
                 group=request.group,
                 first_layer=request.first_layer,
                 num_layers=request.num_layers,
             )
             return pb.ReadBlocksResponse(
-                blocks=tensor_to_message(blocks), table=table, source=self._executor.block_source()
+                blocks=tensor_to_message(blocks),
+                table=table,
+                layout_fingerprint=self._executor.layout.fingerprint,
             )
 
         return await self._calls.run(command)
@@ -67,23 +72,26 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
     async def WriteBlocks(
         self, request: pb.WriteBlocksRequest, context: _Context
     ) -> pb.WriteBlocksResponse:
-        source, layout = request.source, self._executor.layout
-        if request.HasField("source") and source.layout_fingerprint != layout.fingerprint:
+        refuse_fields(request, ("num_bytes", "keys"), _LATER)
+        if request.layout_fingerprint not in (b"", self._executor.layout.fingerprint):
             raise LayoutMismatchError(
-                f"the blocks were read in pool {source.pool_id!r}, whose layout differs from this "
-                "pool's",
-                field="source.layout_fingerprint",
+                "the blocks were read in a pool whose layout differs from this pool's",
+                field="layout_fingerprint",
             )
-
+        sequence_id, entries = _span_of(request)
         tenant = self._calls.tenant()
 
         def command() -> pb.WriteBlocksResponse:
             blocks = self._calls.tensor(request.blocks, "blocks")
+            if blocks.dim() > 1 and blocks.shape[1] != len(entries):
+                raise InvalidRequestError(
+                    f"must hold {len(entries)} blocks, one for each entry", field="blocks.shape"
+                )
             session_id, number = self._calls.start(request, tenant)
             receipt = self._executor.write_blocks(
                 session_id,
-                request.sequence_id,
-                request.first_block,
+                sequence_id,
+                entries.start,
                 blocks,
                 group=request.group,
                 first_layer=request.first_layer,
@@ -94,26 +102,23 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
 
         return await self._calls.run(command)
 
-    async def FindFileBlocks(
-        self, request: pb.FindFileBlocksRequest, context: _Context
-    ) -> pb.FindFileBlocksResponse:
-        files, tenant = self._file_tier(), self._calls.tenant()
-        session_id = await self._calls.run(
-            lambda: self._executor.open(request.grant, tenant=tenant)
-        )
-        num_blocks = await files.find(session_id, request.token_ids)
-        return pb.FindFileBlocksResponse(num_blocks=num_blocks)
-
     async def LoadFileBlocks(
         self, request: pb.LoadFileBlocksRequest, context: _Context
     ) -> pb.LoadFileBlocksResponse:
         files, tenant = self._file_tier(), self._calls.tenant()
+        if not request.HasField("plan") and request.sequence_id:
+            raise InvalidRequestError("must be 0 without a plan", field="sequence_id")
 
-        def command() -> tuple[int, StartedPlan]:
+        def command() -> tuple[int, StartedPlan | None]:
             session_id = self._executor.open(request.grant, tenant=tenant)
+            if not request.HasField("plan"):
+                return session_id, None
             return session_id, self._executor.start(session_id, request.plan)
 
         session_id, started = await self._calls.run(command)
+        if started is None:
+            num_blocks = await files.find(session_id, request.token_ids)
+            return pb.LoadFileBlocksResponse(num_blocks=num_blocks)
         if started.receipt is not None:
             return pb.LoadFileBlocksResponse(receipt=started.receipt)
         return await files.load(session_id, started.number, request, Lane(payer(), session_id))
@@ -125,15 +130,41 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
             )
         return self._files
 
-    def _check_answer_fits(self, request: pb.ReadBlocksRequest) -> None:
+    def _check_answer_fits(self, request: pb.ReadBlocksRequest, num_blocks: int) -> None:
         group = request.group if 0 < request.group < len(self._executor.layout.groups) else 0
         pool = self._executor.pools.tier(tier_key_of(group, tpb.TIER_DEVICE))
         num_layers = request.num_layers if 0 < request.num_layers < pool.shape[1] else pool.shape[1]
         block_bytes = pool[0, 0].nbytes * num_layers + _BLOCK_REF_BYTES
         most = (self._max_message_bytes - _OVERHEAD_BYTES) // block_bytes
-        if request.num_blocks > most:
+        if num_blocks > most:
             raise InvalidRequestError(
                 f"a message has room for {most} blocks of {num_layers} layers: read fewer blocks "
                 "or layers at a time",
-                field="num_blocks",
+                field="entries",
             )
+
+
+def _span_of(request: pb.WriteBlocksRequest) -> tuple[int, range]:
+    """Return the sequence that is written, and its entries. Raises InvalidRequestError for several
+    sequences, and for entries that do not follow each other.
+    """
+    entries = np.asarray(columns.read(columns.INT32, request.entries, "entries"))
+    if not len(entries):
+        raise InvalidRequestError("must have at least one entry", field="entries")
+    sequence_ids = np.asarray(
+        columns.read(columns.INT64, request.sequence_ids, "sequence_ids", length=len(entries))
+    )
+    others = np.flatnonzero(sequence_ids != sequence_ids[0])
+    if len(others):
+        raise InvalidRequestError(
+            "must be the same for all entries: a call writes one sequence",
+            field=f"sequence_ids[{others[0]}]",
+        )
+    first = int(entries[0])
+    apart = np.flatnonzero(entries != first + np.arange(len(entries)))
+    if len(apart):
+        raise InvalidRequestError(
+            f"must be {first + apart[0]}, the entry after the one before",
+            field=f"entries[{apart[0]}]",
+        )
+    return int(sequence_ids[0]), range(first, first + len(entries))

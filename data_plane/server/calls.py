@@ -4,14 +4,16 @@ worker thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from data_plane.execution.executor import Executor
 from data_plane.server.fair_queue import Lane
 from data_plane.server.tensor_codec import tensor_from_message
 from data_plane.server.worker_thread import WorkerThread
-from kvplane.errors import InternalError
+from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.serving.callers.identity import caller, payer
 from kvplane.slices import Slices, whole
 from kvplane.wire.v1 import execution_pb2 as pb
@@ -49,11 +51,7 @@ class Calls:
         """Return the caller's tenant; None where callers are not authenticated."""
         return caller().tenant if self._knows_callers else None
 
-    def start(
-        self,
-        request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest,
-        tenant: str | None,
-    ) -> tuple[int, int]:
+    def start(self, request: pb.WriteBlocksRequest, tenant: str | None) -> tuple[int, int]:
         """Open the request's session and start its plan. Returns the session's id and the plan's
         number.
         """
@@ -62,3 +60,11 @@ class Calls:
 
     def tensor(self, message: Any, field: str) -> Any:
         return tensor_from_message(message, self._executor.device, field=field)
+
+
+def refuse_fields(request: Message, fields: Iterable[str], why: str, prefix: str = "") -> None:
+    """Raise InvalidRequestError naming the first of ``fields`` that ``request`` has."""
+    present = {field.name for field, _ in request.ListFields()}
+    for field in fields:
+        if field in present:
+            raise InvalidRequestError(why, field=f"{prefix}{field}")

@@ -9,12 +9,15 @@ from typing import Final
 import torch
 
 from data_plane.execution.executor import Executor
+from data_plane.execution.layers import layer_index
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
+from data_plane.server.calls import refuse_fields
 from data_plane.server.local.region import Region, overlap
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import LATENT
 from kvplane.slices import Slices
 from kvplane.transport.local import packets
 from kvplane.wire.twin import whole
@@ -39,13 +42,13 @@ class _Belongs:
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """A parsed LayerInput and its prepared response, without the receipt and without an output that
-    has no range in the region. It may be of any plan and pass.
+    """A parsed RunLayerRequest and its prepared response, without the receipt and without an output
+    that has no range in the region. It may be of any plan and pass.
     """
 
     index: int
     query: torch.Tensor | None
-    key: torch.Tensor
+    key: torch.Tensor | None
     value: torch.Tensor | None
     options: AttentionOptions
     output: torch.Tensor | None
@@ -54,7 +57,7 @@ class Layer:
     """``output`` if it is on the kernels' device, where they write it; otherwise None."""
     is_in_place: bool
     """Whether kernels access a region, which the client reuses once it has the answer."""
-    answer: pb.LayerOutput
+    answer: pb.RunLayerResponse
     packet: bytes = b""
     """The answer, as a packet."""
     request: bytes = b""
@@ -72,12 +75,12 @@ def _share_nothing(request: local_pb2.ShareDeviceMemory) -> pb.ExecuteResponse:
 
 # Stands for a layer that is not kept.
 _OVER_GRPC: Final = Layer(
-    -1, None, torch.empty(0), None, AttentionOptions(), None, None, False, pb.LayerOutput()
+    -1, None, torch.empty(0), None, AttentionOptions(), None, None, False, pb.RunLayerResponse()
 )
 
 
 class ExecuteStream:
-    """State of one Execute stream. Used on the worker thread."""
+    """State of one Execute stream, or of one unary call. Used on the worker thread."""
 
     def __init__(self, executor: Executor, tenant: str | None) -> None:
         """``tenant``: the caller's; None where callers have no identity."""
@@ -137,11 +140,13 @@ class ExecuteStream:
         if kind == "open":
             return self._open(request.open)
         if kind == "plan":
-            return self._start(request)
+            return pb.ExecuteResponse(started=self._start_on_stream(request.plan))
         if kind == "layer":
             layer = self._read(request.layer)
             output, receipt = yield from self._run(layer, _belongs(request.layer))
-            return _response(layer, output, receipt)
+            response = pb.ExecuteResponse(output=layer.answer)
+            _complete(response.output, output, receipt)
+            return response
         raise InvalidRequestError(
             "must be open, plan or layer: other messages are unknown to this data plane, or not "
             "served here",
@@ -170,36 +175,67 @@ class ExecuteStream:
         output, receipt = yield from self._run(layer, belongs)
         if receipt is None:
             return layer.packet
-        return _response(layer, output, receipt).SerializeToString()
+        response = pb.ExecuteResponse(output=layer.answer)
+        _complete(response.output, output, receipt)
+        return response.SerializeToString()
+
+    def start_alone(self, request: pb.StartPlanRequest, *, swaps: bool) -> pb.StartPlanResponse:
+        """Answer a unary call, which brings its grant. ``swaps``: as of ``Executor.start``. Raises
+        KvplaneError.
+        """
+        self._open_session(request.grant)
+        return self._start(request.plan, _pass_of(request), swaps=swaps)
+
+    def layer_alone(self, request: pb.RunLayerRequest) -> Slices[pb.RunLayerResponse]:
+        """Answer a unary call, which brings its grant and its plan. Raises KvplaneError."""
+        layer = self._parse(request, "", is_local=False)
+        self._open_session(request.grant)
+        started = self._start(request.plan, None)
+        belongs = _belongs(request)
+        if not request.plan_number:
+            belongs = _Belongs(started.plan_number, belongs.pass_index)
+        output, receipt = yield from self._run(layer, belongs, "")
+        _complete(layer.answer, output, receipt)
+        return layer.answer
 
     def _open(self, request: pb.OpenExecution) -> pb.ExecuteResponse:
-        session_id = self._executor.open(request.grant, tenant=self._tenant)
-        self.session_id, self._begun = session_id, None
-        self._ran = []
+        self._open_session(request.grant)
         opened = pb.ExecutionOpened(layers=self._executor.layers)
         return pb.ExecuteResponse(opened=opened)
 
-    def _start(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:
+    def _open_session(self, grant: tpb.SignedPayload) -> None:
+        session_id = self._executor.open(grant, tenant=self._tenant)
+        self.session_id, self._begun = session_id, None
+        self._ran = []
+
+    def _start_on_stream(self, request: pb.StartPlanRequest) -> pb.StartPlanResponse:
         self._begun = None
         if not self.session_id:
             raise InvalidRequestError(
                 "the stream is not open: send an open message first", field="open"
             )
-        started = self._executor.start(self.session_id, request.plan)
+        refuse_fields(request, ["grant"], "the stream was opened with a grant", "plan.")
+        return self._start(request.plan, _pass_of(request))
+
+    def _start(
+        self, plan: tpb.SignedPayload, of_pass: int | None, *, swaps: bool | None = None
+    ) -> pb.StartPlanResponse:
+        """Start a plan and begin a pass of it; None begins none."""
+        started = self._executor.start(self.session_id, plan, swaps=swaps)
         num_tokens, pass_index = started.num_tokens, started.pass_index
-        if request.HasField("pass_index"):
-            pass_index, number = request.pass_index, started.number
+        if of_pass is not None:
+            pass_index, number = of_pass, started.number
             num_tokens = self._executor.begin_pass(self.session_id, pass_index, plan_number=number)
         self._begun = _Belongs(started.number, pass_index)
         self._tail = packets.tail_of(started.number, pass_index)
         self._note_plan()
-        return pb.ExecuteResponse(
-            started=pb.PlanStarted(
-                plan_number=started.number,
-                num_tokens=num_tokens,
-                finished=started.had_run,
-                receipt=started.receipt,
-            )
+        return pb.StartPlanResponse(
+            plan_number=started.number,
+            num_tokens=num_tokens,
+            finished=started.had_run,
+            receipt=started.receipt,
+            num_copied_blocks=started.num_copied_blocks,
+            num_swapped_blocks=started.num_swapped_blocks,
         )
 
     def _note_plan(self) -> None:
@@ -208,35 +244,35 @@ class ExecuteStream:
         if [layer.index for layer in ran] == [*self._executor.layers] and ran != [*self.usual]:
             self.usual = tuple(ran)
 
-    def _read(self, request: pb.LayerInput, *, is_local: bool = False) -> Layer:
-        """Parse a message. ``is_local``: its tensors and output have to be in regions."""
+    def _read(self, request: pb.RunLayerRequest, *, is_local: bool = False) -> Layer:
+        """Parse a message of the stream. ``is_local``: its tensors and output have to be in
+        regions.
+        """
         if self._begun is None:
             raise InvalidRequestError(
                 "no plan was started on this stream: send a plan before its layers", field="layer"
             )
-        query = None
-        if request.HasField("query"):
-            query = self._tensor(request.query, "layer.query", is_local)
-        key = self._tensor(request.key, "layer.key", is_local)
-        value = None
-        if request.HasField("value"):
-            value = self._tensor(request.value, "layer.value", is_local)
-        options = AttentionOptions.from_proto(request.options, field="layer.options")
-        layer = pb.LayerOutput(layer=request.layer)
+        why = "a layer of the stream names its plan by plan_number"
+        refuse_fields(request, ["grant", "plan"], why, "layer.")
+        return self._parse(request, "layer.", is_local=is_local)
+
+    def _parse(self, request: pb.RunLayerRequest, prefix: str, *, is_local: bool) -> Layer:
+        """Parse a layer. ``prefix``: of the fields in errors."""
+        query, key, value = (
+            self._tensor(getattr(request, name), f"{prefix}{name}", is_local)
+            if request.HasField(name)
+            else None
+            for name in ("query", "key", "value")
+        )
+        options = AttentionOptions.from_proto(request.options, field=f"{prefix}options")
+        layer = pb.RunLayerResponse(layer=request.layer)
         output = out = None
         if query is not None and (is_local or request.HasField("output")):
-            if value is None:
-                raise InvalidRequestError(
-                    "must be given: latents are answered with data, not in a range",
-                    field="layer.value",
-                )
-            if not query.dim() == value.dim() == 3:
-                raise InvalidRequestError("must have three dimensions", field="layer.query")
-            shape = (*query.shape[:2], value.shape[2])
-            region = self._shared(request.output, "layer.output")
-            output = region.view(request.output, query.dtype, shape, "layer.output")
+            shape = self._output_shape(request.layer, query, key, value, prefix)
+            region = self._shared(request.output, f"{prefix}output")
+            output = region.view(request.output, query.dtype, shape, f"{prefix}output")
             if region.is_on_device:
-                _refuse_overlap(output, (query, key, value))
+                _refuse_overlap(output, (query, key, value), f"{prefix}output")
                 out = output
             there = tpb.Tensor(dtype=request.query.dtype, shape=shape, memory=request.output)
             layer.output.CopyFrom(there)
@@ -245,8 +281,31 @@ class ExecuteStream:
         is_in_place = any(region is not None and region.is_on_device for region in regions)
         return Layer(request.layer, query, key, value, options, output, out, is_in_place, layer)
 
+    def _output_shape(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        prefix: str,
+    ) -> tuple[int, ...]:
+        """Return the shape of an output that has a range in a region."""
+        if query.dim() != 3 or (value is not None and value.dim() != 3):
+            raise InvalidRequestError("must have three dimensions", field=f"{prefix}query")
+        if value is not None:
+            return (*query.shape[:2], value.shape[2])
+        executor = self._executor
+        index = layer_index(executor.layers, layer, prefix)
+        group = executor.layout.groups[executor.pools.group_of_layer(index)]
+        if key is not None or group.cache_kind == LATENT:
+            raise InvalidRequestError(
+                "must be given: latents are answered with data, not in a range",
+                field=f"{prefix}value",
+            )
+        return (*query.shape[:2], group.value_size)
+
     def _run(
-        self, layer: Layer, belongs: _Belongs
+        self, layer: Layer, belongs: _Belongs, prefix: str = "layer."
     ) -> Slices[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """Return the output, None where it is in a region, and the receipt."""
         executor, session_id = self._executor, self.session_id
@@ -254,7 +313,7 @@ class ExecuteStream:
         if executor.device.type != "cpu":
             with device_errors():
                 query = None if query is None else _on(query, executor.device)
-                key = _on(key, executor.device)
+                key = None if key is None else _on(key, executor.device)
                 value = None if value is None else _on(value, executor.device)
         output = yield from executor.layer_slices(
             session_id,
@@ -263,7 +322,7 @@ class ExecuteStream:
             layer.options,
             belongs.plan_number,
             belongs.pass_index,
-            "layer.",
+            prefix,
             SLICE_S,
             layer.out,
         )
@@ -301,26 +360,31 @@ class ExecuteStream:
         return region
 
 
-def _belongs(layer: pb.LayerInput) -> _Belongs:
-    return _Belongs(layer.plan_number, layer.pass_index if layer.HasField("pass_index") else None)
+def _belongs(layer: pb.RunLayerRequest) -> _Belongs:
+    return _Belongs(layer.plan_number, _pass_of(layer))
 
 
-def _refuse_overlap(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    if any(overlap(output, tensor) for tensor in tensors):
-        raise InvalidRequestError(
-            "on a GPU must be apart from query, key and value", field="layer.output"
-        )
+def _pass_of(request: pb.StartPlanRequest | pb.RunLayerRequest) -> int | None:
+    return request.pass_index if request.HasField("pass_index") else None
 
 
-def _response(
-    layer: Layer, output: torch.Tensor | None, receipt: tpb.SignedPayload | None
-) -> pb.ExecuteResponse:
-    response = pb.ExecuteResponse(output=layer.answer)
+def _refuse_overlap(
+    output: torch.Tensor, tensors: Sequence[torch.Tensor | None], field: str
+) -> None:
+    if any(overlap(output, tensor) for tensor in tensors if tensor is not None):
+        raise InvalidRequestError("on a GPU must be apart from query, key and value", field=field)
+
+
+def _complete(
+    answer: pb.RunLayerResponse,
+    output: torch.Tensor | None,
+    receipt: tpb.SignedPayload | None,
+) -> None:
+    """Add to a layer's answer what it has not yet."""
     if output is not None:
-        response.output.output.CopyFrom(tensor_to_message(output))
+        answer.output.CopyFrom(tensor_to_message(output))
     if receipt is not None:
-        response.output.receipt.CopyFrom(receipt)
-    return response
+        answer.receipt.CopyFrom(receipt)
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The file tier: blocks in files below the memory tiers, of one shard.
 
-    FindFileBlocks ──► how many leading blocks of a prompt have files
+    LoadFileBlocks without a plan ──► how many leading blocks of a prompt have files
     LoadFileBlocks ──► plan started ──► files read and checked ──► written as commands ──► receipt
 
 A load fills the blocks that a plan allocated, as pushes do. They are published by the plan's

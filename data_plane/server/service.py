@@ -9,25 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import grpc.aio
 
 from data_plane.execution.executor import Executor
-from data_plane.server.calls import Calls
-from data_plane.server.execute_stream import SLICE_S, ExecuteStream
+from data_plane.server.calls import Calls, refuse_fields
+from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.local.endpoint import LocalEndpoint
-from data_plane.server.tensor_codec import tensor_to_message
-from kvplane.attention_options import AttentionOptions
-from kvplane.errors import (
-    KvplaneError,
-    PlaneUnavailableError,
-)
+from kvplane.errors import InvalidRequestError, KvplaneError, PlaneUnavailableError
 from kvplane.serving.callers.identity import payer
 from kvplane.serving.observability.metrics import Counts
 from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
-from kvplane.slices import Slices
 from kvplane.v1 import execution_pb2 as contract
 from kvplane.wire.error_codec import to_wire
 from kvplane.wire.v1 import execution_pb2 as pb
@@ -35,11 +29,6 @@ from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
 
 EXECUTIONS: Final = contract.DESCRIPTOR.services_by_name["ExecutionService"]
 _LOGGER: Final = logging.getLogger(__name__)
-# Upper bounds on a response's size without its tensor: in all, and for each block.
-_OVERHEAD_BYTES: Final = 1024
-_BLOCK_REF_BYTES: Final = 12
-
-T = TypeVar("T")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -95,69 +84,42 @@ class ExecutionService(execution_pb2_grpc.ExecutionServiceServicer):
                 self._local.withdraw(stream)
 
     async def ReshapeAndCache(
-        self, request: pb.ReshapeAndCacheRequest, context: _Context
-    ) -> pb.ReshapeAndCacheResponse:
-        tenant = self._calls.tenant()
-
-        def command() -> pb.ReshapeAndCacheResponse:
-            key = self._calls.tensor(request.key, "key")
-            value = (
-                self._calls.tensor(request.value, "value") if request.HasField("value") else None
-            )
-            session_id, number = self._calls.start(request, tenant)
-            receipt = self._executor.write_layer(
-                session_id, request.layer, key, value, plan_number=number, pass_index=None
-            )
-            return pb.ReshapeAndCacheResponse(receipt=receipt)
-
-        return await self._calls.run(command)
+        self, request: pb.RunLayerRequest, context: _Context
+    ) -> pb.RunLayerResponse:
+        fields = ("query", "options", "output")
+        refuse_fields(request, fields, "this call only writes: PagedAttention attends")
+        return await self._run_layer(request, "key")
 
     async def PagedAttention(
-        self, request: pb.PagedAttentionRequest, context: _Context
-    ) -> pb.PagedAttentionResponse:
-        tenant = self._calls.tenant()
-
-        def command() -> Slices[pb.PagedAttentionResponse]:
-            query = self._calls.tensor(request.query, "query")
-            options = AttentionOptions.from_proto(request.options, field="options")
-            session_id, number = self._calls.start(request, tenant)
-            output = yield from self._executor.attend(
-                session_id,
-                request.layer,
-                query,
-                options=options,
-                plan_number=number,
-                pass_index=None,
-                slice_s=SLICE_S,
-            )
-            return pb.PagedAttentionResponse(output=tensor_to_message(output))
-
-        return await self._calls.run_slices(command)
+        self, request: pb.RunLayerRequest, context: _Context
+    ) -> pb.RunLayerResponse:
+        refuse_fields(request, ("key", "value"), "this call only attends: ReshapeAndCache writes")
+        return await self._run_layer(request, "query")
 
     async def CopyBlocks(
-        self, request: pb.CopyBlocksRequest, context: _Context
-    ) -> pb.CopyBlocksResponse:
-        num_blocks, receipt = await self._transfers(request, swaps=False)
-        return pb.CopyBlocksResponse(num_blocks=num_blocks, receipt=receipt)
+        self, request: pb.StartPlanRequest, context: _Context
+    ) -> pb.StartPlanResponse:
+        return await self._start_plan(request, swaps=False)
 
     async def SwapBlocks(
-        self, request: pb.SwapBlocksRequest, context: _Context
-    ) -> pb.SwapBlocksResponse:
-        num_blocks, receipt = await self._transfers(request, swaps=True)
-        return pb.SwapBlocksResponse(num_blocks=num_blocks, receipt=receipt)
+        self, request: pb.StartPlanRequest, context: _Context
+    ) -> pb.StartPlanResponse:
+        return await self._start_plan(request, swaps=True)
 
     def _offer(
         self, stream: ExecuteStream, host_id: str, admit: Callable[[], None]
     ) -> local_pb2.LocalOffer | None:
         return None if self._local is None else self._local.offer(stream, host_id, admit, payer())
 
-    async def _transfers(
-        self, request: pb.CopyBlocksRequest | pb.SwapBlocksRequest, *, swaps: bool
-    ) -> tuple[int, Any]:
-        tenant = self._calls.tenant()
+    async def _run_layer(self, request: pb.RunLayerRequest, wanted: str) -> pb.RunLayerResponse:
+        """Answer a unary call, whose request must have the tensor ``wanted``."""
+        if not request.HasField(wanted):
+            raise InvalidRequestError("must be given", field=wanted)
+        stream = ExecuteStream(self._executor, self._calls.tenant())
+        return await self._calls.run_slices(partial(stream.layer_alone, request))
 
-        def command() -> tuple[int, Any]:
-            session_id = self._executor.open(request.grant, tenant=tenant)
-            return self._executor.start_transfers(session_id, request.plan, swaps=swaps)
-
-        return await self._calls.run(command)
+    async def _start_plan(
+        self, request: pb.StartPlanRequest, *, swaps: bool
+    ) -> pb.StartPlanResponse:
+        stream = ExecuteStream(self._executor, self._calls.tenant())
+        return await self._calls.run(partial(stream.start_alone, request, swaps=swaps))

@@ -29,7 +29,7 @@ from kvplane.transformers.models.packed import packed_logits
 from kvplane.wire.error_messages import from_wire, to_wire
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from kvplane.wire.v1.execution_pb2 import ExecuteResponse, LayerOutput, PlanStarted
+from kvplane.wire.v1.execution_pb2 import ExecuteResponse, RunLayerResponse, StartPlanResponse
 
 from ..config import EngineConfig
 from ..models import loader
@@ -102,7 +102,7 @@ class DeferredErrorStep:
         """Return the receipt of this rank."""
         if self._error is not None:
             raise self._error
-        return ExecuteResponse(output=LayerOutput(receipt=self._backend.finish()[0]))
+        return ExecuteResponse(output=RunLayerResponse(receipt=self._backend.finish()[0]))
 
 
 def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> list[ExecuteResponse]:
@@ -129,7 +129,8 @@ def start(backend: DataBackend, plan: tpb.SignedPayload) -> ExecuteResponse:
     """Start a plan on this rank; return how many tokens it computes, or its receipt."""
     started = backend.start(plan)
     receipt = started.receipts[0] if started.receipts else None
-    return ExecuteResponse(started=PlanStarted(num_tokens=started.num_tokens, receipt=receipt))
+    response = StartPlanResponse(num_tokens=started.num_tokens, receipt=receipt)
+    return ExecuteResponse(started=response)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,12 @@ func main() {
 	}
 	open := &pb.OpenExecution{Grant: opened.Grant}
 	layers := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Open{Open: open}}).GetOpened().Layers
-	plan := &pb.ExecuteRequest_Plan{Plan: planned.Plan}
+	plan := &pb.ExecuteRequest_Plan{Plan: &pb.StartPlanRequest{Plan: planned.Plan}}
 	started := ask(&pb.ExecuteRequest{Message: plan}).GetStarted()
 	qkv := zeros(started.NumTokens, pool.Layout.Groups[0])
 	var receipt *pb.SignedPayload // comes with the last layer
 	for _, layer := range layers {
-		input := &pb.LayerInput{Layer: layer, PlanNumber: started.PlanNumber, Query: qkv, Key: qkv, Value: qkv}
+		input := &pb.RunLayerRequest{Layer: layer, PlanNumber: started.PlanNumber, Query: qkv, Key: qkv, Value: qkv}
 		output := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Layer{Layer: input}}).GetOutput()
 		fmt.Printf("layer %d: attention %v\n", layer, output.Output.Shape)
 		receipt = output.Receipt
@@ -74,8 +74,8 @@ func receive(stream pb.ExecutionService_ExecuteClient) *pb.ExecuteResponse {
 	return answer
 }
 
-func zeros(numTokens int64, group *pb.LayerGroup) *pb.Tensor {
-	shape := []int64{numTokens, int64(group.NumKvHeads), int64(group.HeadSize)}
+func zeros(numTokens int32, group *pb.LayerGroup) *pb.Tensor {
+	shape := []int64{int64(numTokens), int64(group.NumKvHeads), int64(group.HeadSize)}
 	return &pb.Tensor{Dtype: pb.ElementType_ELEMENT_TYPE_FLOAT32, Shape: shape,
 		Storage: &pb.Tensor_Data{Data: make([]byte, 4*shape[0]*shape[1]*shape[2])}}
 }

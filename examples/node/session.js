@@ -13,7 +13,7 @@ const { plan } = await control.call("Step", { session, number: 1, operations: [{
 const data = await connect("ExecutionService", shards[0].address, source);
 const execution = data.stream("Execute");
 const { layers } = (await execution.ask({ open: { grant } })).opened;
-const { plan_number, num_tokens } = (await execution.ask({ plan })).started;
+const { plan_number, num_tokens } = (await execution.ask({ plan: { plan } })).started;
 const [{ num_kv_heads, head_size }] = layout.groups;
 const qkv = zeros(num_tokens, num_kv_heads, head_size);
 let receipt; // comes with the last layer

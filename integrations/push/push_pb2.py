@@ -22,13 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from kvplane.v1 import execution_pb2 as kvplane_dot_v1_dot_execution__pb2
-from kvplane.wire.v1 import execution_pb2 as kvplane_dot_wire_dot_v1_dot_execution__pb2
 from kvplane.v1 import types_pb2 as kvplane_dot_v1_dot_types__pb2
 from kvplane.wire.v1 import types_pb2 as kvplane_dot_wire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cintegrations/push/push.proto\x12\x0fkvplane.push.v1\x1a\x1akvplane/v1/execution.proto\x1a\x1fkvplane/wire/v1/execution.proto\x1a\x16kvplane/v1/types.proto\x1a\x1bkvplane/wire/v1/types.proto\"\x88\x01\n\x14ReceiveBlocksRequest\x12-\n\x05grant\x18\x01 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\x12,\n\x04plan\x18\x02 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\x12\x13\n\x0bsequence_id\x18\x03 \x01(\x03\"u\n\x15ReceiveBlocksResponse\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x1b.kvplane.push.v1.PushTicket\x12/\n\x07receipt\x18\x02 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\"V\n\nPushTicket\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\x03\x12\x12\n\nnum_blocks\x18\x04 \x01(\x03\"\x84\x01\n\x11SendBlocksRequest\x12-\n\x05grant\x18\x01 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12+\n\x06ticket\x18\x03 \x01(\x0b\x32\x1b.kvplane.push.v1.PushTicket\"X\n\x12SendBlocksResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\x12/\n\x07receipt\x18\x02 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\"w\n\x11PushBlocksRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.kvplane.push.v1.OpenPushH\x00\x12,\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.kvplane.push.v1.BlockChunkH\x00\x42\t\n\x07message\"o\n\x08OpenPush\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12,\n\x06source\x18\x02 \x01(\x0b\x32\x1c.kvplane.wire.v1.BlockSource\x12%\n\x05shard\x18\x03 \x01(\x0b\x32\x16.kvplane.wire.v1.Shard\"\x8d\x01\n\nBlockChunk\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\x05\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x03\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\"X\n\x12PushBlocksResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\x12/\n\x07receipt\x18\x02 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload2\xcd\x01\n\x0bPushService\x12^\n\rReceiveBlocks\x12%.kvplane.push.v1.ReceiveBlocksRequest\x1a&.kvplane.push.v1.ReceiveBlocksResponse\x12U\n\nSendBlocks\x12\".kvplane.push.v1.SendBlocksRequest\x1a#.kvplane.push.v1.SendBlocksResponse\x1a\x07\xc2\xd7\x18\x03\n\x01\x01\x32t\n\x10\x42lockPushService\x12W\n\nPushBlocks\x12\".kvplane.push.v1.PushBlocksRequest\x1a#.kvplane.push.v1.PushBlocksResponse(\x01\x1a\x07\xc2\xd7\x18\x03\n\x01\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cintegrations/push/push.proto\x12\x0fkvplane.push.v1\x1a\x16kvplane/v1/types.proto\x1a\x1bkvplane/wire/v1/types.proto\"\x88\x01\n\x14ReceiveBlocksRequest\x12-\n\x05grant\x18\x01 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\x12,\n\x04plan\x18\x02 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\x12\x13\n\x0bsequence_id\x18\x03 \x01(\x03\"u\n\x15ReceiveBlocksResponse\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x1b.kvplane.push.v1.PushTicket\x12/\n\x07receipt\x18\x02 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\"V\n\nPushTicket\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\x03\x12\x12\n\nnum_blocks\x18\x04 \x01(\x03\"\x84\x01\n\x11SendBlocksRequest\x12-\n\x05grant\x18\x01 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12+\n\x06ticket\x18\x03 \x01(\x0b\x32\x1b.kvplane.push.v1.PushTicket\"X\n\x12SendBlocksResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\x12/\n\x07receipt\x18\x02 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload\"w\n\x11PushBlocksRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.kvplane.push.v1.OpenPushH\x00\x12,\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.kvplane.push.v1.BlockChunkH\x00\x42\t\n\x07message\"]\n\x08OpenPush\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x02 \x01(\x0c\x12%\n\x05shard\x18\x03 \x01(\x0b\x32\x16.kvplane.wire.v1.Shard\"\x8d\x01\n\nBlockChunk\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\x05\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x03\x12\x12\n\nnum_blocks\x18\x05 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\"X\n\x12PushBlocksResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\x12/\n\x07receipt\x18\x02 \x01(\x0b\x32\x1e.kvplane.wire.v1.SignedPayload2\xcd\x01\n\x0bPushService\x12^\n\rReceiveBlocks\x12%.kvplane.push.v1.ReceiveBlocksRequest\x1a&.kvplane.push.v1.ReceiveBlocksResponse\x12U\n\nSendBlocks\x12\".kvplane.push.v1.SendBlocksRequest\x1a#.kvplane.push.v1.SendBlocksResponse\x1a\x07\xc2\xd7\x18\x03\n\x01\x01\x32t\n\x10\x42lockPushService\x12W\n\nPushBlocks\x12\".kvplane.push.v1.PushBlocksRequest\x1a#.kvplane.push.v1.PushBlocksResponse(\x01\x1a\x07\xc2\xd7\x18\x03\n\x01\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,26 +37,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHSERVICE']._serialized_options = b'\302\327\030\003\n\001\001'
   _globals['_BLOCKPUSHSERVICE']._loaded_options = None
   _globals['_BLOCKPUSHSERVICE']._serialized_options = b'\302\327\030\003\n\001\004'
-  _globals['_RECEIVEBLOCKSREQUEST']._serialized_start=164
-  _globals['_RECEIVEBLOCKSREQUEST']._serialized_end=300
-  _globals['_RECEIVEBLOCKSRESPONSE']._serialized_start=302
-  _globals['_RECEIVEBLOCKSRESPONSE']._serialized_end=419
-  _globals['_PUSHTICKET']._serialized_start=421
-  _globals['_PUSHTICKET']._serialized_end=507
-  _globals['_SENDBLOCKSREQUEST']._serialized_start=510
-  _globals['_SENDBLOCKSREQUEST']._serialized_end=642
-  _globals['_SENDBLOCKSRESPONSE']._serialized_start=644
-  _globals['_SENDBLOCKSRESPONSE']._serialized_end=732
-  _globals['_PUSHBLOCKSREQUEST']._serialized_start=734
-  _globals['_PUSHBLOCKSREQUEST']._serialized_end=853
-  _globals['_OPENPUSH']._serialized_start=855
-  _globals['_OPENPUSH']._serialized_end=966
-  _globals['_BLOCKCHUNK']._serialized_start=969
-  _globals['_BLOCKCHUNK']._serialized_end=1110
-  _globals['_PUSHBLOCKSRESPONSE']._serialized_start=1112
-  _globals['_PUSHBLOCKSRESPONSE']._serialized_end=1200
-  _globals['_PUSHSERVICE']._serialized_start=1203
-  _globals['_PUSHSERVICE']._serialized_end=1408
-  _globals['_BLOCKPUSHSERVICE']._serialized_start=1410
-  _globals['_BLOCKPUSHSERVICE']._serialized_end=1526
+  _globals['_RECEIVEBLOCKSREQUEST']._serialized_start=103
+  _globals['_RECEIVEBLOCKSREQUEST']._serialized_end=239
+  _globals['_RECEIVEBLOCKSRESPONSE']._serialized_start=241
+  _globals['_RECEIVEBLOCKSRESPONSE']._serialized_end=358
+  _globals['_PUSHTICKET']._serialized_start=360
+  _globals['_PUSHTICKET']._serialized_end=446
+  _globals['_SENDBLOCKSREQUEST']._serialized_start=449
+  _globals['_SENDBLOCKSREQUEST']._serialized_end=581
+  _globals['_SENDBLOCKSRESPONSE']._serialized_start=583
+  _globals['_SENDBLOCKSRESPONSE']._serialized_end=671
+  _globals['_PUSHBLOCKSREQUEST']._serialized_start=673
+  _globals['_PUSHBLOCKSREQUEST']._serialized_end=792
+  _globals['_OPENPUSH']._serialized_start=794
+  _globals['_OPENPUSH']._serialized_end=887
+  _globals['_BLOCKCHUNK']._serialized_start=890
+  _globals['_BLOCKCHUNK']._serialized_end=1031
+  _globals['_PUSHBLOCKSRESPONSE']._serialized_start=1033
+  _globals['_PUSHBLOCKSRESPONSE']._serialized_end=1121
+  _globals['_PUSHSERVICE']._serialized_start=1124
+  _globals['_PUSHSERVICE']._serialized_end=1329
+  _globals['_BLOCKPUSHSERVICE']._serialized_start=1331
+  _globals['_BLOCKPUSHSERVICE']._serialized_end=1447
 # @@protoc_insertion_point(module_scope)

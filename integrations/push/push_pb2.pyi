@@ -1,5 +1,3 @@
-from kvplane.v1 import execution_pb2 as _execution_pb2
-from kvplane.wire.v1 import execution_pb2 as _execution_pb2_1
 from kvplane.v1 import types_pb2 as _types_pb2
 from kvplane.wire.v1 import types_pb2 as _types_pb2_1
 from google.protobuf import descriptor as _descriptor
@@ -66,14 +64,14 @@ class PushBlocksRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenPush, _Mapping]] = ..., chunk: _Optional[_Union[BlockChunk, _Mapping]] = ...) -> None: ...
 
 class OpenPush(_message.Message):
-    __slots__ = ("secret", "source", "shard")
+    __slots__ = ("secret", "layout_fingerprint", "shard")
     SECRET_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     secret: bytes
-    source: _execution_pb2_1.BlockSource
+    layout_fingerprint: bytes
     shard: _types_pb2_1.Shard
-    def __init__(self, secret: _Optional[bytes] = ..., source: _Optional[_Union[_execution_pb2_1.BlockSource, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2_1.Shard, _Mapping]] = ...) -> None: ...
+    def __init__(self, secret: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., shard: _Optional[_Union[_types_pb2_1.Shard, _Mapping]] = ...) -> None: ...
 
 class BlockChunk(_message.Message):
     __slots__ = ("group", "first_layer", "num_layers", "first_block", "num_blocks", "data", "checksum")

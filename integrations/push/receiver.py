@@ -186,11 +186,10 @@ class BlockReceiver:
             yield ticket
 
     def _check_source(self, opening: push_pb2.OpenPush) -> None:
-        if opening.source.layout_fingerprint != self._outside.layout.fingerprint:
+        if opening.layout_fingerprint != self._outside.layout.fingerprint:
             raise LayoutMismatchError(
-                f"the blocks come from pool {opening.source.pool_id!r}, whose layout differs from "
-                "this pool's",
-                field="open.source.layout_fingerprint",
+                "the blocks come from a pool whose layout differs from this pool's",
+                field="open.layout_fingerprint",
             )
         if Shard.from_proto(opening.shard).part != self._outside.shard.part:
             raise LayoutMismatchError(

@@ -88,7 +88,9 @@ class BlockSender:
         # What cannot be read at all is refused before the ticket is used.
         await asyncio.wrap_future(reading.begin())
         opening = push_pb2.OpenPush(
-            secret=ticket.secret, source=outside.source, shard=outside.shard.to_proto()
+            secret=ticket.secret,
+            layout_fingerprint=outside.layout.fingerprint,
+            shard=outside.shard.to_proto(),
         )
         push = self._transport.push(ticket, opening, reading.blocks())
         reading.when_failed = push.cancel

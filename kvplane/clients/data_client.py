@@ -9,9 +9,11 @@ from kvplane import ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.execution import Execution
 from kvplane.clients.server_info import get_server_info
+from kvplane.errors import InvalidRequestError
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import TlsOptions
+from kvplane.wire import columns
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
@@ -76,18 +78,18 @@ class DataClient:
         value: Tensor | None,
         *,
         timeout_s: float | None = None,
-    ) -> pb.ReshapeAndCacheResponse:
+    ) -> pb.RunLayerResponse:
         """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]; values may have
         a size of their own, and there are none where the layer keeps latents.
         """
-        request = pb.ReshapeAndCacheRequest(
+        request = pb.RunLayerRequest(
             grant=grant,
             plan=plan,
             layer=layer,
             key=key.to_proto(),
             value=None if value is None else value.to_proto(),
         )
-        response: pb.ReshapeAndCacheResponse = await self._connection.call(
+        response: pb.RunLayerResponse = await self._connection.call(
             self._stub.ReshapeAndCache, request, timeout_s
         )
         return response
@@ -101,38 +103,38 @@ class DataClient:
         *,
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
-    ) -> pb.PagedAttentionResponse:
+    ) -> pb.RunLayerResponse:
         """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written.
         Returns [num_tokens, num_heads, value_head_size].
         """
-        request = pb.PagedAttentionRequest(
+        request = pb.RunLayerRequest(
             grant=grant,
             plan=plan,
             layer=layer,
             query=query.to_proto(),
             options=options.to_proto(),
         )
-        response: pb.PagedAttentionResponse = await self._connection.call(
+        response: pb.RunLayerResponse = await self._connection.call(
             self._stub.PagedAttention, request, timeout_s
         )
         return response
 
     async def copy_blocks(
         self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
-    ) -> pb.CopyBlocksResponse:
+    ) -> pb.StartPlanResponse:
         """Start a plan whose transfers are all copies inside the device tier."""
-        request = pb.CopyBlocksRequest(grant=grant, plan=plan)
-        response: pb.CopyBlocksResponse = await self._connection.call(
+        request = pb.StartPlanRequest(grant=grant, plan=plan)
+        response: pb.StartPlanResponse = await self._connection.call(
             self._stub.CopyBlocks, request, timeout_s
         )
         return response
 
     async def swap_blocks(
         self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
-    ) -> pb.SwapBlocksResponse:
+    ) -> pb.StartPlanResponse:
         """Start a plan whose transfers are all swaps between the tiers."""
-        request = pb.SwapBlocksRequest(grant=grant, plan=plan)
-        response: pb.SwapBlocksResponse = await self._connection.call(
+        request = pb.StartPlanRequest(grant=grant, plan=plan)
+        response: pb.StartPlanResponse = await self._connection.call(
             self._stub.SwapBlocks, request, timeout_s
         )
         return response
@@ -158,8 +160,7 @@ class DataClient:
         request = pb.ReadBlocksRequest(
             grant=grant,
             sequence_id=sequence_id,
-            first_block=first_block,
-            num_blocks=num_blocks,
+            entries=_entries(first_block, num_blocks),
             group=group,
             first_layer=first_layer,
             num_layers=num_layers,
@@ -180,26 +181,27 @@ class DataClient:
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
-        source: pb.BlockSource | None = None,
+        layout_fingerprint: bytes = b"",
         timeout_s: float | None = None,
     ) -> pb.WriteBlocksResponse:
         """Write the slots of the plan's span for a sequence.
 
         ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype, or
         as ``read_blocks`` returned them. ``first_layer``, ``num_layers``: as of ``read_blocks``.
-        ``source``: as ``read_blocks`` returned it, None if unknown. Raises LayoutMismatchError when
-        its layout is another.
+        ``layout_fingerprint``: as ``read_blocks`` returned it, empty if unknown. Raises
+        LayoutMismatchError when it is not the pool's.
         """
+        num_blocks = blocks.shape[1] if len(blocks.shape) > 1 else 1
         request = pb.WriteBlocksRequest(
             grant=grant,
             plan=plan,
-            sequence_id=sequence_id,
-            first_block=first_block,
+            sequence_ids=columns.pack(columns.INT64, [sequence_id] * num_blocks),
+            entries=_entries(first_block, num_blocks),
             blocks=blocks.to_proto(),
             group=group,
             first_layer=first_layer,
             num_layers=num_layers,
-            source=source,
+            layout_fingerprint=layout_fingerprint,
         )
         response: pb.WriteBlocksResponse = await self._connection.call(
             self._blocks.WriteBlocks, request, timeout_s
@@ -210,9 +212,9 @@ class DataClient:
         self, grant: SignedPayload, tokens: ops.Tokens, *, timeout_s: float | None = None
     ) -> int:
         """Count the leading full blocks of a prompt that this shard has in files."""
-        request = pb.FindFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(tokens))
-        response: pb.FindFileBlocksResponse = await self._connection.call(
-            self._blocks.FindFileBlocks, request, timeout_s
+        request = pb.LoadFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(tokens))
+        response: pb.LoadFileBlocksResponse = await self._connection.call(
+            self._blocks.LoadFileBlocks, request, timeout_s
         )
         return response.num_blocks
 
@@ -241,3 +243,10 @@ class DataClient:
         for execution in self._executions:
             execution.leave()
         await self._connection.close()
+
+
+def _entries(first_block: int, num_blocks: int) -> bytes:
+    try:
+        return columns.pack(columns.INT32, range(first_block, first_block + num_blocks))
+    except OverflowError as error:
+        raise InvalidRequestError("must be an int32", field="entries") from error

@@ -140,7 +140,7 @@ class Execution:
         """Present a plan, which makes its table changes and transfers. Safe to repeat.
 
         ``pass_index``: computes the plan in passes, one token of each span in each: see
-        ``ExecuteRequest``. Raises InvalidRequestError for None, the plan of a step that changed
+        ``StartPlanRequest``. Raises InvalidRequestError for None, the plan of a step that changed
         nothing.
         """
         if plan is None:
@@ -148,7 +148,7 @@ class Execution:
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._forget_plan()
-            request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
+            request = _request(plan, pass_index)
             started = await _tried(deadline, lambda: self._start(request))
             self._plan, self.receipt = _presented(request, started.plan_number), started.receipt
             return started
@@ -204,7 +204,7 @@ class Execution:
     ) -> bool:
         """``begin`` in the calling thread. Returns False if that is not possible: use ``begin``."""
         self._forget_plan()
-        request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
+        request = _request(plan, pass_index)
         presented = _presented(request, _number_of(plan))
         local, packet = self._local_for(request)
         if local is None:
@@ -358,7 +358,7 @@ class Execution:
     async def _begin(self, plan: SignedPayload, num_tokens: int, pass_index: int | None) -> None:
         await self._open()
         if not self.begin_now(plan, num_tokens, pass_index):
-            request = pb.ExecuteRequest(plan=plan, pass_index=pass_index)
+            request = _request(plan, pass_index)
             presented = _presented(request, _number_of(plan))
             await self._stream.send(request)
             self._plan, self._begun = presented, _Begun(num_tokens, None)
@@ -381,7 +381,7 @@ class Execution:
     ) -> Tensor:
         """Send a layer over gRPC."""
         plan = self._started_plan()
-        request = pb.LayerInput(
+        request = pb.RunLayerRequest(
             layer=index,
             plan_number=plan.number,
             pass_index=plan.pass_index,
@@ -476,7 +476,7 @@ class Execution:
             self.leave()
             raise InternalError("a layer was answered as another one")
 
-    def _take_receipt(self, answer: pb.LayerOutput) -> None:
+    def _take_receipt(self, answer: pb.RunLayerResponse) -> None:
         if answer.HasField("receipt"):
             self.receipt = answer.receipt
 
@@ -511,8 +511,12 @@ def _expect(wanted: str, response: pb.ExecuteResponse) -> pb.ExecuteResponse:
     return response
 
 
+def _request(plan: SignedPayload, pass_index: int | None) -> pb.ExecuteRequest:
+    return pb.ExecuteRequest(plan=pb.StartPlanRequest(plan=plan, pass_index=pass_index))
+
+
 def _presented(request: pb.ExecuteRequest, number: int) -> _Presented:
-    pass_index = request.pass_index if request.HasField("pass_index") else None
+    pass_index = request.plan.pass_index if request.plan.HasField("pass_index") else None
     return _Presented(request, number, pass_index, packets.tail_of(number, pass_index))
 
 

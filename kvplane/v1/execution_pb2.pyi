@@ -9,34 +9,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("open", "plan", "layer", "join", "share", "pass_index")
+    __slots__ = ("open", "plan", "layer", "join", "share")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
-    PASS_INDEX_FIELD_NUMBER: _ClassVar[int]
     open: OpenExecution
-    plan: _types_pb2.SignedPayload
-    layer: LayerInput
+    plan: StartPlanRequest
+    layer: RunLayerRequest
     join: _local_pb2.JoinExecution
     share: _local_pb2.ShareDeviceMemory
-    pass_index: int
-    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[_local_pb2.JoinExecution, _Mapping]] = ..., share: _Optional[_Union[_local_pb2.ShareDeviceMemory, _Mapping]] = ..., pass_index: _Optional[int] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[StartPlanRequest, _Mapping]] = ..., layer: _Optional[_Union[RunLayerRequest, _Mapping]] = ..., join: _Optional[_Union[_local_pb2.JoinExecution, _Mapping]] = ..., share: _Optional[_Union[_local_pb2.ShareDeviceMemory, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("opened", "started", "output", "error", "joined")
+    __slots__ = ("opened", "started", "output", "joined", "error")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     opened: ExecutionOpened
-    started: PlanStarted
-    output: LayerOutput
-    error: _types_pb2.Error
+    started: StartPlanResponse
+    output: RunLayerResponse
     joined: _local_pb2.ExecutionJoined
-    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[PlanStarted, _Mapping]] = ..., output: _Optional[_Union[LayerOutput, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., joined: _Optional[_Union[_local_pb2.ExecutionJoined, _Mapping]] = ...) -> None: ...
+    error: _types_pb2.Error
+    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[StartPlanResponse, _Mapping]] = ..., output: _Optional[_Union[RunLayerResponse, _Mapping]] = ..., joined: _Optional[_Union[_local_pb2.ExecutionJoined, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class OpenExecution(_message.Message):
     __slots__ = ("grant", "host_id")
@@ -54,20 +52,36 @@ class ExecutionOpened(_message.Message):
     local: _local_pb2.LocalOffer
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., local: _Optional[_Union[_local_pb2.LocalOffer, _Mapping]] = ...) -> None: ...
 
-class PlanStarted(_message.Message):
-    __slots__ = ("plan_number", "num_tokens", "finished", "receipt")
+class StartPlanRequest(_message.Message):
+    __slots__ = ("grant", "plan", "pass_index")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PASS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    pass_index: int
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., pass_index: _Optional[int] = ...) -> None: ...
+
+class StartPlanResponse(_message.Message):
+    __slots__ = ("plan_number", "num_tokens", "finished", "receipt", "num_copied_blocks", "num_swapped_blocks")
     PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     plan_number: int
     num_tokens: int
     finished: bool
     receipt: _types_pb2.SignedPayload
-    def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: bool = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+    num_copied_blocks: int
+    num_swapped_blocks: int
+    def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: bool = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., num_copied_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ...) -> None: ...
 
-class LayerInput(_message.Message):
-    __slots__ = ("layer", "query", "key", "value", "options", "output", "plan_number", "pass_index")
+class RunLayerRequest(_message.Message):
+    __slots__ = ("grant", "plan", "layer", "query", "key", "value", "options", "output", "plan_number", "pass_index")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +90,8 @@ class LayerInput(_message.Message):
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
     PASS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
     layer: int
     query: _types_pb2.Tensor
     key: _types_pb2.Tensor
@@ -84,7 +100,17 @@ class LayerInput(_message.Message):
     output: _types_pb2.MemoryRange
     plan_number: int
     pass_index: int
-    def __init__(self, layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.MemoryRange, _Mapping]] = ..., plan_number: _Optional[int] = ..., pass_index: _Optional[int] = ...) -> None: ...
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.MemoryRange, _Mapping]] = ..., plan_number: _Optional[int] = ..., pass_index: _Optional[int] = ...) -> None: ...
+
+class RunLayerResponse(_message.Message):
+    __slots__ = ("layer", "output", "receipt")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    output: _types_pb2.Tensor
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, layer: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
     __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes", "logit_soft_cap", "sinks")
@@ -100,169 +126,71 @@ class AttentionOptions(_message.Message):
     sinks: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., logit_soft_cap: _Optional[float] = ..., sinks: _Optional[_Iterable[float]] = ...) -> None: ...
 
-class LayerOutput(_message.Message):
-    __slots__ = ("layer", "output", "receipt")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    RECEIPT_FIELD_NUMBER: _ClassVar[int]
-    layer: int
-    output: _types_pb2.Tensor
-    receipt: _types_pb2.SignedPayload
-    def __init__(self, layer: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
-
-class ReshapeAndCacheRequest(_message.Message):
-    __slots__ = ("grant", "plan", "layer", "key", "value")
-    GRANT_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    VALUE_FIELD_NUMBER: _ClassVar[int]
-    grant: _types_pb2.SignedPayload
-    plan: _types_pb2.SignedPayload
-    layer: int
-    key: _types_pb2.Tensor
-    value: _types_pb2.Tensor
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[int] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
-
-class ReshapeAndCacheResponse(_message.Message):
-    __slots__ = ("receipt",)
-    RECEIPT_FIELD_NUMBER: _ClassVar[int]
-    receipt: _types_pb2.SignedPayload
-    def __init__(self, receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
-
-class PagedAttentionRequest(_message.Message):
-    __slots__ = ("grant", "plan", "layer", "query", "options")
-    GRANT_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    QUERY_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    grant: _types_pb2.SignedPayload
-    plan: _types_pb2.SignedPayload
-    layer: int
-    query: _types_pb2.Tensor
-    options: AttentionOptions
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ...) -> None: ...
-
-class PagedAttentionResponse(_message.Message):
-    __slots__ = ("output",)
-    OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    output: _types_pb2.Tensor
-    def __init__(self, output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
-
-class CopyBlocksRequest(_message.Message):
-    __slots__ = ("grant", "plan")
-    GRANT_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
-    grant: _types_pb2.SignedPayload
-    plan: _types_pb2.SignedPayload
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
-
-class CopyBlocksResponse(_message.Message):
-    __slots__ = ("num_blocks", "receipt")
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    RECEIPT_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    receipt: _types_pb2.SignedPayload
-    def __init__(self, num_blocks: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
-
-class SwapBlocksRequest(_message.Message):
-    __slots__ = ("grant", "plan")
-    GRANT_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
-    grant: _types_pb2.SignedPayload
-    plan: _types_pb2.SignedPayload
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
-
-class SwapBlocksResponse(_message.Message):
-    __slots__ = ("num_blocks", "receipt")
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    RECEIPT_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    receipt: _types_pb2.SignedPayload
-    def __init__(self, num_blocks: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
-
 class ReadBlocksRequest(_message.Message):
-    __slots__ = ("grant", "sequence_id", "group", "first_block", "num_blocks", "first_layer", "num_layers")
+    __slots__ = ("grant", "sequence_id", "pin_grant", "group", "entries", "first_layer", "num_layers", "output", "keys")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PIN_GRANT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     grant: _types_pb2.SignedPayload
     sequence_id: int
+    pin_grant: _types_pb2.SignedPayload
     group: int
-    first_block: int
-    num_blocks: int
+    entries: _containers.RepeatedScalarFieldContainer[int]
     first_layer: int
     num_layers: int
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
+    output: _types_pb2.MemoryRange
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., pin_grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., group: _Optional[int] = ..., entries: _Optional[_Iterable[int]] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.MemoryRange, _Mapping]] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "table", "source")
+    __slots__ = ("blocks", "table", "num_bytes", "layout_fingerprint")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     blocks: _types_pb2.Tensor
     table: _types_pb2.Blocks
-    source: BlockSource
-    def __init__(self, blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., table: _Optional[_Union[_types_pb2.Blocks, _Mapping]] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
-
-class BlockSource(_message.Message):
-    __slots__ = ("pool_id", "shard_index", "epoch", "layout_fingerprint")
-    POOL_ID_FIELD_NUMBER: _ClassVar[int]
-    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    pool_id: str
-    shard_index: int
-    epoch: int
+    num_bytes: _containers.RepeatedScalarFieldContainer[int]
     layout_fingerprint: bytes
-    def __init__(self, pool_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., epoch: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., table: _Optional[_Union[_types_pb2.Blocks, _Mapping]] = ..., num_bytes: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class WriteBlocksRequest(_message.Message):
-    __slots__ = ("grant", "plan", "sequence_id", "group", "first_block", "first_layer", "num_layers", "blocks", "source")
+    __slots__ = ("grant", "plan", "group", "sequence_ids", "entries", "first_layer", "num_layers", "blocks", "num_bytes", "keys", "layout_fingerprint")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     grant: _types_pb2.SignedPayload
     plan: _types_pb2.SignedPayload
-    sequence_id: int
     group: int
-    first_block: int
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    entries: _containers.RepeatedScalarFieldContainer[int]
     first_layer: int
     num_layers: int
     blocks: _types_pb2.Tensor
-    source: BlockSource
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., first_block: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
+    num_bytes: _containers.RepeatedScalarFieldContainer[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    layout_fingerprint: bytes
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., group: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., num_bytes: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[bytes]] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class WriteBlocksResponse(_message.Message):
     __slots__ = ("receipt",)
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     receipt: _types_pb2.SignedPayload
     def __init__(self, receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
-
-class FindFileBlocksRequest(_message.Message):
-    __slots__ = ("grant", "token_ids")
-    GRANT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    grant: _types_pb2.SignedPayload
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class FindFileBlocksResponse(_message.Message):
-    __slots__ = ("num_blocks",)
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
 class LoadFileBlocksRequest(_message.Message):
     __slots__ = ("grant", "plan", "sequence_id", "token_ids")

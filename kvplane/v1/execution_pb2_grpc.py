@@ -28,15 +28,16 @@ if _version_not_supported:
 class ExecutionServiceStub(object):
     """Carries out plans.
 
-    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
-    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
-    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
-    A block that may still hold another tenant's data is cleared when a plan allocates it.
+    A unary call presents the session's signed SessionGrant, and the signed Plan where it writes. On a stream only OpenExecution has the grant, and
+    only StartPlanRequest the plan. A plan is started by the first call that presents it: the data plane checks type, version, signature, epoch,
+    incarnation, session, number and generations, changes its block tables and runs the transfers. It has run when every layer of every span was
+    written; then there is a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes
+    nothing. A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
-    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
-    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
+    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN); NOT_FOUND
+    (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; RESOURCE_EXHAUSTED (QUOTA_EXCEEDED), with a retry delay
+    where waiting helps; INVALID_ARGUMENT naming the field.
     """
 
     def __init__(self, channel):
@@ -52,64 +53,62 @@ class ExecutionServiceStub(object):
                 _registered_method=True)
         self.ReshapeAndCache = channel.unary_unary(
                 '/kvplane.v1.ExecutionService/ReshapeAndCache',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.FromString,
+                request_serializer=kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.FromString,
                 _registered_method=True)
         self.PagedAttention = channel.unary_unary(
                 '/kvplane.v1.ExecutionService/PagedAttention',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.PagedAttentionRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.PagedAttentionResponse.FromString,
+                request_serializer=kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.FromString,
                 _registered_method=True)
         self.CopyBlocks = channel.unary_unary(
                 '/kvplane.v1.ExecutionService/CopyBlocks',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.CopyBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.CopyBlocksResponse.FromString,
+                request_serializer=kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.FromString,
                 _registered_method=True)
         self.SwapBlocks = channel.unary_unary(
                 '/kvplane.v1.ExecutionService/SwapBlocks',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.SwapBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.SwapBlocksResponse.FromString,
+                request_serializer=kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.FromString,
                 _registered_method=True)
 
 
 class ExecutionServiceServicer(object):
     """Carries out plans.
 
-    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
-    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
-    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
-    A block that may still hold another tenant's data is cleared when a plan allocates it.
+    A unary call presents the session's signed SessionGrant, and the signed Plan where it writes. On a stream only OpenExecution has the grant, and
+    only StartPlanRequest the plan. A plan is started by the first call that presents it: the data plane checks type, version, signature, epoch,
+    incarnation, session, number and generations, changes its block tables and runs the transfers. It has run when every layer of every span was
+    written; then there is a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes
+    nothing. A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
-    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
-    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
+    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN); NOT_FOUND
+    (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; RESOURCE_EXHAUSTED (QUOTA_EXCEEDED), with a retry delay
+    where waiting helps; INVALID_ARGUMENT naming the field.
     """
 
     def Execute(self, request_iterator, context):
-        """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one
-        LayerInput for each layer held, in ascending order. Each request is answered once, in order; a client may send a layer before the
-        plan is answered. Each LayerInput names the plan and the pass that it belongs to, and is refused in any other. The receipt comes with
-        the last layer's output, or with PlanStarted when the plan has no spans. A layer of a plan that has run is answered with its output
-        and the receipt, and writes nothing. A request that fails is answered with an Error and writes nothing; the stream stays open. A
-        client on the same machine may send the same messages by a Unix socket, with the tensors in memory that both have mapped: see
-        LocalOffer.
+        """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one layer for each layer
+        held, ascending. Each request is answered once, in order; a client may send a layer before the plan is answered. The receipt comes with the last
+        layer, or with the start of a plan without spans. A layer of a plan that has run is answered with its output and the receipt, and writes nothing.
+        A request that fails is answered with an Error and writes nothing; the stream stays open. A client on the same machine may send the same messages
+        by a Unix socket, with the tensors in memory that both have mapped: see LocalOffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReshapeAndCache(self, request, context):
-        """Writes one layer's keys and values to the slots of a plan's spans, all tokens at once: PLAN_OUT_OF_ORDER while the plan is computed in
-        passes, which only Execute does. Safe to repeat.
+        """Starts a plan, and writes the keys and values of one layer of it; `query`, `options` and `output` are refused. Layers come in ascending order.
+        Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PagedAttention(self, request, context):
-        """Attends from a plan's spans over their sequences' blocks, in a layer that was written, from all tokens at once as ReshapeAndCache.
-        Changes nothing.
+        """Starts a plan, and attends from its spans in one layer of it that was written; `key` and `value` are refused. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,23 +138,23 @@ def add_ExecutionServiceServicer_to_server(servicer, server):
             ),
             'ReshapeAndCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ReshapeAndCache,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.SerializeToString,
             ),
             'PagedAttention': grpc.unary_unary_rpc_method_handler(
                     servicer.PagedAttention,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.PagedAttentionRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.PagedAttentionResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.SerializeToString,
             ),
             'CopyBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.CopyBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.CopyBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.CopyBlocksResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.SerializeToString,
             ),
             'SwapBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.SwapBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.SwapBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.SwapBlocksResponse.SerializeToString,
+                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -168,15 +167,16 @@ def add_ExecutionServiceServicer_to_server(servicer, server):
 class ExecutionService(object):
     """Carries out plans.
 
-    Every call presents the session's signed grant, and every call that writes presents a signed plan. A plan is started by the first
-    call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes
-    its block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
-    A block that may still hold another tenant's data is cleared when a plan allocates it.
+    A unary call presents the session's signed SessionGrant, and the signed Plan where it writes. On a stream only OpenExecution has the grant, and
+    only StartPlanRequest the plan. A plan is started by the first call that presents it: the data plane checks type, version, signature, epoch,
+    incarnation, session, number and generations, changes its block tables and runs the transfers. It has run when every layer of every span was
+    written; then there is a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes
+    nothing. A block that may still hold another tenant's data is cleared when a plan allocates it.
 
     Errors: DATA_LOSS (BAD_SIGNATURE); ABORTED (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED); FAILED_PRECONDITION
-    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN);
-    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
+    (LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_NOT_WRITTEN); NOT_FOUND
+    (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; RESOURCE_EXHAUSTED (QUOTA_EXCEEDED), with a retry delay
+    where waiting helps; INVALID_ARGUMENT naming the field.
     """
 
     @staticmethod
@@ -221,8 +221,8 @@ class ExecutionService(object):
             request,
             target,
             '/kvplane.v1.ExecutionService/ReshapeAndCache',
-            kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.ReshapeAndCacheResponse.FromString,
+            kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.SerializeToString,
+            kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -248,8 +248,8 @@ class ExecutionService(object):
             request,
             target,
             '/kvplane.v1.ExecutionService/PagedAttention',
-            kvplane_dot_v1_dot_execution__pb2.PagedAttentionRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.PagedAttentionResponse.FromString,
+            kvplane_dot_v1_dot_execution__pb2.RunLayerRequest.SerializeToString,
+            kvplane_dot_v1_dot_execution__pb2.RunLayerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -275,8 +275,8 @@ class ExecutionService(object):
             request,
             target,
             '/kvplane.v1.ExecutionService/CopyBlocks',
-            kvplane_dot_v1_dot_execution__pb2.CopyBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.CopyBlocksResponse.FromString,
+            kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.SerializeToString,
+            kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -302,8 +302,8 @@ class ExecutionService(object):
             request,
             target,
             '/kvplane.v1.ExecutionService/SwapBlocks',
-            kvplane_dot_v1_dot_execution__pb2.SwapBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.SwapBlocksResponse.FromString,
+            kvplane_dot_v1_dot_execution__pb2.StartPlanRequest.SerializeToString,
+            kvplane_dot_v1_dot_execution__pb2.StartPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -317,6 +317,11 @@ class ExecutionService(object):
 
 class BlockServiceStub(object):
     """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
+
+    Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the layer
+    group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads, block_size, head_size]
+    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored: the layout's scales are not
+    applied.
     """
 
     def __init__(self, channel):
@@ -335,11 +340,6 @@ class BlockServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_execution__pb2.WriteBlocksRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_execution__pb2.WriteBlocksResponse.FromString,
                 _registered_method=True)
-        self.FindFileBlocks = channel.unary_unary(
-                '/kvplane.v1.BlockService/FindFileBlocks',
-                request_serializer=kvplane_dot_v1_dot_execution__pb2.FindFileBlocksRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_execution__pb2.FindFileBlocksResponse.FromString,
-                _registered_method=True)
         self.LoadFileBlocks = channel.unary_unary(
                 '/kvplane.v1.BlockService/LoadFileBlocks',
                 request_serializer=kvplane_dot_v1_dot_execution__pb2.LoadFileBlocksRequest.SerializeToString,
@@ -349,33 +349,31 @@ class BlockServiceStub(object):
 
 class BlockServiceServicer(object):
     """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
+
+    Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the layer
+    group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads, block_size, head_size]
+    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored: the layout's scales are not
+    applied.
     """
 
     def ReadBlocks(self, request, context):
-        """Reads whole blocks of a sequence's table, in the canonical order. Changes nothing.
+        """Reads whole blocks of a sequence's table. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteBlocks(self, request, context):
-        """Writes the slots of one span of a plan from blocks in the canonical order. Safe to repeat.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FindFileBlocks(self, request, context):
-        """Says how much of a prompt this shard has in files, of the session's tenant and namespace. Changes nothing. INVALID_ARGUMENT when
-        there is no file tier (--file-tier-dir).
+        """Writes the slots of one span of a plan from whole blocks. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadFileBlocks(self, request, context):
-        """Writes one span of a plan from files: starts the plan, and reads and checks a file for each block of the span. A missing or faulty
-        file is no error: the answer then has no receipt, and the caller has to abort the plan. Safe to repeat.
+        """Writes one span of a plan from files: starts the plan, and reads and checks a file for each block of the span. A missing or faulty file is no
+        error: the answer then has no receipt, and the caller has to abort the plan. Without a plan it only counts the blocks for which there are files,
+        and changes nothing. Safe to repeat. INVALID_ARGUMENT where there is no file tier (--file-tier-dir).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -394,11 +392,6 @@ def add_BlockServiceServicer_to_server(servicer, server):
                     request_deserializer=kvplane_dot_v1_dot_execution__pb2.WriteBlocksRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_execution__pb2.WriteBlocksResponse.SerializeToString,
             ),
-            'FindFileBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindFileBlocks,
-                    request_deserializer=kvplane_dot_v1_dot_execution__pb2.FindFileBlocksRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_execution__pb2.FindFileBlocksResponse.SerializeToString,
-            ),
             'LoadFileBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadFileBlocks,
                     request_deserializer=kvplane_dot_v1_dot_execution__pb2.LoadFileBlocksRequest.FromString,
@@ -414,6 +407,11 @@ def add_BlockServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class BlockService(object):
     """Moves whole blocks. Grants, plans and errors are as in ExecutionService.
+
+    Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the layer
+    group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads, block_size, head_size]
+    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored: the layout's scales are not
+    applied.
     """
 
     @staticmethod
@@ -460,33 +458,6 @@ class BlockService(object):
             '/kvplane.v1.BlockService/WriteBlocks',
             kvplane_dot_v1_dot_execution__pb2.WriteBlocksRequest.SerializeToString,
             kvplane_dot_v1_dot_execution__pb2.WriteBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindFileBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.BlockService/FindFileBlocks',
-            kvplane_dot_v1_dot_execution__pb2.FindFileBlocksRequest.SerializeToString,
-            kvplane_dot_v1_dot_execution__pb2.FindFileBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,7 @@ class CacheKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CACHE_KIND_KEYS_AND_VALUES: _ClassVar[CacheKind]
     CACHE_KIND_LATENT: _ClassVar[CacheKind]
     CACHE_KIND_STATE: _ClassVar[CacheKind]
+    CACHE_KIND_OPAQUE: _ClassVar[CacheKind]
 ROLE_UNSPECIFIED: Role
 ROLE_ENGINE: Role
 ROLE_ROUTER: Role
@@ -56,6 +57,7 @@ CACHE_KIND_UNSPECIFIED: CacheKind
 CACHE_KIND_KEYS_AND_VALUES: CacheKind
 CACHE_KIND_LATENT: CacheKind
 CACHE_KIND_STATE: CacheKind
+CACHE_KIND_OPAQUE: CacheKind
 AUDIENCE_FIELD_NUMBER: _ClassVar[int]
 audience: _descriptor.FieldDescriptor
 CALLERS_FIELD_NUMBER: _ClassVar[int]
@@ -68,7 +70,7 @@ class Callers(_message.Message):
     def __init__(self, roles: _Optional[_Iterable[_Union[Role, str]]] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
-    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales", "cache_kind", "value_head_size")
+    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales", "cache_kind", "value_head_size", "page_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +80,7 @@ class LayerGroup(_message.Message):
     VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
     CACHE_KIND_FIELD_NUMBER: _ClassVar[int]
     VALUE_HEAD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     num_kv_heads: int
@@ -87,7 +90,8 @@ class LayerGroup(_message.Message):
     value_scales: _containers.RepeatedScalarFieldContainer[float]
     cache_kind: CacheKind
     value_head_size: int
-    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., value_head_size: _Optional[int] = ...) -> None: ...
+    page_bytes: int
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., value_head_size: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("model_id", "block_size_tokens", "dtype", "kv_dtype", "groups", "fingerprint")
@@ -154,16 +158,6 @@ class TierUsage(_message.Message):
     num_held_blocks: int
     num_retired_blocks: int
     def __init__(self, group: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_retired_blocks: _Optional[int] = ...) -> None: ...
-
-class BlockRef(_message.Message):
-    __slots__ = ("tier", "index", "generation")
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    tier: Tier
-    index: int
-    generation: int
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., index: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("group", "tier", "indices", "generations")

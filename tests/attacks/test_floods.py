@@ -152,7 +152,7 @@ async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
     tmp_path: Path,
 ) -> None:
     """On a data plane, whose thread is busy: a caller is a connection here."""
-    write = dpb.ReshapeAndCacheRequest(key=tpb.Tensor(data=bytes(3 * MIB)))
+    write = dpb.RunLayerRequest(key=tpb.Tensor(data=bytes(3 * MIB)))
     busy = asyncio.Event()
     async with serving(tmp_path, max_caller_received_bytes=4 * MIB) as (server, _):
         loop = asyncio.get_running_loop()

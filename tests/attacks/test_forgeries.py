@@ -132,7 +132,7 @@ async def test_a_forged_plan_grant_or_receipt_is_refused(
         (forge(session.grant), answer.plan),
         (session.grant, forge(answer.plan)),
     ):
-        request = pb.CopyBlocksRequest(grant=grant, plan=plan)
+        request = pb.StartPlanRequest(grant=grant, plan=plan)
         await refused(peers.data.metrics, stub.CopyBlocks(request), BadSignatureError)
     receipt = victim.execution.receipt
     assert receipt is not None
@@ -150,7 +150,7 @@ async def test_plans_out_of_order_are_refused_and_repeated_ones_change_nothing(
     first = await session.step([next_token(20)])
     second = await session.step([next_token(21)])
     stub = data_stub(execution)
-    early = pb.ReshapeAndCacheRequest(grant=session.grant, plan=second.plan)
+    early = pb.RunLayerRequest(grant=session.grant, plan=second.plan)
     early.key.CopyFrom(tpb.Tensor(dtype=tpb.ELEMENT_TYPE_FLOAT32, shape=[0, 2, 16], data=b""))
     early.value.CopyFrom(early.key)
     await refused(peers.data.metrics, stub.ReshapeAndCache(early), PlanOutOfOrderError)
@@ -173,7 +173,7 @@ async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engin
     ):
         plan = (await session.step([ops.admit(1, range(100, 120))])).plan
         stub = data_stub(execution)
-        mixed = pb.CopyBlocksRequest(grant=victim.session.grant, plan=plan)
+        mixed = pb.StartPlanRequest(grant=victim.session.grant, plan=plan)
         with pytest.raises(KvplaneError) as caught, typed_errors():
             await stub.CopyBlocks(mixed)
         assert caught.value.field == "plan.session.session_id"
@@ -181,7 +181,7 @@ async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engin
         error = await refused(peers.control.metrics, session.submit_receipts(), BadSignatureError)
         assert error.field == "receipts[0].session.session_id"
         grant = session.grant
-    read = pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)
+    read = pb.ReadBlocksRequest(grant=grant, sequence_id=1, entries=bytes(4))
     async with peers.data_client("engine-a") as data:
         stub = stub_of(data._connection.channel)
         async with asyncio.timeout(10):  # until the data plane has fenced it

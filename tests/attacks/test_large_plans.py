@@ -88,10 +88,10 @@ async def test_a_claim_is_refused_before_memory_is_taken(tmp_path: Path, field: 
         tracemalloc.reset_peak()
         begin_bytes, _ = tracemalloc.get_traced_memory()
         with pytest.raises(InvalidRequestError) as refused, typed_errors():
-            await stub.CopyBlocks(pb.CopyBlocksRequest(grant=author.grant(), plan=plan))
+            await stub.CopyBlocks(pb.StartPlanRequest(grant=author.grant(), plan=plan))
         _, peak_bytes = tracemalloc.get_traced_memory()
         assert refused.value.field.partition("[")[0] == field
         assert server.metrics.rpc.rejected.values["INVALID_REQUEST",] == 1
         assert peak_bytes - begin_bytes < MAX_GROWTH_BYTES
         honest = author.plan(1, changes=[set_blocks(1, [(0, 1)])])
-        await stub.CopyBlocks(pb.CopyBlocksRequest(grant=author.grant(), plan=honest))
+        await stub.CopyBlocks(pb.StartPlanRequest(grant=author.grant(), plan=honest))

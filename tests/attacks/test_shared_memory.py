@@ -31,7 +31,7 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
         assert (await peer.ask(packet)).output.layer == 0
 
         async def ask_again(number: int) -> None:
-            again = b"\x08\x00" * (LONG_BYTES // 2 + number)  # LayerInput.layer = 0
+            again = b"\x18\x00" * (LONG_BYTES // 2 + number)  # RunLayerRequest.layer = 0
             field = b"\x1a" + _varint(len(again)) + again  # ExecuteRequest.layer, to be merged
             answer = await peer.ask(packet.removesuffix(tail) + field + tail)
             assert answer.WhichOneof("message") == "output"

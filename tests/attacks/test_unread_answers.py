@@ -17,7 +17,15 @@ from kvplane.wire import protocol
 from kvplane.wire.v1 import execution_pb2 as pb
 from tests.helpers.attacked_planes import HELPERS, PATIENCE_S, PlaneProcess, environment
 from tests.helpers.data.data_server import write_layout
-from tests.helpers.data.plan_author import BLOCK_SIZE, POOL_ID, PlanAuthor, set_blocks, span, tokens
+from tests.helpers.data.plan_author import (
+    BLOCK_SIZE,
+    POOL_ID,
+    PlanAuthor,
+    int32,
+    set_blocks,
+    span,
+    tokens,
+)
 from tests.helpers.planning.control_wire import stub_of
 from tests.helpers.planning.register_side import RegisterSide
 
@@ -36,11 +44,9 @@ async def written(stub: Any, author: PlanAuthor) -> pb.ReadBlocksRequest:
     plan = author.plan(1, 1, changes=changes, spans=[span(1, 0, num_tokens)])
     part = tensor_to_message(tokens(num_tokens, seed=1))
     for layer in (0, 1):
-        request = pb.ReshapeAndCacheRequest(
-            grant=grant, plan=plan, layer=layer, key=part, value=part
-        )
+        request = pb.RunLayerRequest(grant=grant, plan=plan, layer=layer, key=part, value=part)
         await stub.ReshapeAndCache(request)
-    return pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=NUM_BLOCKS)
+    return pb.ReadBlocksRequest(grant=grant, sequence_id=1, entries=int32(*range(NUM_BLOCKS)))
 
 
 async def quiet(plane: PlaneProcess) -> None:

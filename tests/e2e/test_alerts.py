@@ -52,7 +52,7 @@ async def forge(address: str) -> None:
             channel
         )
         with pytest.raises(grpc.aio.AioRpcError):
-            await stub.CopyBlocks(pb.CopyBlocksRequest(plan=SignedPayload(payload=b"x")))
+            await stub.CopyBlocks(pb.StartPlanRequest(plan=SignedPayload(payload=b"x")))
 
 
 async def test_a_lost_plane_an_expired_lease_and_a_forged_plan_raise_alarms_that_end(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from google.protobuf.message import Message
 
 from data_plane.blocks_from_outside import BlockRange
@@ -29,10 +30,11 @@ from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.plan_author import (
     HOST,
     LAYOUT,
-    POOL_ID,
     PlanAuthor,
     drop,
     fork,
+    int32,
+    int64,
     ref,
     set_blocks,
     span,
@@ -265,13 +267,21 @@ class Client:
             "Execute": lambda: self._execution(rng),
             "ReshapeAndCache": lambda: [self._write(rng)],
             "PagedAttention": lambda: [
-                dpb.PagedAttentionRequest(grant=grant, plan=self._plan(rng), query=tensor(4))
+                dpb.RunLayerRequest(grant=grant, plan=self._plan(rng), query=tensor(4))
             ],
-            "CopyBlocks": lambda: [dpb.CopyBlocksRequest(grant=grant, plan=self._plan(rng))],
-            "SwapBlocks": lambda: [dpb.SwapBlocksRequest(grant=grant, plan=self._plan(rng))],
-            "ReadBlocks": lambda: [dpb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)],
+            "CopyBlocks": lambda: [dpb.StartPlanRequest(grant=grant, plan=self._plan(rng))],
+            "SwapBlocks": lambda: [dpb.StartPlanRequest(grant=grant, plan=self._plan(rng))],
+            "ReadBlocks": lambda: [
+                dpb.ReadBlocksRequest(grant=grant, sequence_id=1, entries=int32(0))
+            ],
             "WriteBlocks": lambda: [
-                dpb.WriteBlocksRequest(grant=grant, plan=self._plan(rng), sequence_id=1)
+                dpb.WriteBlocksRequest(
+                    grant=grant,
+                    plan=self._plan(rng),
+                    sequence_ids=int64(1),
+                    entries=int32(0),
+                    blocks=block(),
+                )
             ],
             "ReceiveBlocks": lambda: [
                 ppb.ReceiveBlocksRequest(grant=grant, plan=self._computing(1), sequence_id=1)
@@ -280,31 +290,30 @@ class Client:
                 ppb.SendBlocksRequest(grant=grant, sequence_id=1, ticket=self.ticket)
             ],
             "PushBlocks": self._push,
-            "FindFileBlocks": lambda: [dpb.FindFileBlocksRequest(grant=grant, token_ids=PROMPT)],
-            "LoadFileBlocks": lambda: [
-                dpb.LoadFileBlocksRequest(
-                    grant=grant,
-                    plan=self._computing(LAYOUT.block_size_tokens),
-                    sequence_id=1,
-                    token_ids=PROMPT,
-                )
-            ],
+            "LoadFileBlocks": lambda: [self._load(rng)],
         }
         weights = [6 if name in ("CopyBlocks", "Execute") else 1 for name in made]
         [method] = rng.choices([*made], weights)
         return method, made[method]()
 
-    def _write(self, rng: random.Random) -> dpb.ReshapeAndCacheRequest:
-        request = dpb.ReshapeAndCacheRequest(grant=self.grant, plan=self._plan(rng))
+    def _write(self, rng: random.Random) -> dpb.RunLayerRequest:
+        request = dpb.RunLayerRequest(grant=self.grant, plan=self._plan(rng))
         request.key.CopyFrom(tensor(2))
         request.value.CopyFrom(tensor(2))
+        return request
+
+    def _load(self, rng: random.Random) -> dpb.LoadFileBlocksRequest:
+        request = dpb.LoadFileBlocksRequest(grant=self.grant, token_ids=PROMPT)
+        if rng.random() < 0.5:
+            request.sequence_id = 1
+            request.plan.CopyFrom(self._computing(LAYOUT.block_size_tokens))
         return request
 
     def _execution(self, rng: random.Random) -> list[Message]:
         opening = dpb.OpenExecution(grant=self.grant)
         plan = self._plan(rng)
         layers = [
-            dpb.LayerInput(
+            dpb.RunLayerRequest(
                 layer=layer,
                 query=tensor(4),
                 key=tensor(2),
@@ -315,18 +324,19 @@ class Client:
         ]
         return [
             dpb.ExecuteRequest(open=opening),
-            dpb.ExecuteRequest(plan=plan),
+            dpb.ExecuteRequest(plan=dpb.StartPlanRequest(plan=plan)),
             *(dpb.ExecuteRequest(layer=layer) for layer in layers),
         ][: rng.randrange(1, 5)]
 
     def _push(self) -> list[Message]:
         """By the latest ticket: all that it permits."""
         ticket = self.ticket
-        source = dpb.BlockSource(
-            pool_id=POOL_ID, epoch=1, layout_fingerprint=self.author.layout.fingerprint
-        )
         shard = tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2)
-        opening = ppb.OpenPush(secret=ticket.secret, source=source, shard=shard)
+        opening = ppb.OpenPush(
+            secret=ticket.secret,
+            layout_fingerprint=self.author.layout.fingerprint,
+            shard=shard,
+        )
         place = BlockRange(1, ticket.first_block, ticket.num_blocks, 0, 0, 2)
         data = bytes(ticket.num_blocks * WHOLE.block_bytes(self.author.layout, 0))
         return [
@@ -380,3 +390,9 @@ class Client:
 def tensor(num_heads: int) -> tpb.Tensor:
     """Of one token."""
     return tensor_to_message(tokens(1, num_heads))
+
+
+@cache
+def block() -> tpb.Tensor:
+    """Of all layers."""
+    return tensor_to_message(torch.zeros(2, 1, 2, 2, LAYOUT.block_size_tokens, 16))

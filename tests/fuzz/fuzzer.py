@@ -99,7 +99,8 @@ class Fuzzer:
     def serve(self, service: ServiceDescriptor, channel: grpc.aio.Channel) -> None:
         """Where the service's methods are sent."""
         for method in service.methods:
-            path = f"/{service.full_name}/{method.name}"
+            # Messages are those of the twin, but a service has the name that the contract gives it.
+            path = f"/{service.full_name.replace('.wire.', '.', 1)}/{method.name}"
             call = channel.stream_stream if method.name in STREAMS else channel.unary_unary
             self._calls[method.name] = path, call(path)
 

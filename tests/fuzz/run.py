@@ -121,7 +121,7 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
             async def probe() -> None:
                 changes = [set_blocks(1, [])]
                 plan = author.plan(next(numbers), _HONEST, previous=0, resync=True, changes=changes)
-                request = dpb.CopyBlocksRequest(grant=grant, plan=plan)
+                request = dpb.StartPlanRequest(grant=grant, plan=plan)
                 assert (await stub.CopyBlocks(request, timeout=PATIENCE_S)).HasField("receipt")
 
             async def session(lane: Lane) -> None:

@@ -24,6 +24,7 @@ async def test_no_changed_request_breaks_a_plane(tmp_path: Path) -> None:
     assert result.num_inputs >= NUM_INPUTS
     assert {*result.calls} == {m.name for each in SERVICES.values() for m in each.methods}
     assert {"OK", "INVALID_ARGUMENT", "DATA_LOSS", "NOT_FOUND"} <= {*result.answers}
+    assert "UNIMPLEMENTED" not in result.answers, "every call reaches its method"
 
 
 @pytest.mark.timeout(300)

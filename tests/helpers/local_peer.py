@@ -72,25 +72,34 @@ class LocalPeer:
     def send(self, packet: bytes) -> None:
         self.peer.send(packet, packets.NO_WAIT)
 
-    async def ask(self, packet: bytes | None = None, **message: Any) -> pb.ExecuteResponse:
+    async def ask(
+        self,
+        packet: bytes | None = None,
+        *,
+        plan: tpb.SignedPayload | None = None,
+        pass_index: int | None = None,
+        **message: Any,
+    ) -> pb.ExecuteResponse:
         """Return the answer to a packet, or to a message; raises ConnectionError at the end. A
         layer is one of the plan that was started last.
         """
+        if plan is not None:
+            message["plan"] = pb.StartPlanRequest(plan=plan, pass_index=pass_index)
         if packet is None and "layer" in message:
             packet = self.packet(message["layer"])
         self.send(pb.ExecuteRequest(**message).SerializeToString() if packet is None else packet)
         answer = await self.answer()
         if answer.HasField("started"):
-            number, pass_index = answer.started.plan_number, message.get("pass_index")
+            number = answer.started.plan_number
             self.plan = {"plan_number": number, "pass_index": pass_index}
         return answer
 
-    def packet(self, layer: pb.LayerInput, **plan: Any) -> bytes:
+    def packet(self, layer: pb.RunLayerRequest, **plan: Any) -> bytes:
         """Return a layer's packet in the two parts that are known again. ``plan``: what it names,
         if not the plan that was started last.
         """
         head = pb.ExecuteRequest(layer=layer).SerializeToString()
-        naming = pb.LayerInput(**(plan or self.plan))
+        naming = pb.RunLayerRequest(**(plan or self.plan))
         return head + pb.ExecuteRequest(layer=naming).SerializeToString()
 
     async def answer(self) -> pb.ExecuteResponse:
@@ -125,9 +134,9 @@ class LocalPeer:
         flat = torch.frombuffer(self.memory, dtype=torch.float32, count=count, offset=offset_bytes)
         return flat.view(shape)
 
-    def layer(self, layer: int, num_tokens: int, seed: int = 0) -> pb.LayerInput:
+    def layer(self, layer: int, num_tokens: int, seed: int = 0) -> pb.RunLayerRequest:
         """Return a layer's message; put tensors, of ``plan_author``'s layout, into the region."""
-        request = pb.LayerInput(layer=layer)
+        request = pb.RunLayerRequest(layer=layer)
         for i, name in enumerate(("query", "key", "value")):
             tensor = tokens(num_tokens, 4 if name == "query" else 2, seed=seed + i)
             self.view(4096 * i, *tensor.shape).copy_(tensor)

@@ -176,10 +176,10 @@ def answer_execution(request: Any) -> Any:
         opened = dpb.ExecutionOpened(layers=[0, 1, 2])
         return [dpb.ExecuteResponse(opened=opened)]
     if kind == "plan":
-        number = Plan.FromString(request.plan.payload).number
-        started = dpb.PlanStarted(plan_number=number, num_tokens=2)
+        number = Plan.FromString(request.plan.plan.payload).number
+        started = dpb.StartPlanResponse(plan_number=number, num_tokens=2)
         return [dpb.ExecuteResponse(started=started)]
-    output = dpb.LayerOutput(layer=request.layer.layer, output=request.layer.query)
+    output = dpb.RunLayerResponse(layer=request.layer.layer, output=request.layer.query)
     if request.layer.layer == 2:
         output.receipt.CopyFrom(payload(b"receipt"))
     return [dpb.ExecuteResponse(output=output)]

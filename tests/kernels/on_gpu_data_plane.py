@@ -146,7 +146,7 @@ def test_swaps_go_on_beside_the_callers_own_work(side: Side) -> None:
         spans=[span(2, 0, 2)],
     )
     end = long_work()
-    blocks, _ = side.executor.read_blocks(1, 1, 0, 2)
+    blocks, _ = side.executor.read_blocks(1, 1, range(2))
     assert not end.query(), "the swaps have waited for the caller's work"
     assert torch.equal(blocks.view(torch.uint8), before)
 

@@ -104,7 +104,7 @@ def test_blocks_written_whole_keep_their_bits(kernels: Kernels, kv_dtype: str) -
     memory = executor.pools.device_tier[[2, 1]].transpose(0, 1).contiguous()
     assert torch.equal(memory.view(torch.uint8), expected)
     expected[:, 1, :, :, 3:] = 0  # what was not written is not shown
-    assert torch.equal(executor.read_blocks(1, 1, 0, 2)[0].view(torch.uint8), expected)
+    assert torch.equal(executor.read_blocks(1, 1, range(2))[0].view(torch.uint8), expected)
 
 
 def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: Kernels) -> None:

@@ -127,7 +127,7 @@ FAULTS = {
         FLOODS,
     ),
     "elementary_calls_are_anybodys": Fault(
-        "data_plane/server/service.py",
+        "data_plane/server/calls.py",
         "return caller().tenant if self._knows_callers else None",
         "return None",
         SOCKETS,

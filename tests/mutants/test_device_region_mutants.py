@@ -88,7 +88,7 @@ FAULTS = {
     "outputs_are_copied": Fault(STREAM, "                out = output\n", "", RPC, "gpus_memory"),
     "outputs_are_written_over_what_is_read": Fault(
         STREAM,
-        "if any(overlap(output, tensor) for tensor in tensors):",
+        "if any(overlap(output, tensor) for tensor in tensors if tensor is not None):",
         "if False:",
         RPC,
         "over_what_is_read",

@@ -52,8 +52,8 @@ FAULTS = {
     ),
     "what_a_packet_names_is_absent": Fault(
         STREAM,
-        'layer.pass_index if layer.HasField("pass_index") else None',
-        "self_pass if (self_pass := layer.pass_index) else None",
+        'return request.pass_index if request.HasField("pass_index") else None',
+        "return request.pass_index or None",
         LATE,
         "in_no_pass and gRPC",
     ),

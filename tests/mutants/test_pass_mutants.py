@@ -29,7 +29,7 @@ FAULTS = {
     "a_stream_that_broke_forgets_the_pass": Fault(
         "kvplane/clients/execution.py",
         "_presented(request, started.plan_number)",
-        "_presented(pb.ExecuteRequest(plan=plan), started.plan_number)",
+        "_presented(_request(plan, None), started.plan_number)",
         "tests/rpc/test_sdk_execution.py",
         "breaks_in_a_pass",
     ),
@@ -51,9 +51,9 @@ FAULTS = {
         "none_of_the_next",
     ),
     "a_single_call_writes_to_any_pass": Fault(
-        "data_plane/server/service.py",
-        "plan_number=number, pass_index=None",
-        "plan_number=number, pass_index=0",
+        "data_plane/server/execute_stream.py",
+        'output, receipt = yield from self._run(layer, belongs, "")',
+        'output, receipt = yield from self._run(layer, self._begun, "")',
         RPC,
         "single_call",
     ),
@@ -114,7 +114,7 @@ FAULTS = {
     ),
     "the_server_passes_over_the_pass": Fault(
         "data_plane/server/execute_stream.py",
-        'if request.HasField("pass_index"):',
+        "if of_pass is not None:",
         "if False:",
         RPC,
         "pass_by_pass",

@@ -35,6 +35,8 @@ from tests.helpers.data.plan_author import (
     blocks_of,
     dense_attention,
     fork,
+    int32,
+    int64,
     ref,
     set_blocks,
     span,
@@ -80,6 +82,8 @@ async def peer(tmp_path: Path) -> AsyncIterator[Peer]:
 
 
 async def ask(call: Any, **message: Any) -> pb.ExecuteResponse:
+    if isinstance(plan := message.get("plan"), types_pb2.SignedPayload):
+        message["plan"] = pb.StartPlanRequest(plan=plan)
     await call.write(pb.ExecuteRequest(**message))
     answer: pb.ExecuteResponse = await call.read()
     return answer
@@ -95,7 +99,7 @@ def torch_of(tensor: Tensor) -> torch.Tensor:
 
 def layer_input(
     layer: int, num_tokens: int, *, plan_number: int = 1, **parts: torch.Tensor
-) -> pb.LayerInput:
+) -> pb.RunLayerRequest:
     values = {
         "query": tokens(num_tokens, 4),
         "key": tokens(num_tokens, seed=1),
@@ -103,7 +107,13 @@ def layer_input(
         **parts,
     }
     messages = {name: tensor_to_message(tensor) for name, tensor in values.items()}
-    return pb.LayerInput(layer=layer, plan_number=plan_number, **messages)
+    return pb.RunLayerRequest(layer=layer, plan_number=plan_number, **messages)
+
+
+def only_attends(layer: pb.RunLayerRequest) -> pb.RunLayerRequest:
+    layer.ClearField("key")
+    layer.ClearField("value")
+    return layer
 
 
 async def test_its_server_info_says_what_runs_here(peer: Peer) -> None:
@@ -180,12 +190,23 @@ async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
     opening = pb.OpenExecution(grant=grant)
     assert (await ask(call, open=opening)).opened.layers == [0, 1]
     await refused(InvalidRequestError, "layer", layer=layer_input(0, 1))
+    granted = pb.StartPlanRequest(grant=grant, plan=peer.author.plan(1))
+    await refused(InvalidRequestError, "plan.grant", plan=granted)
     stale = peer.author.plan(1, shard_epochs=[4])
     await refused(StaleEpochError, "plan.shard_epochs[0]", plan=stale)
     await refused(PlanOutOfOrderError, "plan.previous", plan=peer.author.plan(2))
     plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
     assert (await ask(call, plan=plan)).started.num_tokens == 2
     await refused(InvalidRequestError, "layer.layer", layer=layer_input(7, 2))
+    for name, payload in (("grant", grant), ("plan", plan)):
+        presented = layer_input(0, 2)
+        getattr(presented, name).CopyFrom(payload)
+        await refused(InvalidRequestError, f"layer.{name}", layer=presented)
+    await refused(InvalidRequestError, "layer.layer", layer=only_attends(layer_input(0, 2)))
+    await refused(InvalidRequestError, "layer.key", layer=pb.RunLayerRequest(plan_number=1))
+    keyless = layer_input(0, 2)
+    keyless.ClearField("key")
+    await refused(InvalidRequestError, "layer.key", layer=keyless)
     await refused(InvalidRequestError, "layer.key", layer=layer_input(0, 2, key=tokens(3)))
     await refused(InvalidRequestError, "layer.query", layer=layer_input(0, 2, query=tokens(2, 3)))
     short = layer_input(0, 2)
@@ -235,25 +256,104 @@ async def test_a_layer_without_a_query_answers_an_empty_output(peer: Peer) -> No
     assert answer.output.output.data == b""
 
 
+async def test_a_layer_without_a_key_attends_in_one_that_was_written(peer: Peer) -> None:
+    call = await peer.opened()
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    await ask(call, plan=plan)
+    written = await ask(call, layer=layer_input(0, 2))
+    before = peer.memory()
+    assert await ask(call, layer=only_attends(layer_input(0, 2))) == written
+    answer = await ask(call, layer=only_attends(layer_input(1, 2)))
+    assert (answer.error.reason, answer.error.field) == ("INVALID_REQUEST", "layer.layer")
+    assert peer.memory() == before
+    last = await ask(call, layer=layer_input(1, 2))
+    again = await ask(call, layer=only_attends(layer_input(1, 2)))
+    assert again == last
+    assert again.output.HasField("receipt")
+
+
+@pytest.mark.parametrize(
+    ("method", "field"), [("ReshapeAndCache", "key"), ("PagedAttention", "query")]
+)
+async def test_half_a_layer_has_its_own_tensor(peer: Peer, method: str, field: str) -> None:
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(peer.stub, method)(pb.RunLayerRequest(grant=peer.author.grant(), plan=plan))
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.field) == (InvalidRequestError, field)
+    assert peer.server.executor.num_sequences == 0, "the plan was not started"
+
+
+UNARY = {
+    "ReshapeAndCache": ("query", "options", "output"),
+    "PagedAttention": ("key", "value"),
+}
+
+
+@pytest.mark.parametrize(("method", "field"), [(m, f) for m in UNARY for f in UNARY[m]])
+async def test_half_a_layer_has_nothing_of_the_other_half(
+    peer: Peer, method: str, field: str
+) -> None:
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    request = layer_input(0, 2)
+    request.grant.CopyFrom(peer.author.grant())
+    request.plan.CopyFrom(plan)
+    request.options.scale = 0.5
+    request.output.offset_bytes = 64
+    for other in {"query", "key", "value", "options", "output"} & {*UNARY[method]} - {field}:
+        request.ClearField(other)
+    before = peer.memory()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(peer.stub, method)(request)
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.field) == (InvalidRequestError, field)
+    assert (peer.memory(), peer.server.executor.num_sequences) == (before, 0)
+
+
+async def test_a_single_call_may_name_its_plan_and_its_pass(peer: Peer) -> None:
+    grant = peer.author.grant()
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    started = await peer.stub.CopyBlocks(pb.StartPlanRequest(grant=grant, plan=plan, pass_index=0))
+    assert (started.plan_number, started.num_tokens, started.finished) == (1, 1, False)
+    for named, field in (
+        ({"plan_number": 2}, "plan_number"),
+        ({"plan_number": 1}, "pass_index"),
+        ({"pass_index": 1}, "pass_index"),
+        ({"pass_index": 0}, ""),
+        ({"plan_number": 1, "pass_index": 0}, ""),
+    ):
+        request = layer_input(0, 1)
+        for name in ("query", "plan_number"):
+            request.ClearField(name)
+        request.MergeFrom(pb.RunLayerRequest(grant=grant, plan=plan, **named))
+        try:
+            assert (await peer.stub.ReshapeAndCache(request)).layer == 0
+            assert not field
+        except grpc.aio.AioRpcError as refusal:
+            error = from_rpc_error(refusal)
+            assert (type(error), error.field) == (PlanOutOfOrderError, field)
+
+
 async def test_a_plan_can_be_run_by_unary_calls_alone(peer: Peer) -> None:
     author, client = peer.author, peer.client
     grant = author.grant()
     query, key, value = tokens(9, 4), tokens(9, seed=1), tokens(9, seed=2)
     plan = author.plan(1, changes=[set_blocks(1, [(3, 1), (1, 1)])], spans=[span(1, 0, 9)])
     for _ in range(2):
-        response = await client.reshape_and_cache(grant, plan, 1, wire(key), wire(value))
+        response = await client.reshape_and_cache(grant, plan, 0, wire(key), wire(value))
         assert not response.HasField("receipt")
-    with pytest.raises(InvalidRequestError):
-        await client.paged_attention(grant, plan, 0, wire(query))
-    attended = await client.paged_attention(grant, plan, 1, wire(query))
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.paged_attention(grant, plan, 1, wire(query))
+    assert caught.value.field == "layer"
+    attended = await client.paged_attention(grant, plan, 0, wire(query))
     got = tensor_from_message(attended.output, CPU, field="output")
     torch.testing.assert_close(got, dense_attention(query, key, value), atol=1e-5, rtol=1e-5)
-    response = await client.reshape_and_cache(grant, plan, 0, wire(key), wire(value))
+    response = await client.reshape_and_cache(grant, plan, 1, wire(key), wire(value))
     assert author.read_receipt(response.receipt).plan_number == 1
-    again = await client.reshape_and_cache(grant, plan, 0, wire(value), wire(key))
+    again = await client.reshape_and_cache(grant, plan, 1, wire(value), wire(key))
     assert again.receipt == response.receipt
-    late = await client.paged_attention(grant, plan, 1, wire(query))
-    assert late == attended
+    late = await client.paged_attention(grant, plan, 0, wire(query))
+    assert (late.output, late.receipt) == (attended.output, response.receipt)
 
 
 async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
@@ -273,24 +373,19 @@ async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
         await client.swap_blocks(grant, copy)
     assert caught.value.field == "plan.transfers.destination_tiers[0]"
     copied = await client.copy_blocks(grant, copy)
-    assert copied.num_blocks == 1
+    assert (copied.num_copied_blocks, copied.num_swapped_blocks) == (1, 0)
     assert author.read_receipt(copied.receipt).plan_number == 3
     swap = author.plan(
         4,
         changes=[set_blocks(2, [(1, 1)], tier=HOST, replace=True)],
         transfers=[transfer(ref(4), ref(1, 1, HOST))],
     )
-    assert (await client.swap_blocks(grant, swap)).num_blocks == 1
+    swapped = await client.swap_blocks(grant, swap)
+    assert (swapped.num_copied_blocks, swapped.num_swapped_blocks) == (0, 1)
     read = await client.read_blocks(grant, 2)
     assert Tensor.from_proto(read.blocks).data == blocks.data
     assert (read.table.tier, blocks_of(read.table)) == (HOST, [(1, 1)])
-    executor = peer.server.executor
-    assert read.source == pb.BlockSource(
-        pool_id=executor.pool_id,
-        shard_index=0,
-        epoch=executor.epoch,
-        layout_fingerprint=executor.layout.fingerprint,
-    )
+    assert read.layout_fingerprint == peer.server.executor.layout.fingerprint
 
 
 async def test_blocks_travel_in_parts_of_layers_and_say_where_from(peer: Peer) -> None:
@@ -303,29 +398,98 @@ async def test_blocks_travel_in_parts_of_layers_and_say_where_from(peer: Peer) -
     for layer in (0, 1):
         part = await stub.ReadBlocks(
             pb.ReadBlocksRequest(
-                grant=grant, sequence_id=1, num_blocks=2, first_layer=layer, num_layers=1
+                grant=grant, sequence_id=1, entries=int32(0, 1), first_layer=layer, num_layers=1
             )
         )
         request = pb.WriteBlocksRequest(
             grant=grant,
             plan=plan,
-            sequence_id=2,
+            sequence_ids=int64(2, 2),
+            entries=int32(0, 1),
             first_layer=layer,
             num_layers=1,
             blocks=part.blocks,
-            source=part.source,
+            layout_fingerprint=part.layout_fingerprint,
         )
         foreign = pb.WriteBlocksRequest()
         foreign.CopyFrom(request)
-        foreign.source.layout_fingerprint = bytes(32)
+        foreign.layout_fingerprint = bytes(32)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.WriteBlocks(foreign)
         error = from_rpc_error(caught.value)
-        assert (type(error), error.field) == (LayoutMismatchError, "source.layout_fingerprint")
+        assert (type(error), error.field) == (LayoutMismatchError, "layout_fingerprint")
         written = await stub.WriteBlocks(request)
         assert written.HasField("receipt") == (layer == 1)
     copied = await client.read_blocks(grant, 2, num_blocks=2)
     assert Tensor.from_proto(copied.blocks).data == blocks.data
+
+
+async def filled(peer: Peer) -> bytes:
+    """Fill two blocks of sequence 1; return them as they are read."""
+    changes = [set_blocks(1, [(0, 1), (1, 1)])]
+    fill = peer.author.plan(1, changes=changes, spans=[span(1, 0, 16)])
+    blocks = wire(torch.randn(2, 2, 2, 2, 8, 16))
+    written = await peer.client.write_blocks(peer.author.grant(), fill, 1, blocks)
+    assert written.HasField("receipt")
+    return bytes(blocks.data)
+
+
+async def test_any_entries_of_a_table_are_read_in_any_order(peer: Peer) -> None:
+    whole = torch.frombuffer(bytearray(await filled(peer)), dtype=torch.float32)
+    blocks = whole.view(2, 2, 2, 2, 8, 16)
+    for entries in ((1,), (1, 0), (0, 1, 0)):
+        request = pb.ReadBlocksRequest(
+            grant=peer.author.grant(), sequence_id=1, entries=int32(*entries)
+        )
+        read = await peer.stub.ReadBlocks(request)
+        assert torch.equal(torch_of(Tensor.from_proto(read.blocks)), blocks[:, list(entries)])
+        assert blocks_of(read.table) == [(entry, 1) for entry in entries]
+        assert read.num_bytes == b""
+
+
+PAYLOAD = types_pb2.SignedPayload(type="kvplane.plane.v1.PinGrant")
+RANGE = types_pb2.MemoryRange()
+NOT_SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "entries": ("ReadBlocks", {"entries": b""}),
+    "entries[1]": ("ReadBlocks", {"entries": int32(0, 2)}),
+    "pin_grant": ("ReadBlocks", {"pin_grant": PAYLOAD}),
+    "output": ("ReadBlocks", {"output": RANGE}),
+    "keys": ("ReadBlocks", {"keys": [b"key"]}),
+    "entries of a write": ("WriteBlocks", {"entries": b"", "sequence_ids": b""}),
+    "entries[1] of a write": ("WriteBlocks", {"entries": int32(0, 2)}),
+    "entries[1] of a write, twice": ("WriteBlocks", {"entries": int32(1, 1)}),
+    "sequence_ids": ("WriteBlocks", {"sequence_ids": int64(2)}),
+    "sequence_ids[1]": ("WriteBlocks", {"sequence_ids": int64(2, 1)}),
+    "blocks.shape": ("WriteBlocks", {"entries": int32(0), "sequence_ids": int64(2)}),
+    "num_bytes": ("WriteBlocks", {"num_bytes": int32(4, 4)}),
+    "keys of a write": ("WriteBlocks", {"keys": [b"key"]}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+async def test_blocks_that_are_not_served_are_refused_by_name(peer: Peer, name: str) -> None:
+    method, changed = NOT_SERVED[name]
+    data = await filled(peer)
+    request: Any = pb.ReadBlocksRequest(sequence_id=1, entries=int32(0, 1))
+    if method == "WriteBlocks":
+        changes = [set_blocks(2, [(4, 1), (5, 1)])]
+        request = pb.WriteBlocksRequest(
+            plan=peer.author.plan(2, changes=changes, spans=[span(2, 0, 16)]),
+            sequence_ids=int64(2, 2),
+            entries=int32(0, 1),
+            blocks=Tensor("float32", (2, 2, 2, 2, 8, 16), data).to_proto(),
+        )
+    request.grant.CopyFrom(peer.author.grant())
+    for field, value in changed.items():
+        request.ClearField(field)
+        request.MergeFrom(type(request)(**{field: value}))
+    before, num_sequences = peer.memory(), peer.server.executor.num_sequences
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(peer.stub, method)(request)
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.field) == (InvalidRequestError, name.partition(" ")[0])
+    assert peer.memory() == before
+    assert peer.server.executor.num_sequences == num_sequences
 
 
 async def test_a_layer_of_a_plan_that_another_stream_has_finished_is_answered(peer: Peer) -> None:
@@ -350,8 +514,12 @@ async def test_unary_calls_fail_with_the_error_and_its_field(peer: Peer) -> None
         await client.read_blocks(grant, 1, group=3)
     assert caught.value.field == "group"
     with pytest.raises(InvalidRequestError) as caught:
-        await client.read_blocks(grant, 1, num_blocks=2**40)
-    assert caught.value.field == "num_blocks"
+        await client.read_blocks(grant, 1, num_blocks=2**16)
+    assert caught.value.field == "entries"
+    for first_block in (2**31, -(2**31) - 1):
+        with pytest.raises(InvalidRequestError) as caught:
+            await client.read_blocks(grant, 1, first_block=first_block)
+        assert caught.value.field == "entries"
     peer.server.executor.fence(author.session(1), 1)
     with pytest.raises(SessionExpiredError) as expired:
         await client.read_blocks(grant, 1)
@@ -359,7 +527,7 @@ async def test_unary_calls_fail_with_the_error_and_its_field(peer: Peer) -> None
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(peer: Peer) -> None:
-    request = pb.ReshapeAndCacheRequest(
+    request = pb.RunLayerRequest(
         key=types_pb2.Tensor(data=bytes(2 << 20)), grant=peer.author.grant()
     )
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -292,7 +292,7 @@ async def test_what_does_not_fit_the_region_is_refused(
     await rig.num_regions(0)
 
 
-def in_gpus_memory(layer: pb.LayerInput) -> pb.LayerInput:
+def in_gpus_memory(layer: pb.RunLayerRequest) -> pb.RunLayerRequest:
     """The layer with its tensors, and apart from them the output, in the region on the GPU."""
     for place in (layer.query.memory, layer.key.memory, layer.value.memory, layer.output):
         place.region_id = 2

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
 from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
+from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.v1 import execution_pb2 as pb
 from tests.helpers.planes_in_process import (
     LAYOUT,
     NUM_BLOCKS,
@@ -307,6 +310,28 @@ async def test_what_is_cached_is_not_loaded_and_there_may_be_no_files(tmp_path: 
             assert await peers.load(without) == (0, 0)
             with pytest.raises(InvalidRequestError, match="--file-tier-dir"):
                 await without.data.find_file_blocks(without.session.grant, PROMPT)
+
+
+async def test_without_a_plan_blocks_are_counted_and_none_is_written(tmp_path: Path) -> None:
+    async with machine(tmp_path) as peers:
+        async with peers.plane() as first:
+            await use_twice(first)
+            await until(lambda: num_files(first.plane) == NUM_FULL)
+        async with peers.plane() as second:
+            grant, executor = second.session.grant, second.plane.executor
+            plan = (await second.session.run(ops.admit(9, PROMPT[: 8 * NUM_FULL]))).plan
+            assert plan is not None
+            await second.execution.start(plan)
+            before = executor.pools.device_tier.clone()
+            request = pb.LoadFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(PROMPT))
+            counted = await second.data._blocks.LoadFileBlocks(request)
+            assert counted == pb.LoadFileBlocksResponse(num_blocks=NUM_FULL)
+            request.sequence_id = 9
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await second.data._blocks.LoadFileBlocks(request)
+            assert from_rpc_error(caught.value).field == "sequence_id"
+            assert torch.equal(executor.pools.device_tier, before)
+            assert await second.num_cached() == 0
 
 
 async def test_a_load_that_is_aborted_publishes_nothing(tmp_path: Path) -> None:

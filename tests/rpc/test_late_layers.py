@@ -59,11 +59,11 @@ class ByGrpc:
         self._call = call
 
     async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
-        request = pb.ExecuteRequest(plan=plan, pass_index=named.pass_index)
-        await self._ask(request)
+        request = pb.StartPlanRequest(plan=plan, pass_index=named.pass_index)
+        await self._ask(pb.ExecuteRequest(plan=request))
 
     async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
-        request = pb.LayerInput(
+        request = pb.RunLayerRequest(
             layer=layer,
             query=tensor_to_message(tokens(num_tokens, 4, seed=seed)),
             key=tensor_to_message(tokens(num_tokens, seed=seed + 1)),
@@ -296,7 +296,7 @@ async def test_a_packet_that_names_twice_is_read_as_one_message(tmp_path: Path) 
             later = rig.author.plan(number, spans=[span(1, number - 1, 1)])
             await rig.caller.start(later, Named(number))
             before = rig.memory
-            naming = pb.LayerInput(plan_number=number)
+            naming = pb.RunLayerRequest(plan_number=number)
             tail = pb.ExecuteRequest(layer=naming).SerializeToString()
             error = from_wire((await peer.ask(first + tail)).error)  # the pass of the first part
             assert (type(error), error.field) == (PlanOutOfOrderError, "layer.pass_index")

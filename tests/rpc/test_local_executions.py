@@ -106,6 +106,23 @@ async def test_a_layer_is_computed_in_the_region_and_the_last_brings_the_receipt
     assert rig.author.read_receipt(answer.receipt).plan_number == 1
 
 
+async def test_a_layer_without_a_key_attends_in_the_region(rig: Rig, peer: LocalPeer) -> None:
+    request = peer.layer(0, 2)
+    request.ClearField("key")
+    request.ClearField("value")
+    for _ in range(2):  # a packet that is known, and its answer, do not stand for a layer
+        error = error_of(await peer.ask(layer=request))
+        assert (type(error), error.field) == (InvalidRequestError, "layer.layer")
+    await peer.ask(layer=peer.layer(0, 2))
+    want, before = peer.output(2), rig.server.executor.pools.device_tier.clone()
+    for _ in range(2):
+        peer.view(4096 * 3, 2, 4, 16).fill_(7.0)
+        answer = (await peer.ask(layer=request)).output
+        assert (answer.layer, list(answer.output.shape)) == (0, [2, 4, 16])
+        assert torch.equal(peer.output(2), want)
+    assert torch.equal(rig.server.executor.pools.device_tier, before)
+
+
 async def test_the_region_can_neither_shrink_nor_grow(peer: LocalPeer) -> None:
     for size_bytes in (0, REGION_BYTES - 1, REGION_BYTES + 1):
         with pytest.raises(PermissionError):
@@ -174,7 +191,7 @@ async def test_a_caller_on_another_machine_is_offered_nothing(rig: Rig) -> None:
         call.cancel()
 
 
-REFUSED: dict[str, tuple[str, Callable[[pb.LayerInput], object]]] = {
+REFUSED: dict[str, tuple[str, Callable[[pb.RunLayerRequest], object]]] = {
     "elements in the message": (
         "layer.key.memory.region_id",
         lambda m: m.key.CopyFrom(tensor_to_message(tokens(2))),

@@ -72,8 +72,8 @@ async def refusals(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = execution_pb2_grpc.ExecutionServiceStub(channel)
         for call, request in (
-            (stub.ReshapeAndCache, pb.ReshapeAndCacheRequest()),
-            (stub.CopyBlocks, pb.CopyBlocksRequest()),
+            (stub.ReshapeAndCache, pb.RunLayerRequest()),
+            (stub.CopyBlocks, pb.StartPlanRequest()),
         ):
             with pytest.raises(grpc.aio.AioRpcError):
                 await call(request)

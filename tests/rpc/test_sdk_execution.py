@@ -147,7 +147,7 @@ async def test_a_stream_that_breaks_in_a_pass_presents_the_pass_again(
         await execution.start(plan_of(1), pass_index=3)
     assert await execution.layer(0, QUERY, KV, KV) == QUERY
     presented = [each for each in plane.requests if each.HasField("plan")]
-    assert [each.pass_index for each in presented] == [3, 3]
+    assert [each.plan.pass_index for each in presented] == [3, 3]
     layers = [each.layer for each in plane.requests if each.HasField("layer")]
     assert [(layer.plan_number, layer.pass_index) for layer in layers] == [(1, 3), (1, 3)]
 
@@ -167,7 +167,7 @@ async def test_each_layer_names_the_plan_that_was_presented(plane, execution, be
 
 
 async def test_a_plan_that_is_answered_as_another_one_has_no_layers(plane, execution) -> None:
-    started = pb.PlanStarted(plan_number=7, num_tokens=2)
+    started = pb.StartPlanResponse(plan_number=7, num_tokens=2)
     plane.script = on("plan", lambda _: [pb.ExecuteResponse(started=started)])
     await execution.begin(plan_of(1), 2)
     with pytest.raises(InternalError, match="plan 1 was started as plan 7"):
@@ -197,12 +197,8 @@ async def test_options_of_attention_travel_with_the_layer(plane, execution) -> N
 
 
 async def test_a_plan_without_spans_brings_its_receipt_at_once(plane, execution) -> None:
-    plane.script = on(
-        "plan",
-        lambda _: [
-            pb.ExecuteResponse(started=pb.PlanStarted(plan_number=1, receipt=payload(b"receipt")))
-        ],
-    )
+    started = pb.StartPlanResponse(plan_number=1, receipt=payload(b"receipt"))
+    plane.script = on("plan", lambda _: [pb.ExecuteResponse(started=started)])
     assert (await execution.start(plan_of(1))).receipt == payload(b"receipt")
     assert execution.receipt == payload(b"receipt")
 
@@ -236,7 +232,9 @@ class RunsOnce:
         receipt = payload(b"receipt")
         kind = request.WhichOneof("message")
         if kind == "plan" and self._has_run:
-            started = pb.PlanStarted(plan_number=1, num_tokens=2, finished=True, receipt=receipt)
+            started = pb.StartPlanResponse(
+                plan_number=1, num_tokens=2, finished=True, receipt=receipt
+            )
             return [pb.ExecuteResponse(started=started)]
         if kind == "layer" and self._has_run:
             (answer,) = answer_execution(request)
@@ -312,7 +310,7 @@ async def test_a_cancelled_layer_does_not_answer_for_the_next(plane, execution) 
 
 
 async def test_an_answer_for_another_layer_is_not_taken(plane, execution) -> None:
-    output = pb.LayerOutput(layer=1, output=QUERY.to_proto())
+    output = pb.RunLayerResponse(layer=1, output=QUERY.to_proto())
     plane.script = on("layer", lambda _: [pb.ExecuteResponse(output=output)])
     await execution.start(plan_of(1))
     with pytest.raises(InternalError):
@@ -320,7 +318,7 @@ async def test_an_answer_for_another_layer_is_not_taken(plane, execution) -> Non
 
 
 async def test_a_malformed_output_is_the_planes_fault(plane, execution) -> None:
-    broken = pb.ExecuteResponse(output=pb.LayerOutput(layer=0, output=QUERY.to_proto()))
+    broken = pb.ExecuteResponse(output=pb.RunLayerResponse(layer=0, output=QUERY.to_proto()))
     broken.output.output.data = b"short"
     plane.script = on("layer", lambda _: [broken])
     await execution.start(plan_of(1))

@@ -161,7 +161,7 @@ async def test_unary_calls_do_what_an_execution_does(session: Session, data: Dat
     receipts = [(await data.copy_blocks(session.grant, forked)).receipt]
     swapped = (await session.run(ops.swap([1, 2], "host"))).plan
     swap = await data.swap_blocks(session.grant, swapped)
-    assert swap.num_blocks == 2
+    assert swap.num_swapped_blocks == 2
     receipts.append(swap.receipt)
     for receipt in receipts:
         session.add_receipt(receipt)
@@ -178,7 +178,7 @@ async def test_unary_calls_do_what_an_execution_does(session: Session, data: Dat
         )
         copied = await data.write_blocks(
             session.grant, plan, 3, Tensor.from_proto(part.blocks), first_layer=layer,
-            num_layers=1, source=part.source,
+            num_layers=1, layout_fingerprint=part.layout_fingerprint,
         )  # fmt: skip
         assert copied.HasField("receipt") == (layer == 2)
     session.add_receipt(copied.receipt)

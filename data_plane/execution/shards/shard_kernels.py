@@ -402,7 +402,7 @@ class ShardKernels:
             first_block >= 0 and begin < end,
             "the blocks hold no token of the span, whose tokens are in the table's entries "
             f"{first // block_size} to {(first + num_tokens - 1) // block_size}",
-            "first_block",
+            "entries",
         )
         return range(begin, end)
 

@@ -246,3 +246,13 @@ def _read_ends(
     )
     generations = ints(columns.INT64, generations_column, f"{_AT}.{name}_generations", len(tiers))
     return TransferEnds(in_tiers, blocks, generations)
+
+
+def num_copied_and_swapped(message: plan_pb2.Transfers) -> tuple[int, int]:
+    """Return how many blocks a plan's transfers copy inside the device tier, and how many they swap
+    between the tiers. The columns are those of a plan that was started, so they were checked.
+    """
+    tiers = message.source_tiers, message.destination_tiers
+    sources, destinations = (np.frombuffer(column, np.uint8) for column in tiers)
+    num_swapped = int(np.count_nonzero(sources != destinations))
+    return len(sources) - num_swapped, num_swapped

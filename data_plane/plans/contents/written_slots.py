@@ -92,12 +92,14 @@ class WrittenSlots:
                 *(each.blocks, each.num_slots, each.generations),
             )
 
-    def of_table(self, part: Table, first_block: int, num_tokens: int) -> NDArray[np.int64]:
-        """Return [num_blocks]: how many leading slots of each entry of ``part`` may be read. It
-        begins with a table's entry ``first_block``. ``num_tokens``: the sequence's tokens that are
-        written if the plan that writes them still runs; 0 for none.
+    def of_table(
+        self, part: Table, entries: NDArray[np.int64], num_tokens: int
+    ) -> NDArray[np.int64]:
+        """Return [num_blocks]: how many leading slots of each entry of ``part`` may be read. These
+        are ``entries`` of a table. ``num_tokens``: the sequence's tokens that are written if the
+        plan that writes them still runs; 0 for none.
         """
         counts = self._tables.num_written[part.tier_key][part.blocks].astype(np.int64)
         block_size = self._tables.block_size_tokens
-        begins = (first_block + np.arange(len(counts))) * block_size
+        begins = entries * block_size
         return np.maximum(counts, np.clip(num_tokens - begins, 0, block_size))

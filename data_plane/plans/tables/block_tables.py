@@ -71,6 +71,10 @@ class Table:
         held = slice(max(begin, self.num_trimmed), end)
         return Table(self.tier_key, self.blocks[held], self.generations[held])
 
+    def at(self, entries: NDArray[np.int64]) -> Table:
+        """Return some entries, none of them trimmed, in their order."""
+        return Table(self.tier_key, self.blocks[entries], self.generations[entries])
+
     def copy(self) -> Table:
         """Return a table of the same entries that shares no memory with this one."""
         return Table(self.tier_key, self.blocks.copy(), self.generations.copy(), self.num_trimmed)

@@ -132,7 +132,7 @@ def _calls(layers: Sequence[Layer]) -> Sequence[LayerCall]:
 def _call(layer: Layer) -> LayerCall | None:
     """Return the layer's call, or None unless all tensors are in regions, the output apart."""
     query, key, value, output = layer.query, layer.key, layer.value, layer.output
-    if not layer.request or query is None or value is None or output is None:
+    if not layer.request or query is None or key is None or value is None or output is None:
         return None
     if any(overlap(output, tensor) for tensor in (query, key, value)):
         return None

@@ -174,7 +174,7 @@ async def test_a_block_that_was_allocated_again_is_not_written(tmp_path: Path) -
         )
         opening = push_pb2.OpenPush(
             secret=ticket.secret,
-            source=executor.block_source(),
+            layout_fingerprint=executor.layout.fingerprint,
             shard=executor.shard.to_proto(),
         )
         requests = [

@@ -111,7 +111,7 @@ def put_elsewhere(requests: Requests) -> Requests:
 
 
 def of_another_layout(requests: Requests) -> Requests:
-    requests[0].open.source.layout_fingerprint = bytes(32)
+    requests[0].open.layout_fingerprint = bytes(32)
     return requests
 
 

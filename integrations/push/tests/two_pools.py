@@ -90,7 +90,7 @@ class TwoPools:
     async def chunks(self) -> list[push_pb2.PushBlocksRequest]:
         """What ``here`` would send: the ticket's place is empty, and a chunk for each block."""
         opening = push_pb2.OpenPush(
-            source=self.here.plane.executor.block_source(),
+            layout_fingerprint=self.here.plane.executor.layout.fingerprint,
             shard=self.here.plane.executor.shard.to_proto(),
         )
         requests = [push_pb2.PushBlocksRequest(open=opening)]

@@ -32,6 +32,8 @@ MAX_COUNTS: Final[Mapping[str, int]] = {
     "AttentionOptions.alibi_slopes": 65_536,
     "AttentionOptions.sinks": 65_536,
     "Tensor.shape": 16,
+    "ReadBlocksRequest.keys": 4096,
+    "WriteBlocksRequest.keys": 4096,
 }
 MAX_STRING_BYTES: Final = 8192
 MAX_UNPACKED_BYTES: Final = 1 << 20

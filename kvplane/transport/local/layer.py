@@ -97,8 +97,8 @@ class LocalLayer:
         if offsets is None:
             return None
         key_there, value_there, *rest = zip(offsets, shapes, strict=True)
-        request = pb.LayerInput(layer=index, options=options.to_proto())
-        answer = pb.LayerOutput(layer=index)
+        request = pb.RunLayerRequest(layer=index, options=options.to_proto())
+        answer = pb.RunLayerResponse(layer=index)
         messages = {"key": key_there, "value": value_there}
         query_there = output_there = None
         if rest:

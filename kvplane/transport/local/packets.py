@@ -102,7 +102,7 @@ def tail_of(plan_number: int, pass_index: int | None) -> bytes:
     """Return the second part of a layer's packet. It names the plan and the pass, and protobuf
     merges it into the first part, which is the same in each step: see ``LocalOffer``.
     """
-    layer = execution_pb2.LayerInput(plan_number=plan_number, pass_index=pass_index)
+    layer = execution_pb2.RunLayerRequest(plan_number=plan_number, pass_index=pass_index)
     return execution_pb2.ExecuteRequest(layer=layer).SerializeToString()
 
 

@@ -104,8 +104,7 @@ class ServerService(object):
 class PoolServiceStub(object):
     """Says which pools there are, and what is going on in them. Every method is safe to repeat.
 
-    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may
-    be missed.
+    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may be missed.
     """
 
     def __init__(self, channel):
@@ -139,8 +138,7 @@ class PoolServiceStub(object):
 class PoolServiceServicer(object):
     """Says which pools there are, and what is going on in them. Every method is safe to repeat.
 
-    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may
-    be missed.
+    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may be missed.
     """
 
     def ListPools(self, request, context):
@@ -205,8 +203,7 @@ def add_PoolServiceServicer_to_server(servicer, server):
 class PoolService(object):
     """Says which pools there are, and what is going on in them. Every method is safe to repeat.
 
-    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may
-    be missed.
+    A list comes in pages, in the order of its ids. What exists throughout is in exactly one page; what comes or goes between two pages may be missed.
     """
 
     @staticmethod

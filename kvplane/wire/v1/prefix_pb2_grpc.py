@@ -26,14 +26,14 @@ if _version_not_supported:
 
 
 class PrefixServiceStub(object):
-    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat. NOT_FOUND
-    (POOL_NOT_FOUND) when a pool has not registered.
+    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat. NOT_FOUND (POOL_NOT_FOUND)
+    when a pool has not registered.
 
-    Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the
-    receipts of its plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
+    Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
+    plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
 
-    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without
-    an attention window, in which a prefix is whole.
+    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without an attention
+    window, in which a prefix is whole.
     """
 
     def __init__(self, channel):
@@ -65,14 +65,14 @@ class PrefixServiceStub(object):
 
 
 class PrefixServiceServicer(object):
-    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat. NOT_FOUND
-    (POOL_NOT_FOUND) when a pool has not registered.
+    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat. NOT_FOUND (POOL_NOT_FOUND)
+    when a pool has not registered.
 
-    Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the
-    receipts of its plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
+    Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
+    plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
 
-    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without
-    an attention window, in which a prefix is whole.
+    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without an attention
+    window, in which a prefix is whole.
     """
 
     def FindPrefix(self, request, context):
@@ -141,14 +141,14 @@ def add_PrefixServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefixService(object):
-    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat. NOT_FOUND
-    (POOL_NOT_FOUND) when a pool has not registered.
+    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat. NOT_FOUND (POOL_NOT_FOUND)
+    when a pool has not registered.
 
-    Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the
-    receipts of its plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
+    Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
+    plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
 
-    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without
-    an attention window, in which a prefix is whole.
+    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without an attention
+    window, in which a prefix is whole.
     """
 
     @staticmethod

@@ -39,9 +39,9 @@ class SessionServiceStub(object):
     caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
     still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when
-    a plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND
-    (SESSION_NOT_FOUND): open another session and admit again.
+    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when a
+    plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND):
+    open another session and admit again.
     """
 
     def __init__(self, channel):
@@ -101,9 +101,9 @@ class SessionServiceServicer(object):
     caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
     still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when
-    a plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND
-    (SESSION_NOT_FOUND): open another session and admit again.
+    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when a
+    plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND):
+    open another session and admit again.
     """
 
     def OpenSession(self, request, context):
@@ -153,8 +153,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """Lists sequences in pages, and the block tables of one if asked to. Safe to repeat. NOT_FOUND (SEQUENCE_NOT_FOUND). What exists throughout is in
-        exactly one page; what comes or goes between two pages may be missed.
+        """Lists sequences, in pages as PoolService's, and the block tables of one if asked to. Safe to repeat. NOT_FOUND (SEQUENCE_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,9 +219,9 @@ class SessionService(object):
     caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
     still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when
-    a plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND
-    (SESSION_NOT_FOUND): open another session and admit again.
+    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when a
+    plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND):
+    open another session and admit again.
     """
 
     @staticmethod

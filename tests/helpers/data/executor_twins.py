@@ -24,6 +24,7 @@ from tests.helpers.data.plan_author import (
     HOST,
     LAYOUT,
     POOL_ID,
+    BlockRef,
     Change,
     PlanAuthor,
     Span,
@@ -257,7 +258,7 @@ class SessionAuthor:
             self._free[DEVICE].append(index)
             self._generations[DEVICE, index] -= 1
 
-    def _ref(self, tier: pb.Tier, index: int) -> pb.BlockRef:
+    def _ref(self, tier: pb.Tier, index: int) -> BlockRef:
         return ref(index, self._generations[tier, index], tier)
 
 

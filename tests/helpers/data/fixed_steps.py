@@ -119,8 +119,8 @@ def rig_with_prompts(**settings: Any) -> Rig:
     inputs = Inputs(sum(PROMPTS.values()), settings.get("device", "cpu"))
     inputs.fill(inputs.num_tokens, 1)
     for layer, (_, key, value, _) in zip(LAYERS, inputs.layers, strict=True):
-        receipt = rig.executor.write_layer(1, layer, key, value, **of_latest(rig.executor))
-    assert receipt is not None
+        rig.executor.layer(1, layer, None, key, value, **of_latest(rig.executor))
+    assert rig.executor.receipt(1) is not None
     return rig
 
 

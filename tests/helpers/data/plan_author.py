@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,7 @@ class PlanAuthor:
         changes: Sequence[Change] | plans.TableChanges = (),
         transfers: Sequence[Transfer] | plans.Transfers = (),
         spans: Sequence[Span] | plans.Spans = (),
-        allocations: Sequence[pb.BlockRef] | plans.Allocations = (),
+        allocations: Sequence[BlockRef] | plans.Allocations = (),
         **fields: Any,
     ) -> pb.SignedPayload:
         """Return a plan that follows plan ``number - 1`` unless ``previous`` is given."""
@@ -122,10 +122,28 @@ class Change:
     group: int = 0
 
 
+def int32(*values: int) -> bytes:
+    """Return a column of the elements."""
+    return _int32(values)
+
+
+def int64(*values: int) -> bytes:
+    """Return a column of the elements."""
+    return _int64(values)
+
+
+class BlockRef(NamedTuple):
+    """One block, as it was when it was allocated."""
+
+    tier: pb.Tier
+    index: int
+    generation: int
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    source: pb.BlockRef
-    destination: pb.BlockRef
+    source: BlockRef
+    destination: BlockRef
     group: int = 0
 
 
@@ -173,11 +191,11 @@ def keep(sequence_id: int, num_blocks: int) -> Change:
     return Change(plans.TABLE_CHANGE_KIND_KEEP, sequence_id, num_blocks=num_blocks)
 
 
-def ref(index: int, generation: int = 1, tier: pb.Tier = DEVICE) -> pb.BlockRef:
-    return pb.BlockRef(tier=tier, index=index, generation=generation)
+def ref(index: int, generation: int = 1, tier: pb.Tier = DEVICE) -> BlockRef:
+    return BlockRef(tier, index, generation)
 
 
-def transfer(source: pb.BlockRef, destination: pb.BlockRef) -> Transfer:
+def transfer(source: BlockRef, destination: BlockRef) -> Transfer:
     return Transfer(source, destination)
 
 
@@ -201,7 +219,7 @@ def pack_changes(changes: Sequence[Change]) -> plans.TableChanges:
     )
 
 
-def pack_allocations(blocks: Sequence[pb.BlockRef]) -> plans.Allocations:
+def pack_allocations(blocks: Sequence[BlockRef]) -> plans.Allocations:
     return plans.Allocations(
         tiers=_uint8(b.tier for b in blocks),
         indices=_int32(b.index for b in blocks),

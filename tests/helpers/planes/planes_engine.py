@@ -25,7 +25,6 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.results import sequence_states
-from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
@@ -431,8 +430,8 @@ class Engine:
             if number % 3:
                 output = executor.layer(self.id, layer, query, key, value, plan_number=number)
             else:
-                executor.write_layer(self.id, layer, key, value, plan_number=number)
-                output = run_to_end(executor.attend(self.id, layer, query, plan_number=number))
+                executor.layer(self.id, layer, None, key, value, plan_number=number)
+                output = executor.layer(self.id, layer, query, None, None, plan_number=number)
         except StaleError as error:
             assert self.id in process.ended, f"a layer is refused: {error!r}"
             return False

@@ -118,7 +118,7 @@ def check_read(
     check_blocks(held.numpy(), wanted, tag, where)
     for i in range(num_blocks):
         try:
-            block, _ = executor.read_blocks(*of, i, 1)
+            block, _ = executor.read_blocks(*of, [i])
         except BlockNotWrittenError:
             assert np.isnan(wanted[:, i]).all(), f"{where}: what was written is not read"
         else:

@@ -183,9 +183,9 @@ class World:
                 group = next(g for g in GROUPS if layer in g.layers)
                 shape = len(values), group.num_kv_heads, group.head_size
                 key = torch.tensor(values, dtype=torch.float32)[:, None, None].expand(shape) + layer
-                receipt = executor.write_layer(
-                    session_id, layer, key.contiguous(), -key, **of_latest(executor, session_id)
-                )
+                named = of_latest(executor, session_id)
+                executor.layer(session_id, layer, None, key.contiguous(), -key, **named)
+            receipt = executor.receipt(session_id)
         assert receipt is not None
         self.receipts.append(receipt)
 
@@ -250,8 +250,7 @@ class World:
         blocks, _ = self.executor.read_blocks(
             self.session.session_id,
             state.sequence_id,
-            num_trimmed,
-            num_blocks,
+            range(num_trimmed, num_trimmed + num_blocks),
             group=group,
         )
         end = min(state.num_written_tokens, len(tokens))

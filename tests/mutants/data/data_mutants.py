@@ -64,7 +64,7 @@ def version_unchecked() -> None:
 
 
 def unknown_fields_ignored() -> None:
-    verifier.whole = lambda message, data, *, field: message
+    verifier.whole = lambda message, data, *, field, reader: message
 
 
 def published_write_allowed() -> None:

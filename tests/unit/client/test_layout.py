@@ -214,7 +214,22 @@ def test_latents_have_scales_of_keys_alone() -> None:
     assert caught.value.field == "layout.groups[0].value_scales"
 
 
-@pytest.mark.parametrize("kind", [pb.CACHE_KIND_STATE, 99])
+def test_a_page_size_is_refused_and_enters_the_fingerprint_only_if_there_is_one() -> None:
+    assert "page_bytes" not in FULL.canonical()
+    assert replace(FULL, page_bytes=4096).canonical()["page_bytes"] == 4096
+    with pytest.raises(InvalidRequestError) as caught:
+        Layout.from_proto(_with_page_bytes(4096))
+    assert caught.value.field == "layout.groups[0].page_bytes"
+    assert Layout.from_proto(_with_page_bytes(0)) == LAYOUT
+
+
+def _with_page_bytes(page_bytes: int) -> pb.Layout:
+    message = LAYOUT.to_proto()
+    message.groups[0].page_bytes = page_bytes
+    return message
+
+
+@pytest.mark.parametrize("kind", [pb.CACHE_KIND_STATE, pb.CACHE_KIND_OPAQUE, 99])
 def test_a_cache_kind_that_is_not_served_is_refused_with_what_is(kind: pb.CacheKind) -> None:
     message = LAYOUT.to_proto()
     message.groups[0].cache_kind = kind

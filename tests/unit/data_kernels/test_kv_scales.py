@@ -85,7 +85,7 @@ def run(layout: Layout, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     for layer in executor.layers:
         output = executor.layer(1, layer, query, key, value, **of_latest(executor))
     assert output is not None
-    return output, executor.read_blocks(1, 1, 0, 2)[0].view(torch.uint8)
+    return output, executor.read_blocks(1, 1, range(2))[0].view(torch.uint8)
 
 
 def test_shards_compute_together_what_a_whole_pool_does() -> None:

@@ -14,7 +14,6 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.runtime.embedded import EmbeddedBackend
-from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig, stored
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
@@ -71,11 +70,11 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None
     )
     with pytest.raises(InternalError):
         rig.executor.start(1, plan)
-    whole = torch.zeros(2, 1, 2, 2, 8, 16)
+    whole, query, key = torch.zeros(2, 1, 2, 2, 8, 16), tokens(1, 4), tokens(1)
     users: list[Callable[[], object]] = [
         lambda: rig.layer(0, 1),
-        lambda: rig.executor.write_layer(1, 0, tokens(1), tokens(1), **of_latest(rig.executor)),
-        lambda: run_to_end(rig.executor.attend(1, 0, tokens(1, 4), **of_latest(rig.executor))),
+        lambda: rig.executor.layer(1, 0, None, key, key, **of_latest(rig.executor)),
+        lambda: rig.executor.layer(1, 0, query, None, None, **of_latest(rig.executor)),
         lambda: rig.executor.write_blocks(1, 2, 1, whole),
         lambda: rig.executor.receipt(1),
     ]
@@ -83,10 +82,10 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None
         with rig.refuses(PlanOutOfOrderError, "plan.number"):
             use()
     assert rig.executor.start(1, plan).receipt is None
-    parent, _ = rig.executor.read_blocks(1, 1, 1, 1)
+    parent, _ = rig.executor.read_blocks(1, 1, [1])
     rig.layer(0, 1)
     rig.layer(1, 1)
-    child, _ = rig.executor.read_blocks(1, 2, 1, 1)
+    child, _ = rig.executor.read_blocks(1, 2, [1])
     assert torch.equal(child[:, :, :, :, :4], parent[:, :, :, :, :4]), "the tokens before the fork"
     assert bool(child[:, :, :, :, 4].any()), "the child's own token"
     assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 2
@@ -123,7 +122,7 @@ def test_blocks_that_could_not_be_cleared_are_still_anothers_for_the_next_plan()
     with pytest.raises(InternalError):
         rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])])
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
-        rig.executor.read_blocks(2, 1, 0, 1)
+        rig.executor.read_blocks(2, 1, [0])
     assert bool(rig.executor.pools.device_tier[0].any())
     rig.run(3, 2, resync=True, changes=[set_blocks(1, [(0, 3)])])
     assert not bool(stored(rig.executor, 2, 1, 1).any())
@@ -155,7 +154,8 @@ def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: boo
     rig.admit(1)
     rig.runtime.set_stream(rig.runtime.new_stream())
     rig.runtime.early_share = 0.0
-    output = run_to_end(rig.executor.attend(1, 0, tokens(12, 4), **of_latest(rig.executor)))
+    output = rig.executor.layer(1, 0, tokens(12, 4), None, None, **of_latest(rig.executor))
+    assert output is not None
     assert rig.runtime.num_waiting == 1
     rig.runtime.set_stream(0)
     whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)

@@ -15,7 +15,6 @@ from kvplane.errors import (
     SequenceNotFoundError,
 )
 from kvplane.shard import Shard
-from kvplane.slices import run_to_end
 from kvplane.wire import signing
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from tests.helpers.data.data_rig import Rig
@@ -112,11 +111,12 @@ def test_a_plan_without_spans_has_run_when_it_has_started(rig: Rig) -> None:
 def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
     key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
     rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 5)])
-    assert rig.executor.write_layer(1, 1, key, value, **of_latest(rig.executor)) is None
-    receipt = rig.executor.write_layer(1, 0, key, value, **of_latest(rig.executor))
-    assert rig.author.read_receipt(receipt).plan_number == 1
+    for layer in rig.executor.layers:
+        assert rig.executor.receipt(1) is None
+        rig.executor.layer(1, layer, None, key, value, **of_latest(rig.executor))
+    assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 1
     want = dense_attention(query, key, value)
-    got = run_to_end(rig.executor.attend(1, 1, query, **of_latest(rig.executor)))
+    got = rig.executor.layer(1, 1, query, None, None, **of_latest(rig.executor))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -127,7 +127,7 @@ def test_no_query_writes_and_answers_nothing(rig: Rig) -> None:
 
 def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
     rig.admit(1)
-    before, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    before, _ = rig.executor.read_blocks(1, 1, range(2))
     rig.run(
         2,
         seed=10,
@@ -135,8 +135,8 @@ def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
         transfers=[transfer(ref(1), ref(2))],
         spans=[span(2, 12, 1)],
     )
-    after, _ = rig.executor.read_blocks(1, 1, 0, 2)
-    child, names = rig.executor.read_blocks(1, 2, 1, 1)
+    after, _ = rig.executor.read_blocks(1, 1, range(2))
+    child, names = rig.executor.read_blocks(1, 2, [1])
     assert torch.equal(before, after)
     assert blocks_of(names) == [(2, 1)]
     assert torch.equal(child[:, :, :, :, :4], before[:, 1:, :, :, :4]), "the tokens before the fork"
@@ -145,14 +145,14 @@ def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
 
 def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
     rig.admit(1)
-    before, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    before, _ = rig.executor.read_blocks(1, 1, range(2))
     rig.run(
         2,
         changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
         transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
     )
     rig.executor.pools.device_tier.fill_(7.0)
-    swapped, names = rig.executor.read_blocks(1, 1, 0, 2)
+    swapped, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(swapped, before)
     assert (names.tier, blocks_of(names)) == (HOST, [(3, 1), (0, 1)])
     rig.run(
@@ -160,7 +160,7 @@ def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
         changes=[set_blocks(1, [(5, 1), (6, 1)], replace=True)],
         transfers=[transfer(ref(3, 1, HOST), ref(5)), transfer(ref(0, 1, HOST), ref(6))],
     )
-    back, names = rig.executor.read_blocks(1, 1, 0, 2)
+    back, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(back, before)
     assert (names.tier, blocks_of(names)) == (DEVICE, [(5, 1), (6, 1)])
     assert rig.executor.counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
@@ -181,8 +181,8 @@ def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(
             transfer(ref(3), ref(2, 1, HOST)),
         ],
     )
-    first, _ = rig.executor.read_blocks(1, 1, 0, 1)
-    last, _ = rig.executor.read_blocks(1, 4, 0, 1)
+    first, _ = rig.executor.read_blocks(1, 1, [0])
+    last, _ = rig.executor.read_blocks(1, 4, [0])
     assert torch.equal(first, last)
 
 
@@ -217,7 +217,7 @@ def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> No
         spans=[span(9, 12, 1)],
     )
     with rig.refuses(SequenceNotFoundError):
-        rig.executor.read_blocks(1, 1, 0, 1)
+        rig.executor.read_blocks(1, 1, [0])
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
         rig.start(2, spans=[span(1, 12, 1)])
     assert rig.run(7, previous=5, spans=[span(9, 13, 1)]).plan_number == 7
@@ -225,20 +225,20 @@ def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> No
 
 def test_blocks_written_whole_hold_what_blocks_read_gave(rig: Rig) -> None:
     rig.admit(1)
-    blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
     rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 12)])
     receipt = rig.executor.write_blocks(1, 2, 0, blocks)
     assert rig.author.read_receipt(receipt).plan_number == 2
-    copied, _ = rig.executor.read_blocks(1, 2, 0, 2)
+    copied, _ = rig.executor.read_blocks(1, 2, range(2))
     assert torch.equal(copied, blocks)
 
 
 def test_blocks_written_whole_touch_no_slot_outside_the_span(rig: Rig) -> None:
     rig.admit(1)
-    before, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    before, _ = rig.executor.read_blocks(1, 1, range(2))
     rig.start(2, spans=[span(1, 12, 2)])
     rig.executor.write_blocks(1, 1, 1, torch.full_like(before[:, 1:], 3.0))
-    after, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    after, _ = rig.executor.read_blocks(1, 1, range(2))
     offset = 12 - BLOCK_SIZE
     assert torch.all(after[:, 1, :, :, offset : offset + 2] == 3.0)
     after[:, 1, :, :, offset : offset + 2] = before[:, 1, :, :, offset : offset + 2]
@@ -259,10 +259,12 @@ def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
         2, changes=[set_blocks(2, [(2, 1)])], transfers=[transfer(ref(1), ref(2))]
     )
     with rig.refuses(InvalidRequestError, "plan.transfers.destination_tiers[0]"):
-        rig.executor.start_transfers(1, plan, swaps=True)
-    num_blocks, receipt = rig.executor.start_transfers(1, plan, swaps=False)
-    assert num_blocks == 1
-    assert rig.author.read_receipt(receipt).plan_number == 2
+        rig.executor.start(1, plan, swaps=True)
+    for had_run in (False, True):
+        started = rig.executor.start(1, plan, swaps=False)
+        assert (started.num_copied_blocks, started.num_swapped_blocks) == (1, 0)
+        assert started.had_run == had_run
+        assert rig.author.read_receipt(started.receipt).plan_number == 2
 
 
 def test_a_shard_holds_its_own_layers_and_heads(rig: Rig) -> None:
@@ -296,7 +298,7 @@ def test_half_precision_pools_hold_rounded_keys() -> None:
     output = executor.layer(1, 0, tokens(8, 4), key, value, **of_latest(executor))
     assert output is not None
     assert output.dtype == torch.float32
-    blocks, _ = executor.read_blocks(1, 1, 0, 1, num_layers=1)
+    blocks, _ = executor.read_blocks(1, 1, [0], num_layers=1)
     assert blocks.dtype == torch.bfloat16
     assert torch.equal(blocks[0, 0, 0].transpose(0, 1), key.to(torch.bfloat16))
 
@@ -324,35 +326,35 @@ def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig)
     )
     host = rig.executor.pools.host_tier
     assert bool(host[2].any())
-    _, table = rig.executor.read_blocks(1, 5, 0, 2)
+    _, table = rig.executor.read_blocks(1, 5, range(2))
     assert blocks_of(table) == [(4, 3), (0, 2)]
     assert rig.executor.num_sequences == 2
 
 
 def test_blocks_are_read_and_written_in_ranges_of_blocks_and_layers(rig: Rig) -> None:
     rig.admit(1)
-    whole, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    whole, _ = rig.executor.read_blocks(1, 1, range(2))
     rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 12)])
     for layer in (0, 1):
         for block in (0, 1):
-            part, table = rig.executor.read_blocks(1, 1, block, 1, first_layer=layer, num_layers=1)
+            part, table = rig.executor.read_blocks(1, 1, [block], first_layer=layer, num_layers=1)
             assert torch.equal(part, whole[layer : layer + 1, block : block + 1])
             assert blocks_of(table) == [(block, 1)]
             assert rig.executor.receipt(1) is None
             receipt = rig.executor.write_blocks(1, 2, block, part, first_layer=layer, num_layers=1)
     assert rig.author.read_receipt(receipt).plan_number == 2
-    copied, _ = rig.executor.read_blocks(1, 2, 0, 2)
+    copied, _ = rig.executor.read_blocks(1, 2, range(2))
     assert torch.equal(copied, whole)
 
 
 def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
     rig.admit(1)
-    blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
     rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 3, 9)])
-    with rig.refuses(InvalidRequestError, "first_block"):
+    with rig.refuses(InvalidRequestError, "entries"):
         rig.executor.write_blocks(1, 2, 1, blocks[:, 1:])
     rig.executor.write_blocks(1, 2, 0, blocks[1:, :1], first_layer=1, num_layers=1)
-    with rig.refuses(InvalidRequestError, "first_block"):
+    with rig.refuses(InvalidRequestError, "entries"):
         rig.executor.write_blocks(1, 2, 1, blocks[:, 1:])
     rig.executor.write_blocks(1, 2, 0, blocks[:, :1])
     assert rig.executor.write_blocks(1, 2, 1, blocks[1:, 1:], first_layer=1, num_layers=1) is None

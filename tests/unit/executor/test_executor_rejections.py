@@ -20,7 +20,6 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.bad_plans import BAD_PLANS, HUGE
@@ -187,7 +186,7 @@ def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig
     with rig.refuses(BlockNotWritableError):
         rig.layer(0, 1)
     with rig.refuses(BlockNotWritableError):
-        rig.executor.write_layer(1, 0, tokens(1), tokens(1), **of_latest(rig.executor))
+        rig.executor.layer(1, 0, None, tokens(1), tokens(1), **of_latest(rig.executor))
     with rig.refuses(BlockNotWritableError):
         rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16))
 
@@ -225,7 +224,11 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
 def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, "layer"):
-        run_to_end(rig.executor.attend(1, 0, Q, **of_latest(rig.executor)))
+        rig.executor.layer(1, 0, Q, None, None, **of_latest(rig.executor))
+    rig.layer(0, 1)
+    assert rig.executor.layer(1, 0, Q, None, None, **of_latest(rig.executor)) is not None
+    with rig.refuses(InvalidRequestError, "layer"):
+        rig.executor.layer(1, 1, Q, None, None, **of_latest(rig.executor))
 
 
 def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:
@@ -234,30 +237,31 @@ def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:
         rig.executor.layer(1, 0, Q, K, K, plan_number=1)
 
 
-BAD_READS = {
-    "first_block": [(-1, 1), (2, 1), (HUGE, 1)],
-    "num_blocks": [(0, 0), (0, 3), (1, -1), (0, HUGE)],
-}
-
-
 @pytest.mark.parametrize(
-    ("field", "first", "num"), [(f, *span) for f, spans in BAD_READS.items() for span in spans]
+    ("field", "entries"),
+    [
+        ("entries", []),
+        ("entries[0]", [-1]),
+        ("entries[0]", [2]),
+        ("entries[2]", [1, 0, 2]),
+        ("entries[1]", [1, HUGE]),
+    ],
 )
-def test_a_read_outside_the_table_is_refused(rig: Rig, field: str, first: int, num: int) -> None:
+def test_a_read_outside_the_table_is_refused(rig: Rig, field: str, entries: list[int]) -> None:
     with rig.refuses(InvalidRequestError, field):
-        rig.executor.read_blocks(1, 1, first, num)
+        rig.executor.read_blocks(1, 1, entries)
 
 
 @pytest.mark.parametrize(
     ("field", "sequence", "first", "shape"),
     [
         ("sequence_id", 9, 1, (2, 1, 2, 2, 8, 16)),
-        ("first_block", 1, 0, (2, 1, 2, 2, 8, 16)),
-        ("first_block", 1, -1, (2, 1, 2, 2, 8, 16)),
-        ("first_block", 1, HUGE, (2, 1, 2, 2, 8, 16)),
+        ("entries", 1, 0, (2, 1, 2, 2, 8, 16)),
+        ("entries", 1, -1, (2, 1, 2, 2, 8, 16)),
+        ("entries", 1, HUGE, (2, 1, 2, 2, 8, 16)),
         ("blocks", 1, 1, (1, 1, 2, 2, 8, 16)),
         ("blocks", 1, 1, (2, 1, 2, 2, 16)),
-        ("first_block", 1, 1, (2, 0, 2, 2, 8, 16)),
+        ("entries", 1, 1, (2, 0, 2, 2, 8, 16)),
     ],
 )
 def test_blocks_that_hold_nothing_of_the_span_are_refused(
@@ -361,6 +365,6 @@ def test_layers_that_are_not_held_are_neither_read_nor_written(
 ) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, field):
-        rig.executor.read_blocks(1, 1, 0, 1, **layers)
+        rig.executor.read_blocks(1, 1, [0], **layers)
     with rig.refuses(InvalidRequestError, field):
         rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16), **layers)

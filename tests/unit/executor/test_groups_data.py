@@ -84,13 +84,13 @@ def test_each_group_computes_what_it_would_alone() -> None:
         for rig in (full, window):
             assert all(torch.equal(outputs[both][i], output) for i, output in outputs[rig].items())
         assert both.executor.receipt(1) is not None
-    blocks, names = both.executor.read_blocks(1, 1, 1, 1, group=1)
-    alone, _ = window.executor.read_blocks(1, 1, 1, 1)
+    blocks, names = both.executor.read_blocks(1, 1, [1], group=1)
+    alone, _ = window.executor.read_blocks(1, 1, [1])
     assert torch.equal(blocks, alone)
     assert (names.group, names.indices) == (1, b"\4\0\0\0")
     with pytest.raises(InvalidRequestError):
-        both.executor.read_blocks(1, 1, 0, 1, group=1)  # it was trimmed there alone
-    assert both.executor.read_blocks(1, 1, 0, 3)[0].shape[:2] == (2, 3)
+        both.executor.read_blocks(1, 1, [0], group=1)  # it was trimmed there alone
+    assert both.executor.read_blocks(1, 1, range(3))[0].shape[:2] == (2, 3)
 
 
 def test_blocks_are_copied_inside_their_group() -> None:
@@ -98,8 +98,8 @@ def test_blocks_are_copied_inside_their_group() -> None:
     full, window = set_blocks(1, [(0, 1)]), replace(set_blocks(1, [(0, 1)]), group=1)
     rig.start(1, changes=[full, window], spans=[span(1, 0, 8)])
     run(rig, 1, 8)
-    before, _ = rig.executor.read_blocks(1, 1, 0, 1)
-    of_window, _ = rig.executor.read_blocks(1, 1, 0, 1, group=1)
+    before, _ = rig.executor.read_blocks(1, 1, [0])
+    of_window, _ = rig.executor.read_blocks(1, 1, [0], group=1)
     rig.start(
         2,
         changes=[
@@ -108,8 +108,8 @@ def test_blocks_are_copied_inside_their_group() -> None:
         ],
         transfers=[replace(transfer(ref(0), ref(2, tier=HOST)), group=group) for group in (0, 1)],
     )
-    assert torch.equal(rig.executor.read_blocks(1, 1, 0, 1)[0], before)
-    assert torch.equal(rig.executor.read_blocks(1, 1, 0, 1, group=1)[0], of_window)
+    assert torch.equal(rig.executor.read_blocks(1, 1, [0])[0], before)
+    assert torch.equal(rig.executor.read_blocks(1, 1, [0], group=1)[0], of_window)
     tiers = [(b.group, b.tier) for part in rig.executor.report() for b in part.blocks]
     assert tiers == [(0, DEVICE), (0, HOST), (1, DEVICE), (1, HOST)]
     rig.executor.check_integrity()

@@ -126,8 +126,8 @@ def test_an_allocation_takes_a_block_from_another_sessions_table(rig: Rig) -> No
     rig.run(1, 4, changes=[set_blocks(1, [(0, 1), (1, 1)], allocated=False), fork(2, 1, 1)])
     rig.run(1, 2, allocations=[ref(1, 2)], transfers=[transfer(ref(0), ref(1, 2))])
     with rig.refuses(StaleGenerationError, "sequence_id"):
-        rig.executor.read_blocks(4, 1, 0, 2)
-    rig.executor.read_blocks(4, 2, 0, 1)
+        rig.executor.read_blocks(4, 1, range(2))
+    rig.executor.read_blocks(4, 2, [0])
     rig.run(2, 4, changes=[drop(1)])
 
 

@@ -12,7 +12,6 @@ from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
-from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -99,7 +98,7 @@ def test_tokens_one_by_one_give_the_bits_of_the_whole_prompt(rig: Rig) -> None:
 
 def test_rows_are_stored_once_by_their_scale(rig: Rig) -> None:
     latent, _ = admit(rig)
-    blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
     assert blocks.shape == (2, 2, BLOCK_SIZE * LATENT_SIZE)
     for layer, scale in enumerate(KEY_SCALES):
         stored = blocks[layer].view(2 * BLOCK_SIZE, LATENT_SIZE)[:NUM_TOKENS]
@@ -109,10 +108,10 @@ def test_rows_are_stored_once_by_their_scale(rig: Rig) -> None:
 
 def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
     _, outputs = admit(rig)
-    before, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    before, _ = rig.executor.read_blocks(1, 1, range(2))
     out = [transfer(ref(5), ref(0, 1, HOST)), transfer(ref(2), ref(3, 1, HOST))]
     rig.run(2, changes=[set_blocks(1, [(0, 1), (3, 1)], tier=HOST, replace=True)], transfers=out)
-    host, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    host, _ = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(host.view(torch.uint8), before.view(torch.uint8))
     moved = rig.executor.counters.transfer_bytes["swap_out"]
     assert moved == 2 * rig.executor.layout.block_bytes()
@@ -121,11 +120,9 @@ def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
     rig.start(4, changes=[set_blocks(2, [(3, 1), (4, 1)])], spans=[span(2, 0, NUM_TOKENS)])
     assert rig.executor.write_blocks(1, 2, 0, before) is not None
     for layer, wanted in enumerate(outputs):
-        got = run_to_end(
-            rig.executor.attend(
-                1, layer, rows(NUM_TOKENS, 6), options=OPTIONS, **of_latest(rig.executor)
-            )
-        )
+        query, named = rows(NUM_TOKENS, 6), of_latest(rig.executor)
+        got = rig.executor.layer(1, layer, query, None, None, options=OPTIONS, **named)
+        assert got is not None
         assert torch.equal(got, wanted)
 
 

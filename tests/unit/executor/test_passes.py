@@ -196,12 +196,12 @@ def test_what_passes_have_written_can_be_read_and_no_more(rig: Rig) -> None:
     rig.executor.begin_pass(1, 1)
     run_layer(rig, 0, rows_of(1))
     # The second token of sequence 1 is at position 8, the first of its second block.
-    data, _ = rig.executor.read_blocks(1, 1, 0, 2, first_layer=0, num_layers=1)
+    data, _ = rig.executor.read_blocks(1, 1, range(2), first_layer=0, num_layers=1)
     is_written = data[0, :, 0, 0].any(dim=-1).flatten()
     assert is_written.tolist() == [i < 9 for i in range(16)]
-    with rig.refuses(BlockNotWrittenError, "first_block"):
-        rig.executor.read_blocks(1, 1, 0, 2, first_layer=1, num_layers=1)
-    data, _ = rig.executor.read_blocks(1, 1, 0, 1, first_layer=1, num_layers=1)
+    with rig.refuses(BlockNotWrittenError, "entries[1]"):
+        rig.executor.read_blocks(1, 1, range(2), first_layer=1, num_layers=1)
+    data, _ = rig.executor.read_blocks(1, 1, [0], first_layer=1, num_layers=1)
     assert data[0, 0, 0, 0].any(dim=-1).all()
 
 
@@ -209,7 +209,7 @@ def test_blocks_are_not_sent_to_a_plan_in_passes(rig: Rig) -> None:
     prompts(rig)
     start(rig)
     rig.executor.begin_pass(1, 0)
-    data, _ = rig.executor.read_blocks(1, 1, 0, 1)
+    data, _ = rig.executor.read_blocks(1, 1, [0])
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
         rig.executor.write_blocks(1, 1, 0, data)
 
@@ -264,8 +264,7 @@ def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
         lambda: executor.layer(1, 0, *parts, **here),
         lambda: executor.layer(1, 0, None, *parts[1:], **here),
         lambda: run_to_end(slices(1, 0, parts, options, 2, of_pass, "", None)),
-        lambda: executor.write_layer(1, 0, *parts[1:], **here),
-        lambda: run_to_end(executor.attend(1, 0, parts[0], **here)),
+        lambda: executor.layer(1, 0, parts[0], None, None, **here),
     ]
 
 

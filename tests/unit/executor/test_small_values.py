@@ -9,7 +9,6 @@ import torch
 
 from data_plane.memory.pages import PageShape
 from kvplane.errors import InvalidRequestError
-from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -68,7 +67,7 @@ def test_a_query_attends_to_them(rig: Rig) -> None:
 
 def test_keys_come_before_values_in_a_page(rig: Rig) -> None:
     key, value, _ = admit(rig)
-    blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
     assert blocks.shape == (2, 2, PAGE_ELEMENTS)
     num_of_keys = NUM_HEADS * BLOCK_SIZE * KEY_SIZE
     for layer, (key_scale, value_scale) in enumerate(((0.5, 0.125), (0.25, 2.0))):
@@ -85,25 +84,23 @@ def test_keys_come_before_values_in_a_page(rig: Rig) -> None:
 
 def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
     _, _, outputs = admit(rig)
-    before, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    before, _ = rig.executor.read_blocks(1, 1, range(2))
     out = [transfer(ref(5), ref(0, 1, HOST)), transfer(ref(2), ref(3, 1, HOST))]
     rig.run(2, changes=[set_blocks(1, [(0, 1), (3, 1)], tier=HOST, replace=True)], transfers=out)
-    host, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    host, _ = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(host.view(torch.uint8), before.view(torch.uint8))
     back = [transfer(ref(0, 1, HOST), ref(1)), transfer(ref(3, 1, HOST), ref(6))]
     rig.run(3, changes=[set_blocks(1, [(1, 1), (6, 1)], tier=DEVICE, replace=True)], transfers=back)
     rig.start(4, changes=[set_blocks(2, [(3, 1), (4, 1)])], spans=[span(2, 0, NUM_TOKENS)])
     assert rig.executor.write_blocks(1, 2, 0, before) is not None
-    copied, _ = rig.executor.read_blocks(1, 2, 0, 2)
+    copied, _ = rig.executor.read_blocks(1, 2, range(2))
     for got, want in zip(heads(copied), heads(before), strict=True):
         assert torch.equal(got[..., :NUM_TOKENS, :].float(), want[..., :NUM_TOKENS, :].float())
     for layer, wanted in enumerate(outputs):
-        assert torch.equal(
-            run_to_end(
-                rig.executor.attend(1, layer, tokens(NUM_TOKENS, 4), **of_latest(rig.executor))
-            ),
-            wanted,
-        )
+        query, named = tokens(NUM_TOKENS, 4), of_latest(rig.executor)
+        output = rig.executor.layer(1, layer, query, None, None, **named)
+        assert output is not None
+        assert torch.equal(output, wanted)
 
 
 def heads(blocks: torch.Tensor) -> list[torch.Tensor]:

@@ -276,7 +276,7 @@ def test_blocks_read_on_the_host_have_been_swapped_out(seed: int) -> None:
         transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
         spans=[span(2, 0, 2)],
     )
-    blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(blocks.transpose(0, 1), before)
 
 

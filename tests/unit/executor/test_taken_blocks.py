@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvplane.errors import StaleGenerationError
-from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -54,10 +53,10 @@ def take(rig: Rig) -> None:
 
 QUERY, KEY = tokens(24, 4), tokens(24)
 USES: dict[str, tuple[Callable[[Rig], Any], str]] = {
-    "its blocks are not read": (lambda r: r.executor.read_blocks(1, 1, 0, 2), "sequence_id"),
-    "not even one": (lambda r: r.executor.read_blocks(1, 1, 1, 1), "sequence_id"),
+    "its blocks are not read": (lambda r: r.executor.read_blocks(1, 1, range(2)), "sequence_id"),
+    "not even one": (lambda r: r.executor.read_blocks(1, 1, [1]), "sequence_id"),
     "the last plan does not attend again": (
-        lambda r: run_to_end(r.executor.attend(1, 0, QUERY, **of_latest(r.executor))),
+        lambda r: r.executor.layer(1, 0, QUERY, None, None, **of_latest(r.executor)),
         SPANS,
     ),
     "nor by its layers": (
@@ -91,18 +90,18 @@ def test_of_a_sequence_that_was_taken(rig: Rig, use: str) -> None:
 
 
 def test_what_was_not_taken_stays_as_it_was(rig: Rig) -> None:
-    blocks, _ = rig.executor.read_blocks(1, 1, 0, 1)
+    blocks, _ = rig.executor.read_blocks(1, 1, [0])
     assert torch.equal(blocks[:, 0], rig.executor.pools.device_tier[0])
-    rig.executor.read_blocks(1, 2, 0, 2)
+    rig.executor.read_blocks(1, 2, range(2))
     rig.run(2, changes=[fork(3, 1, 1)], spans=[span(2, 12, 1)])
     rig.run(3, spans=[span(2, 13, 1)])
-    rig.executor.read_blocks(1, 3, 0, 1)
+    rig.executor.read_blocks(1, 3, [0])
 
 
 def test_who_took_a_block_reads_and_writes_it(rig: Rig) -> None:
     for layer in LAYERS:
         rig.layer(layer, 8, session_id=2, seed=7)
-    rig.executor.read_blocks(2, 1, 0, 1)
+    rig.executor.read_blocks(2, 1, [0])
     assert rig.run(2, 2, spans=[span(1, 7, 1)]).plan_number == 2
 
 
@@ -127,7 +126,8 @@ def test_a_plan_of_whole_tables_or_the_end_of_the_session_gets_rid_of_it(rig: Ri
 def test_a_plan_that_has_run_gives_its_receipt_as_before(rig: Rig) -> None:
     """Nothing is written then, so there is nothing to refuse."""
     before, receipt = rig.snapshot(), rig.executor.receipt(1)
-    assert rig.executor.write_layer(1, 0, KEY, KEY, **of_latest(rig.executor)) == receipt
+    rig.executor.layer(1, 0, None, KEY, KEY, **of_latest(rig.executor))
+    assert rig.executor.receipt(1) == receipt
     assert rig.executor.write_blocks(1, 1, 0, BLOCKS) == receipt
     assert rig.snapshot() == before
 
@@ -143,7 +143,7 @@ def test_a_plan_that_runs_does_not_write_what_was_taken_meanwhile() -> None:
     with rig.refuses(StaleGenerationError, SPANS):
         rig.layer(1, 12)
     with rig.refuses(StaleGenerationError, SPANS):
-        rig.executor.write_layer(1, 1, KEY[:12], KEY[:12], **of_latest(rig.executor))
+        rig.executor.layer(1, 1, None, KEY[:12], KEY[:12], **of_latest(rig.executor))
     with rig.refuses(StaleGenerationError, SPANS):
         rig.executor.write_blocks(1, 1, 0, BLOCKS)
 
@@ -156,7 +156,7 @@ def test_blocks_of_the_host_tier_are_taken_too(rig: Rig) -> None:
     )
     rig.run(2, 2, changes=[set_blocks(2, [(1, 2)], tier=HOST)])
     with rig.refuses(StaleGenerationError, "sequence_id"):
-        rig.executor.read_blocks(1, 2, 0, 2)
-    rig.executor.read_blocks(1, 2, 0, 1)
+        rig.executor.read_blocks(1, 2, range(2))
+    rig.executor.read_blocks(1, 2, [0])
     rig.run(3, changes=[drop(2)])
     rig.executor.check_integrity()

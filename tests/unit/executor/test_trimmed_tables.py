@@ -12,7 +12,6 @@ import torch
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -122,18 +121,17 @@ def test_a_window_that_reaches_a_trimmed_position_is_refused(rig: Rig) -> None:
     for window in (most + 1, 2**31 - 1):
         options = AttentionOptions(sliding_window_tokens=window)
         with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
-            run_to_end(rig.executor.attend(1, 0, query, options=options, **of_latest(rig.executor)))
+            rig.executor.layer(1, 0, query, None, None, options=options, **of_latest(rig.executor))
         with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
             rig.executor.layer(
                 1, 0, query, key, key, options=options, field="in.", **of_latest(rig.executor)
             )
     poison(rig, [2, 3])
     options = AttentionOptions(sliding_window_tokens=most)
-    assert bool(
-        run_to_end(rig.executor.attend(1, 0, query, options=options, **of_latest(rig.executor)))
-        .isfinite()
-        .all()
-    )
+    named = of_latest(rig.executor)
+    output = rig.executor.layer(1, 0, query, None, None, options=options, **named)
+    assert output is not None
+    assert bool(output.isfinite().all())
 
 
 def test_without_a_window_no_span_of_a_trimmed_table_is_attended() -> None:
@@ -164,9 +162,9 @@ def test_the_narrowest_of_all_tables_bounds_the_window(rig: Rig) -> None:
 def test_trimmed_entries_are_not_read(rig: Rig) -> None:
     trimmed(rig)
     for sequence_id in (1, 2):
-        with rig.refuses(InvalidRequestError, "first_block"):
-            rig.executor.read_blocks(1, sequence_id, 0, 3)
-        blocks, refs = rig.executor.read_blocks(1, sequence_id, 1, 2)
+        with rig.refuses(InvalidRequestError, "entries[0]"):
+            rig.executor.read_blocks(1, sequence_id, range(3))
+        blocks, refs = rig.executor.read_blocks(1, sequence_id, range(1, 3))
         assert refs.indices == b"\2\0\0\0\3\0\0\0"
         assert torch.equal(blocks[:, 0], rig.executor.pools.device_tier[2])
 
@@ -186,8 +184,8 @@ def test_a_table_that_is_moved_or_set_anew_may_lack_its_first_entries(rig: Rig) 
     trimmed(rig)
     whole = set_blocks(1, [(2, 1), (3, 1)], first_block=1, allocated=False, replace=True)
     rig.run(3, changes=[whole], spans=[span(1, 20, 1)], resync=True)
-    with rig.refuses(InvalidRequestError, "first_block"):
-        rig.executor.read_blocks(1, 1, 0, 1)
+    with rig.refuses(InvalidRequestError, "entries[0]"):
+        rig.executor.read_blocks(1, 1, [0])
     assert rig.executor.num_sequences == 1
 
 
@@ -196,6 +194,6 @@ def test_a_truncated_table_has_no_slots_behind_its_end(rig: Rig) -> None:
     rig.run(2, changes=[truncate(1, 2), set_blocks(2, [(3, 2)])])
     with rig.refuses(InvalidRequestError, "plan.spans.first_positions[0]"):
         rig.start(3, spans=[span(1, 16, 1)])
-    with rig.refuses(InvalidRequestError, "num_blocks"):
-        rig.executor.read_blocks(1, 1, 0, 3)
+    with rig.refuses(InvalidRequestError, "entries[2]"):
+        rig.executor.read_blocks(1, 1, range(3))
     assert rig.run(3, spans=[span(1, 15, 1)]).plan_number == 3

@@ -52,9 +52,9 @@ def num_read(rig: Rig, sequence_id: int, num_blocks: int, session_id: int = 1) -
     slots = []
     for i in range(num_blocks):
         try:
-            blocks, _ = rig.executor.read_blocks(session_id, sequence_id, i, 1)
+            blocks, _ = rig.executor.read_blocks(session_id, sequence_id, [i])
         except BlockNotWrittenError as error:
-            assert error.field == "first_block"
+            assert error.field == "entries[0]"
             slots.append(0)
         else:
             shown = (blocks != 0).any(-1).flatten(0, 3)  # [layers * 2 * heads, block_size]
@@ -70,11 +70,19 @@ def test_only_written_slots_are_shown(rig: Rig) -> None:
     assert num_read(rig, 1, 3) == [8, 5, 0]
 
 
+def test_entries_are_shown_as_far_as_written_in_any_order(rig: Rig) -> None:
+    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.layer(0, 12)
+    blocks, _ = rig.executor.read_blocks(1, 1, [1, 0], first_layer=0, num_layers=1)
+    shown = (blocks != 0).any(-1)[0, :, 0, 0]  # [entries, block_size]
+    assert shown.sum(-1).tolist() == [4, 8]
+
+
 def test_a_running_plan_shows_the_layers_that_it_has_written(rig: Rig) -> None:
     rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     assert num_read(rig, 1, 2) == [0, 0]
     rig.layer(0, 12)
-    rig.executor.read_blocks(1, 1, 0, 2, first_layer=0, num_layers=1)
+    rig.executor.read_blocks(1, 1, range(2), first_layer=0, num_layers=1)
     assert num_read(rig, 1, 2) == [0, 0], "the other layer is not written"
     rig.layer(1, 12)
     assert num_read(rig, 1, 2) == [8, 4]

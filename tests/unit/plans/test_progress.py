@@ -44,7 +44,7 @@ def test_it_is_complete_when_every_token_of_every_layer_was_written(
             else:
                 with pytest.raises(InvalidRequestError) as refused:
                     progress.check_no_gap(layers, span, begin)
-                assert refused.value.field == "first_block"
+                assert refused.value.field == "entries"
         assert [progress.is_written(i) for i in range(NUM_LAYERS)] == [w == tokens for w in written]
         assert progress.is_complete == all(w == tokens for w in written)
 

@@ -77,7 +77,7 @@ def test_blocks_are_written_to_the_slots_of_the_span_and_to_no_other(
     if first_block < 0 or not inside:
         with pytest.raises(InvalidRequestError) as refused:
             bench.compute.check_blocks(batch, 0, LAYERS, first_block, blocks)
-        assert refused.value.field == "first_block"
+        assert refused.value.field == "entries"
         return
     held = bench.compute.check_blocks(batch, 0, LAYERS, first_block, blocks)
     assert [first + i for i in held] == inside

@@ -25,6 +25,7 @@ from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
     HOST,
+    BlockRef,
     Change,
     drop,
     fork,
@@ -46,7 +47,7 @@ def apply(
     *changes: Change,
     session_id: int = 1,
     resync: bool = False,
-    allocations: Sequence[pb.BlockRef] = (),
+    allocations: Sequence[BlockRef] = (),
 ) -> AllocatedBlocks:
     plan = plan_pb2.Plan(
         changes=pack_changes(changes), resync=resync, allocations=pack_allocations(allocations)
@@ -341,7 +342,7 @@ def test_blocks_for_no_table_are_allocated_after_those_of_tables() -> None:
     tables.check_integrity()
 
 
-BAD_ALLOCATIONS: dict[str, tuple[list[pb.BlockRef], type[KvplaneError], str]] = {
+BAD_ALLOCATIONS: dict[str, tuple[list[BlockRef], type[KvplaneError], str]] = {
     "no tier": ([ref(3), ref(3, 1, pb.TIER_UNSPECIFIED)], InvalidRequestError, "tiers[1]"),
     "no such block": ([ref(3), ref(8, 1, HOST)], InvalidRequestError, "indices[1]"),
     "a generation that is there": ([ref(3), ref(2, 1)], StaleGenerationError, "generations[1]"),

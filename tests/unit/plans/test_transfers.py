@@ -18,7 +18,15 @@ from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.wire import columns
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
-from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, pack_transfers, ref, transfer
+from tests.helpers.data.plan_author import (
+    BLOCK_SIZE,
+    DEVICE,
+    HOST,
+    BlockRef,
+    pack_transfers,
+    ref,
+    transfer,
+)
 
 NUM_BLOCKS = {DEVICE: 8, HOST: 4}
 ENDS = [(tier, block) for tier, num in NUM_BLOCKS.items() for block in range(num)]
@@ -136,7 +144,7 @@ def after_changes() -> tuple[BlockTables, dict[Any, Allocated]]:
     ],
 )
 def test_a_plan_reads_what_is_present_or_its_own_and_fills_its_own_alone(
-    source: pb.BlockRef, destination: pb.BlockRef, field: str | None
+    source: BlockRef, destination: BlockRef, field: str | None
 ) -> None:
     tables, allocated = after_changes()
     good = transfer(ref(3, 5), ref(1, 1, HOST))
