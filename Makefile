@@ -76,6 +76,7 @@ lint: setup node_modules  ## Check style, types, C++ format, protos and shell sc
 	find csrc tests -not -path '*/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format --dry-run -Werror {} +
 	npx --no-install buf lint
+	npx --no-install buf breaking --against protos/wire-0.binpb
 	for script in $(SHELL_SOURCES); do bash -n "$$script" || exit 1; done
 
 fix: setup  ## Format the code and mend what ruff can mend
