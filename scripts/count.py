@@ -15,7 +15,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 PRODUCT: Final = ("protos", "control_plane", "data_plane", "csrc", "kvplane", "engine")
 APART: Final = ("integrations", "examples", "scripts", "deploy", "benchmarks", "tests", "docs")
-_CODE: Final = {".py", ".pyi", ".proto", ".sh", ".js", ".css", ".html", ".go"}
+_CODE: Final = {".py", ".pyi", ".proto", ".sh", ".js", ".css", ".html", ".go", ".rs"}
 _NATIVE: Final = {".h", ".cpp", ".cu", ".cuh"}
 _TEXT: Final = {".md", ".yml", ".yaml"}
 

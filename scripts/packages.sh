@@ -36,6 +36,7 @@ need_to_test() {
 need_at_night() {
   need docker.io command -v dockerd
   need debootstrap command -v debootstrap
+  need cargo-web command -v cargo
 }
 
 # Installs missing packages if this is root and has apt-get, unless KVPLANE_APT is off; else prints

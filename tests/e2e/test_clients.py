@@ -1,5 +1,5 @@
-"""A session from Python, Node, Go and a shell: admit, attend in every layer, hand in the receipt,
-free.
+"""A session from Python, Node, Go, Rust and a shell: admit, attend in every layer, hand in the
+receipt, free.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def planes(tmp_path: Path) -> Iterator[Planes]:
         assert (sessions, sequences) == (0, 0), "a client left something behind"
 
 
-def run(*command: str, cwd: Path = ROOT) -> str:
+def run(*command: str, cwd: Path = ROOT, timeout_s: float = 100) -> str:
     """What a program prints when it runs without a fault."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -100,6 +100,24 @@ def test_go_attends(planes: Planes, tmp_path: Path) -> None:
     source = ROOT / "examples" / "go" / "main.go"
     go("build", "-o", str(program), str(source), path=tmp_path, cache=cache)
     assert run(str(program), planes.control.address) == ATTENDED.format(" ")
+
+
+@pytest.mark.nightly
+def test_rust_attends(planes: Planes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a copy under build/, beside which cargo keeps what it has compiled of other crates."""
+    needs("cargo")
+    folder = ROOT / "build" / "clients" / "examples" / "rust"
+    built = shutil.ignore_patterns("target")
+    shutil.copytree(ROOT / "examples" / "rust", folder, ignore=built, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "protos", folder.parents[1] / "protos", dirs_exist_ok=True)
+    try:
+        run("cargo", "fetch", cwd=folder)
+    except AssertionError as refused:
+        lacks = "needs crates, from crates.io or from a source that cargo's configuration names"
+        raise AssertionError(lacks) from refused
+    monkeypatch.setenv("PROTOC", str(ROOT / "scripts" / "protos.sh"))
+    build = ("cargo", "run", "--quiet", "--jobs", "2", "--", planes.control.address)
+    assert run(*build, cwd=folder, timeout_s=300) == ATTENDED.format(", ")
 
 
 def filled(value: Any, seen: dict[str, Any], name: str = "") -> Any:

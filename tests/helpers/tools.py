@@ -11,6 +11,7 @@ from unittest import SkipTest
 REASON: Final = "needs: apt install"
 _PACKAGES: Final = {
     "alertmanager": "prometheus-alertmanager",
+    "cargo": "cargo-web",  # Debian 12's package named cargo is too old for current crates.
     "chromium": "chromium",
     "debootstrap": "debootstrap",
     "docker-compose": "docker-compose",
