@@ -17,25 +17,20 @@ from typing import TYPE_CHECKING, Any, Final
 __version__: str
 
 if TYPE_CHECKING:
-    from kvplane import ops, sync
+    from kvplane import errors, ops, sync
     from kvplane.attention_options import AttentionOptions
     from kvplane.clients.control_client import ControlClient
     from kvplane.clients.data_client import DataClient
-    from kvplane.clients.execution import Execution, PlanStarted
-    from kvplane.clients.prefix_loader import Loaded, PrefixLoader
-    from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
+    from kvplane.clients.execution import Execution
     from kvplane.errors import KvplaneError
     from kvplane.layout import LayerGroup, Layout
     from kvplane.models.hf import layout_from_hf
-    from kvplane.results import SequenceState, StepResult
-    from kvplane.session import AbandonedResult, AbortResult, ReadmitResult, Session
-    from kvplane.shard import Shard
+    from kvplane.results import StepResult
+    from kvplane.session import Session
     from kvplane.tensor import Tensor
-    from kvplane.transport.tls import TlsOptions
+    from kvplane.transport.tls import Tls
 
 __all__ = [
-    "AbandonedResult",
-    "AbortResult",
     "AttentionOptions",
     "ControlClient",
     "DataClient",
@@ -43,23 +38,17 @@ __all__ = [
     "KvplaneError",
     "LayerGroup",
     "Layout",
-    "Loaded",
-    "PlanStarted",
-    "PrefixLoader",
-    "ReadmitResult",
-    "SequenceState",
     "Session",
-    "Shard",
-    "ShardedDataClient",
-    "ShardedExecution",
     "StepResult",
     "Tensor",
-    "TlsOptions",
+    "Tls",
+    "errors",
     "layout_from_hf",
     "ops",
     "sync",
 ]
 
+_MODULES: Final = ("errors", "ops", "sync")
 _HOMES: Final = {
     "AttentionOptions": "kvplane.attention_options",
     "ControlClient": "kvplane.clients.control_client",
@@ -68,20 +57,10 @@ _HOMES: Final = {
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
-    "Loaded": "kvplane.clients.prefix_loader",
-    "PrefixLoader": "kvplane.clients.prefix_loader",
-    "ReadmitResult": "kvplane.session",
-    "AbortResult": "kvplane.session",
-    "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
-    "Shard": "kvplane.shard",
-    "ShardedDataClient": "kvplane.clients.sharded_execution",
-    "ShardedExecution": "kvplane.clients.sharded_execution",
-    "PlanStarted": "kvplane.clients.execution",
     "StepResult": "kvplane.results",
     "Tensor": "kvplane.tensor",
-    "TlsOptions": "kvplane.transport.tls",
-    "AbandonedResult": "kvplane.session",
+    "Tls": "kvplane.transport.tls",
     "layout_from_hf": "kvplane.models.hf",
 }
 
@@ -89,7 +68,7 @@ _HOMES: Final = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name in ("ops", "sync"):
+    if name in _MODULES:
         return import_module(f"kvplane.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvplane' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from kvplane.layout import Layout
 from kvplane.runtime.backend import DataBackend, OpenedSession, RemoteBackend
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import types_pb2 as pb
 
 from ..config import EngineConfig
@@ -59,7 +59,7 @@ class RankBackend(RemoteBackend):
         self,
         loop: LoopThread,
         timeout_s: float,
-        tls: TlsOptions | None,
+        tls: Tls | None,
         rank: int,
         num_ranks: int,
     ) -> None:

@@ -18,7 +18,7 @@ from kvplane.results import StepResult
 from kvplane.session.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from . import push_pb2 as pb
@@ -30,9 +30,7 @@ class PushClient:
     call.
     """
 
-    def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, target: str, *, tls: Tls | None = None, timeout_s: float = 10.0) -> None:
         self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
 
     async def __aenter__(self) -> PushClient:
@@ -117,7 +115,7 @@ class PrefixMover:
         here: Session,
         there: Session,
         *,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         if len(here.shards) != len(there.shards):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from kvplane import ControlClient, Layout
-from kvplane.clients.prefix_feed import BlocksRemoved, BlocksStored, CaughtUp, IndexCleared
+from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, IndexCleared
 
 NO_PARENT = bytes(16)
 

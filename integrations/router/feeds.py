@@ -8,9 +8,9 @@ from collections.abc import Iterable, MutableMapping, MutableSet
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
-from kvplane.clients.prefix_feed import CaughtUp
 from kvplane.errors import KvplaneError, PoolNotFoundError
 from kvplane.layout import Layout
+from kvplane.prefixes import CaughtUp
 
 from .pool_index import PoolIndex
 

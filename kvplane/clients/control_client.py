@@ -25,7 +25,7 @@ from kvplane.layout import Layout
 from kvplane.results import ForgetResult, PoolMatch
 from kvplane.session import Session
 from kvplane.transport.connection import Connection
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
 from kvplane.wire.v1 import session_pb2 as pb
 
@@ -42,9 +42,7 @@ class ControlClient:
     the renewal of all leases.
     """
 
-    def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, target: str, *, tls: Tls | None = None, timeout_s: float = 10.0) -> None:
         self._connection = Connection(
             target, tls=tls, timeout_s=timeout_s, health_of=CONTROL_PLANE_SERVICE
         )
@@ -214,7 +212,7 @@ class ControlClient:
         self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
     ) -> AsyncGenerator[PrefixEvent, None]:
         """Yield what the caller's tenant has cached in a pool, and every later change to it (see
-        ``kvplane.clients.prefix_feed``), until the generator is closed.
+        ``kvplane.prefixes``), until the generator is closed.
 
         ``timeout_s``: how long the plane may be away before PlaneUnavailableError is raised. Raises
         PoolNotFoundError.

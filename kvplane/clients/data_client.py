@@ -11,7 +11,7 @@ from kvplane.clients.execution import Execution
 from kvplane.clients.server_info import get_server_info
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
@@ -31,7 +31,7 @@ class DataClient:
         self,
         target: str,
         *,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 10.0,
         shared_memory: bool = True,
     ) -> None:

@@ -21,7 +21,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.shard import QueryHeads, Shard
 from kvplane.tensor import Tensor, join_heads
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1.types_pb2 import ShardInfo, SignedPayload
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class ShardedDataClient:
         shards: Sequence[ShardInfo],
         layout: Layout,
         *,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 10.0,
         shared_memory: bool = True,
     ) -> None:

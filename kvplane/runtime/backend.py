@@ -15,7 +15,7 @@ from kvplane.layout import Layout
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import types_pb2 as pb
 
 
@@ -107,7 +107,7 @@ class RemoteBackend:
         self,
         loop: LoopThread,
         timeout_s: float,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         *,
         shared_memory: bool = True,
     ) -> None:

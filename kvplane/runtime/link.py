@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
-from kvplane.clients.prefix_loader import Loaded, PrefixLoader
 from kvplane.errors import (
     InternalError,
     KvplaneError,
@@ -23,10 +22,11 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.prefixes import Loaded, PrefixLoader
 from kvplane.results import SequenceState, StepResult
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread, Pending, wait
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as types
@@ -48,7 +48,7 @@ class ControlLink:
         address: str,
         pool_id: str,
         timeout_s: float,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._loop = loop
         self._address = address

@@ -12,13 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar
 
 from kvplane.clients import control_client, data_client, execution, sharded_execution
-from kvplane.clients.prefix_feed import PrefixEvent
 from kvplane.errors import KvplaneError
 from kvplane.layout import Layout
+from kvplane.prefixes import PrefixEvent
 from kvplane.session import session as sessions
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.local.connection import LocalConnection
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1.types_pb2 import SessionRef, ShardInfo, SignedPayload
 
 Wrapped = TypeVar("Wrapped")
@@ -156,9 +156,7 @@ def _session(opened: sessions.Session) -> Session:
 class ControlClient(Portal[control_client.ControlClient]):
     """A ``kvplane.ControlClient``, with its parameters."""
 
-    def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, target: str, *, tls: Tls | None = None, timeout_s: float = 10.0) -> None:
         super().__init__(lambda: control_client.ControlClient(target, tls=tls, timeout_s=timeout_s))
 
     get_server_info = blocking(control_client.ControlClient.get_server_info)
@@ -226,7 +224,7 @@ class DataClient(Portal[data_client.DataClient]):
         self,
         target: str,
         *,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 10.0,
         shared_memory: bool = True,
     ) -> None:
@@ -275,7 +273,7 @@ class ShardedDataClient(Portal[sharded_execution.ShardedDataClient]):
         shards: Sequence[ShardInfo],
         layout: Layout,
         *,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 10.0,
         shared_memory: bool = True,
     ) -> None:

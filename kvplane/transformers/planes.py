@@ -41,7 +41,7 @@ from kvplane.transformers.model_state import last_changes, namespace_of
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 
@@ -83,7 +83,7 @@ class PlaneSettings:
     kv_dtype: str = ""
     num_threads: int = 0
     latent: bool = True
-    tls: TlsOptions | None = None
+    tls: Tls | None = None
     probe: bool = True
     timeout_s: float = 10.0
     start_timeout_s: float = 60.0

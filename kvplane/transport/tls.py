@@ -17,7 +17,7 @@ from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
-class TlsOptions:
+class Tls:
     """PEM files. A certificate, with its key, identifies the client by its name.
 
     ``ca_file``: the authority that signs the server's certificate; None means gRPC's own list.
@@ -79,7 +79,7 @@ class _TokenFile(grpc.AuthMetadataPlugin):
             callback((("authorization", f"Bearer {token}"),), None)
 
 
-def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") -> grpc.aio.Channel:
+def open_channel(target: str, tls: Tls | None, *, health_of: str = "") -> grpc.aio.Channel:
     """Open a channel to ``target``, without TLS when ``tls`` is None: "host:port", several of them
     with commas, or "dns:///host:port" for all addresses of a name. Of several, calls go round robin
     to those where the service ``health_of`` is SERVING; where it is empty, to all that answer.

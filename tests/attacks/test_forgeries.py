@@ -20,8 +20,6 @@ import torch
 
 from kvplane import ControlClient, ops
 from kvplane.clients.execution import Execution
-from kvplane.clients.prefix_feed import CaughtUp, IndexCleared
-from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import (
     BadSignatureError,
     KvplaneError,
@@ -29,6 +27,7 @@ from kvplane.errors import (
     SessionExpiredError,
     SessionNotFoundError,
 )
+from kvplane.prefixes import CaughtUp, ForgetScope, IndexCleared
 from kvplane.transport.connection import typed_errors
 from kvplane.wire import signing
 from kvplane.wire.plane.v1 import plan_pb2

@@ -19,7 +19,7 @@ from kvplane import (
     Session,
     ops,
 )
-from kvplane.clients.prefixes import ForgetScope
+from kvplane.prefixes import ForgetScope
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
 from tests.helpers.monitored_stack import ROOT, MonitoredStack

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvplane import ControlClient, DataClient, Layout, Session, Tensor, TlsOptions, ops
+from kvplane import ControlClient, DataClient, Layout, Session, Tensor, Tls, ops
 from kvplane.clients.execution import Execution
 from kvplane.wire.v1.session_pb2 import Operation
 
@@ -67,9 +67,7 @@ class Decoder:
 
 
 async def main(control: str, data: str, token_file: str, num_sessions: str, pause_s: str) -> None:
-    tls = TlsOptions(
-        ca_file=TLS / "ca.pem", server_name="kvplane.test", token_file=Path(token_file)
-    )
+    tls = Tls(ca_file=TLS / "ca.pem", server_name="kvplane.test", token_file=Path(token_file))
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(ControlClient(control, tls=tls))
         computer = await stack.enter_async_context(DataClient(data, tls=tls))

@@ -15,12 +15,12 @@ import grpc.aio
 import pytest
 
 from kvplane import ControlClient, ops
-from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import (
     KvplaneError,
     NotPermittedError,
     UnauthenticatedError,
 )
+from kvplane.prefixes import ForgetScope
 from kvplane.release import release
 from kvplane.serving import requests
 from kvplane.serving.callers import access

@@ -18,9 +18,9 @@ from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES
 from data_plane.server.file_tier import FileWriter
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
-from kvplane.clients.prefixes import ForgetScope
+from kvplane import ControlClient, LayerGroup, Layout, ops
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
+from kvplane.prefixes import ForgetScope, PrefixLoader
 from tests.helpers.planes_in_process import (
     LAYOUT,
     NUM_BLOCKS,

@@ -7,7 +7,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvplane import ControlClient, PrefixLoader, ShardedDataClient, Tensor, ops
+from kvplane import ControlClient, Tensor, ops
+from kvplane.clients.sharded_execution import ShardedDataClient
+from kvplane.prefixes import PrefixLoader
 from tests.helpers.planes_in_process import PROMPT, made_up
 from tests.helpers.sharded_pool import LAYOUT, POOL, ShardedPool, by_heads
 from tests.helpers.tier_files import in_order

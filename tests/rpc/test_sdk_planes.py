@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, Execution, Session, Shard, Tensor, ops
+from kvplane import ControlClient, DataClient, Execution, Session, Tensor, ops
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -22,6 +22,7 @@ from kvplane.errors import (
     StaleError,
     UnavailableError,
 )
+from kvplane.shard import Shard
 from kvplane.wire import columns
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes

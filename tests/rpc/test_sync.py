@@ -14,8 +14,8 @@ import pytest
 
 import kvplane
 from kvplane import Tensor, ops, sync
-from kvplane.clients.prefix_feed import BlocksStored, CaughtUp
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, PoolNotFoundError
+from kvplane.prefixes import BlocksStored, CaughtUp
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
 
 

@@ -13,7 +13,8 @@ import pytest
 from two_pools import PUSHING, THERE, TwoPools, push, side, two_pools, variables
 
 from data_plane.execution.executor import Executor
-from kvplane import ControlClient, DataClient, ShardedDataClient, Tensor, ops
+from kvplane import ControlClient, DataClient, Tensor, ops
+from kvplane.clients.sharded_execution import ShardedDataClient
 from kvplane.errors import (
     ChecksumMismatchError,
     InvalidRequestError,

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import AbortResult, ControlClient, Session, StepResult, ops
+from kvplane import ControlClient, Session, StepResult, ops
 from kvplane.errors import (
     InvalidRequestError,
     NeverFitsError,
@@ -24,6 +24,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.layout import Layout
+from kvplane.session import AbortResult
 from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.flaky_proxy import FlakyProxy
 from tests.helpers.planning.control_wire import RawShard

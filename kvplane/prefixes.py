@@ -1,4 +1,5 @@
-"""Loads blocks that data planes keep in files into a pool, so that an admission finds them cached.
+"""Cached prefixes: the events of ``ControlClient.watch_prefixes``, what ``forget_prefixes`` takes,
+and a loader of blocks that data planes keep in files, so that an admission finds them cached.
 
 find, of each shard ──► admit ──► plan ──► each shard loads ──► receipts ──► cached ──► free
 """
@@ -15,13 +16,35 @@ from typing import Final
 from kvplane import ops
 from kvplane.clients.control_client import ControlClient
 from kvplane.clients.data_client import DataClient
+from kvplane.clients.prefix_feed import (
+    BlocksRemoved,
+    BlocksStored,
+    CaughtUp,
+    IndexCleared,
+    PrefixEvent,
+    StoredBlock,
+)
+from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.clients.sharded_execution import all_of
 from kvplane.errors import CapacityError, KvplaneError
 from kvplane.results import StepResult
 from kvplane.session.session import Session
 from kvplane.transport.retry import Deadline
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1.types_pb2 import SignedPayload
+
+__all__ = [
+    "DEFAULT_PRIORITY",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CaughtUp",
+    "ForgetScope",
+    "IndexCleared",
+    "Loaded",
+    "PrefixEvent",
+    "PrefixLoader",
+    "StoredBlock",
+]
 
 _INT32_BYTES: Final = 4
 # Each failure removes a file from the tier, so another try asks for less.
@@ -50,7 +73,7 @@ class PrefixLoader:
         control: ControlClient,
         session: Session,
         *,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._control = control
