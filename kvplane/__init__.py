@@ -1,7 +1,7 @@
 """kvplane: a paged KV cache as a pair of gRPC services, and this, the client of both.
 
-    async with ControlClient("127.0.0.1:50051") as control, DataClient("127.0.0.1:50052") as data:
-        async with await control.open_session("pool", layout) as session:
+    async with ControlClient("127.0.0.1:50051") as control, control.open_session("pool") as session:
+        async with session.open_execution() as execution:
             ...
 
 Names are imported when they are first used, so that ``kvplane.errors`` or ``kvplane.layout`` alone
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvplane.attention_options import AttentionOptions
     from kvplane.clients.control_client import ControlClient
     from kvplane.clients.data_client import DataClient
-    from kvplane.clients.execution import Execution
     from kvplane.errors import KvplaneError
+    from kvplane.execution.execution import Execution
     from kvplane.layout import LayerGroup, Layout
     from kvplane.models.hf import layout_from_hf
     from kvplane.results import StepResult
@@ -53,7 +53,7 @@ _HOMES: Final = {
     "AttentionOptions": "kvplane.attention_options",
     "ControlClient": "kvplane.clients.control_client",
     "DataClient": "kvplane.clients.data_client",
-    "Execution": "kvplane.clients.execution",
+    "Execution": "kvplane.execution",
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",

@@ -15,7 +15,6 @@ from typing import Final
 
 from kvplane import ops
 from kvplane.clients.control_client import ControlClient
-from kvplane.clients.data_client import DataClient
 from kvplane.clients.prefix_feed import (
     BlocksRemoved,
     BlocksStored,
@@ -25,12 +24,11 @@ from kvplane.clients.prefix_feed import (
     StoredBlock,
 )
 from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
-from kvplane.clients.sharded_execution import all_of
 from kvplane.errors import CapacityError, KvplaneError
+from kvplane.execution.execution import Execution, all_of, shards_of
 from kvplane.results import StepResult
 from kvplane.session.session import Session
 from kvplane.transport.retry import Deadline
-from kvplane.transport.tls import Tls
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 __all__ = [
@@ -65,7 +63,7 @@ class PrefixLoader:
     """Loads prefixes by a session of its own, in their pool and namespace: a session that computes
     could not continue meanwhile. Loads run one after another. ``control``: finds what is cached.
 
-    ``tls``: how to reach the data planes. ``timeout_s``: for all of a load.
+    ``timeout_s``: for all of a load.
     """
 
     def __init__(
@@ -73,16 +71,14 @@ class PrefixLoader:
         control: ControlClient,
         session: Session,
         *,
-        tls: Tls | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._control = control
         self._session = session
         self._timeout_s = timeout_s
         self._has_files = all(shard.has_file_tier for shard in session.shards)
-        self._planes = [
-            DataClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in session.shards
-        ]
+        self._execution: Execution | None = None  # opened by the first load
+        self._opening = asyncio.Lock()
         self._turn = asyncio.Lock()
         self._last_id = 0
         self._is_behind = False  # whether the session may have sequences, or plans that did not run
@@ -128,15 +124,20 @@ class PrefixLoader:
 
     async def close(self) -> None:
         """Ends every call. The session stays open."""
-        for plane in self._planes:
-            await plane.close()
+        if self._execution is not None:
+            await self._execution.close()
 
     async def _num_in_files(self, column: bytes) -> int:
         """Return the number of leading tokens that all shards have in files."""
-        found = await all_of(
-            [plane.find_file_blocks(self._session.grant, column) for plane in self._planes]
-        )
+        shards = shards_of(await self._opened())
+        found = await all_of([each.find_files(column, self._timeout_s) for each in shards])
         return min(found) * self._session.layout.block_size_tokens
+
+    async def _opened(self) -> Execution:
+        async with self._opening:
+            if self._execution is None:
+                self._execution = await self._session.open_execution(timeout_s=self._timeout_s)
+            return self._execution
 
     async def _num_cached(self, column: bytes) -> int:
         session = self._session
@@ -172,18 +173,12 @@ class PrefixLoader:
         plan = result.plan
         if plan is None:
             return False
-        answers = await all_of(
-            [
-                plane.load_file_blocks(self._session.grant, plan, sequence_id, column)
-                for plane in self._planes
-            ]
-        )
-        if not all(answer.HasField("receipt") for answer in answers):
-            return False
-        for answer in answers:
-            self._session.add_receipt(answer.receipt)
-        await self._session.submit_receipts()
-        return True
+        execution = await self._opened()
+        await execution.start(plan, timeout_s=self._timeout_s)
+        await execution.load_files(sequence_id, column, timeout_s=self._timeout_s)
+        if execution.has_run:
+            await self._session.submit_receipts()
+        return execution.has_run
 
     async def _free_all(self) -> None:
         """Free the sequences of a load that was interrupted anywhere. The outcome of its last call
@@ -206,8 +201,4 @@ class PrefixLoader:
 
     async def _run(self, plan: SignedPayload) -> None:
         """Run a plan that only drops tables, or names those that are left."""
-        answers = await all_of(
-            [plane.copy_blocks(self._session.grant, plan) for plane in self._planes]
-        )
-        for answer in answers:
-            self._session.add_receipt(answer.receipt)
+        await (await self._opened()).start(plan, timeout_s=self._timeout_s)

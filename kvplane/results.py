@@ -1,4 +1,4 @@
-"""Answers of the control plane: failed items as errors, and columns as values."""
+"""Answers of the planes: failed items as errors, and columns as values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Iterator, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvplane.errors import InternalError, KvplaneError, NeverFitsError, PoolFullError
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    NeverFitsError,
+    PoolFullError,
+)
+from kvplane.tensor import Tensor
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_messages import from_wire, seconds_of
+from kvplane.wire.v1 import execution_pb2 as dpb
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2
@@ -253,6 +261,48 @@ def news_of(news: pb.News) -> SessionNews:
         num_blocks_asked=news.num_blocks_asked,
         deadline_s=seconds_of(news.asked_within),
         sequences_asked=tuple(columns.read(INT64, news.asked_sequence_ids, "asked_sequence_ids")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """Where blocks were read; the message of the same name."""
+
+    pool_id: str
+    shard_index: int
+    epoch: int
+    layout_fingerprint: bytes
+
+    def to_proto(self) -> dpb.BlockSource:
+        """Return the message."""
+        return dpb.BlockSource(
+            pool_id=self.pool_id,
+            shard_index=self.shard_index,
+            epoch=self.epoch,
+            layout_fingerprint=self.layout_fingerprint,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBlocks:
+    """Whole blocks of one shard, in the canonical order of ``ReadBlocksResponse``. ``source``: None
+    if it is not known.
+    """
+
+    blocks: Tensor
+    source: BlockSource | None = None
+
+
+def shard_blocks(message: dpb.ReadBlocksResponse) -> ShardBlocks:
+    """Read the blocks of an answer. Raises InternalError for a malformed tensor."""
+    source = message.source
+    try:
+        blocks = Tensor.from_proto(message.blocks, field="blocks")
+    except InvalidRequestError as error:
+        raise InternalError(f"the data plane's answer is malformed: {error}") from error
+    return ShardBlocks(
+        blocks,
+        BlockSource(source.pool_id, source.shard_index, source.epoch, source.layout_fingerprint),
     )
 
 

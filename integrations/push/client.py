@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from kvplane import ops
-from kvplane.clients.data_client import DataClient
-from kvplane.clients.sharded_execution import all_of
 from kvplane.errors import InvalidRequestError, KvplaneError, LayoutMismatchError
+from kvplane.execution.execution import all_of
 from kvplane.results import StepResult
 from kvplane.session.session import Session
 from kvplane.transport.connection import Connection
@@ -131,9 +130,6 @@ class PrefixMover:
             [PushClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in session.shards]
             for session in (here, there)
         )
-        self._undoing = [
-            DataClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in there.shards
-        ]
 
     async def __aenter__(self) -> PrefixMover:
         return self
@@ -181,8 +177,6 @@ class PrefixMover:
         """Ends every call."""
         for client in (*self._sources, *self._targets):
             await client.close()
-        for undoing in self._undoing:
-            await undoing.close()
 
     async def _send(self, result: StepResult, sequence_id: int, new_id: int) -> int:
         plan = result.plan
@@ -216,7 +210,6 @@ class PrefixMover:
             await self._there.abort_plans(number)
             plan = (await self._there.run(ops.free(sequence_id))).plan
             if plan is not None:
-                for target in self._undoing:
-                    ran = await target.copy_blocks(self._there.grant, plan)
-                    self._there.add_receipt(ran.receipt)
+                async with self._there.open_execution() as execution:
+                    await execution.start(plan)
                 await self._there.submit_receipts()

@@ -21,10 +21,12 @@ from kvplane.errors import (
     PoolNotReadyError,
     UnavailableError,
 )
+from kvplane.execution.execution import SessionExecutions
 from kvplane.layout import Layout
 from kvplane.results import ForgetResult, PoolMatch
 from kvplane.session import Session
 from kvplane.transport.connection import Connection
+from kvplane.transport.opening import Opening
 from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
 from kvplane.wire.v1 import session_pb2 as pb
@@ -39,13 +41,25 @@ class ControlClient:
     ``timeout_s``: default deadline of each call. Errors raised are those of ``kvplane.errors``. A
     call without an answer by its deadline raises PlaneUnavailableError when the last attempt did
     not reach the plane, and DeadlineExceededError when it still waited for the answer. Closing ends
-    the renewal of all leases.
+    the renewal of all leases, and closes the executions of all sessions.
+
+    ``tls``, ``timeout_s``, ``shared_memory``: also for executions of ``Session.open_execution``, as
+    of ``DataClient``.
     """
 
-    def __init__(self, target: str, *, tls: Tls | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: Tls | None = None,
+        timeout_s: float = 10.0,
+        shared_memory: bool = True,
+    ) -> None:
         self._connection = Connection(
             target, tls=tls, timeout_s=timeout_s, health_of=CONTROL_PLANE_SERVICE
         )
+        self._tls = tls
+        self._shared_memory = shared_memory
         self._stub = session_pb2_grpc.SessionServiceStub(self._connection.channel)
         self._pools = pool_pb2_grpc.PoolServiceStub(self._connection.channel)
         self._prefixes = PrefixCalls(self._connection)
@@ -220,20 +234,37 @@ class ControlClient:
         patience_s = self._connection.timeout_s if timeout_s is None else timeout_s
         return follow(self._prefixes.stub.WatchPrefixes, pool_id, namespace, patience_s)
 
-    async def open_session(
+    def open_session(
         self,
         pool_id: str,
-        layout: Layout,
+        layout: Layout | None = None,
         client_name: str = "",
         *,
         namespace: str = "",
         timeout_s: float | None = None,
-    ) -> Session:
-        """Lease from a pool; tried again until the deadline while the pool is not ready.
+    ) -> Opening[Session]:
+        """Lease from a pool, once it is ready: ``await`` it, or enter it with ``async with``.
 
-        Prefixes are shared inside ``namespace`` and never across. Raises PoolNotFoundError,
-        LayoutMismatchError, PoolNotReadyError, QuotaExceededError.
+        ``layout``: must be the pool's; None takes it as it is. Prefixes are shared inside
+        ``namespace`` and never across. Raises LayoutMismatchError, PoolNotReadyError,
+        QuotaExceededError, and PoolNotFoundError when a layout is given and no such pool has
+        registered.
         """
+        return Opening(
+            lambda: self._open_session(pool_id, layout, client_name, namespace, timeout_s)
+        )
+
+    async def _open_session(
+        self,
+        pool_id: str,
+        layout: Layout | None,
+        client_name: str,
+        namespace: str,
+        timeout_s: float | None,
+    ) -> Session:
+        deadline = self._connection.deadline(timeout_s)
+        if layout is None:
+            layout = Layout.from_proto((await self.wait_ready(pool_id, timeout_s)).layout)
         request = pb.OpenSessionRequest(
             pool_id=pool_id,
             layout=layout.to_proto(),
@@ -241,17 +272,22 @@ class ControlClient:
             namespace=namespace,
         )
         response: pb.OpenSessionResponse = await self._connection.call(
-            self._stub.OpenSession, request, timeout_s
+            self._stub.OpenSession, request, deadline.remaining_s
         )
 
         async def open_again(timeout_s: float) -> Session:
             deadline = self._connection.deadline(timeout_s)
             await self.wait_ready(pool_id, timeout_s)
-            return await self.open_session(
-                pool_id, layout, client_name, namespace=namespace, timeout_s=deadline.remaining_s
+            return await self._open_session(
+                pool_id, layout, client_name, namespace, deadline.remaining_s
             )
 
-        session = Session(open_again, self._connection, self._stub, request, response)
+        executions = SessionExecutions(
+            tls=self._tls,
+            timeout_s=self._connection.timeout_s,
+            shared_memory=self._shared_memory,
+        )
+        session = Session(open_again, self._connection, self._stub, request, response, executions)
         self._sessions.add(session)
         return session
 

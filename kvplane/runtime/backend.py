@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.errors import InternalError
+from kvplane.execution.execution import Execution, SessionExecutions, shards_of
 from kvplane.layout import Layout
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.sync.loop_thread import LoopThread
@@ -113,31 +113,24 @@ class RemoteBackend:
     ) -> None:
         """``shared_memory``: whether to use it where it is available."""
         self._loop = loop
-        self._timeout_s = timeout_s
-        self._tls = tls
-        self._shared_memory = shared_memory
-        self._client: ShardedDataClient | None = None
-        self._execution: ShardedExecution | None = None
+        self._executions = SessionExecutions(
+            tls=tls, timeout_s=timeout_s, shared_memory=shared_memory
+        )
+        self._execution: Execution | None = None
         self.latent_layers: frozenset[int] = frozenset()
         self._layers: RegionLayers | None = None  # only for a pool of one shard
 
     def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to each of the session's data planes."""
         self.close()
-        client = self._loop.call(
-            lambda: ShardedDataClient(
-                session.shards,
-                session.layout,
-                tls=self._tls,
-                timeout_s=self._timeout_s,
-                shared_memory=self._shared_memory,
-            )
-        )
-        self._client = client
-        self._execution = self._loop.run(client.open(session.grant))
+
+        async def opened() -> Execution:
+            return await self._executions.open(session.grant, session.shards, session.layout)
+
+        self._execution = self._loop.run(opened())
         self.latent_layers = session.layout.latent_layers
-        only = self._execution.only
-        self._layers = None if only is None else RegionLayers(only)
+        shards = shards_of(self._execution)
+        self._layers = RegionLayers(shards[0]) if len(shards) == 1 else None
 
     has_passes = True
 
@@ -150,8 +143,8 @@ class RemoteBackend:
             if self._layers is None or not self._layers.begin(plan, num_tokens, pass_index):
                 self._loop.run(execution.begin(plan, num_tokens, pass_index=pass_index))
             return PlanStarted(num_tokens)
-        started = self._loop.run(execution.start(plan))
-        return PlanStarted(started.num_tokens, execution.receipts if started.has_run else ())
+        self._loop.run(execution.start(plan))
+        return PlanStarted(execution.num_tokens, execution.receipts if execution.has_run else ())
 
     def layer(
         self,
@@ -167,10 +160,9 @@ class RemoteBackend:
             output = self._layers.layer(index, query, key, value, options)
             if output is not None:
                 return output
-        execution = self._open_execution()
         # A single shard takes the tensors undivided, even if they have a part of the model's heads.
         out = self._loop.run(
-            (execution.only or execution).layer(
+            self._open_execution().layer(
                 index,
                 _to_wire(query),
                 _to_wire(key),
@@ -193,17 +185,14 @@ class RemoteBackend:
     def close(self) -> None:
         """Close streams and channels."""
         execution, self._execution, self._layers = self._execution, None, None
-        client, self._client = self._client, None
         if execution is not None:
             self._loop.run(execution.close())
-        if client is not None:
-            self._loop.run(client.close())
 
     def stop(self) -> None:
         """Close the session: there is nothing else to release."""
         self.close()
 
-    def _open_execution(self) -> ShardedExecution:
+    def _open_execution(self) -> Execution:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution

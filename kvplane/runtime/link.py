@@ -54,7 +54,6 @@ class ControlLink:
         self._address = address
         self._pool_id = pool_id
         self._client = loop.call(lambda: ControlClient(address, tls=tls, timeout_s=timeout_s))
-        self._tls = tls
         self._timeout_s = timeout_s
         self.namespace = ""
         """Namespace of the sessions that are opened from now on."""
@@ -119,14 +118,17 @@ class ControlLink:
         """Open a session; an earlier one is closed first, if its control plane still knows it."""
         self._forget_session(timeout_s)
         self._layout = layout
-        session = self._client.open_session(
-            self._pool_id,
-            layout,
-            client_name=_CLIENT_NAME,
-            namespace=self.namespace,
-            timeout_s=timeout_s,
-        )
-        self._session = self._loop.run(session)
+
+        async def opened() -> Session:
+            return await self._client.open_session(
+                self._pool_id,
+                layout,
+                client_name=_CLIENT_NAME,
+                namespace=self.namespace,
+                timeout_s=timeout_s,
+            )
+
+        self._session = self._loop.run(opened())
         return self._session
 
     def begin_step(self, operations: Sequence[pb.Operation]) -> Pending[StepResult]:
@@ -181,9 +183,7 @@ class ControlLink:
                     client_name=_LOADER_NAME,
                     namespace=self.namespace,
                 )
-                loader = PrefixLoader(
-                    self._client, session, tls=self._tls, timeout_s=self._timeout_s
-                )
+                loader = PrefixLoader(self._client, session, timeout_s=self._timeout_s)
                 self._loader = loader, session
             return self._loader[0]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.clients.execution import Execution
+from kvplane.execution.shard_execution import ShardExecution
 from kvplane.runtime.device_region import DeviceRegion, gpu_of, open_region
 from kvplane.tensor import Tensor
 from kvplane.transport.local.connection import LocalConnection
@@ -40,9 +40,9 @@ class _Known:
 
 
 class RegionLayers:
-    """The layers of one execution. Raises what ``Execution.layer`` raises."""
+    """The layers of an execution of one shard. Raises what ``Execution.layer`` raises."""
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: ShardExecution) -> None:
         self._execution = execution
         self._local: LocalConnection | None = None
         # Requested regions by GPU, each requested once; at most one is not None.

@@ -27,6 +27,7 @@ from kvplane.errors import (
     StaleIncarnationError,
     UnavailableError,
 )
+from kvplane.execution.execution import Execution, SessionExecutions
 from kvplane.layout import Layout
 from kvplane.results import (
     SequenceState,
@@ -36,6 +37,7 @@ from kvplane.results import (
 )
 from kvplane.session.step_numbering import AbandonedResult, Send, Steps
 from kvplane.transport.connection import Connection
+from kvplane.transport.opening import Opening
 from kvplane.transport.retry import Deadline
 from kvplane.transport.stream import Stream
 from kvplane.wire.error_codec import from_wire
@@ -94,8 +96,10 @@ class Session:
         stub: Any,
         request: pb.OpenSessionRequest,
         response: pb.OpenSessionResponse,
+        executions: SessionExecutions,
     ) -> None:
         self._connection = connection
+        self._executions = executions
         self._stub = stub
         self.ref = response.session
         self.pool_id = request.pool_id
@@ -158,10 +162,22 @@ class Session:
         """
         return self._ended_by
 
+    def open_execution(self, *, timeout_s: float | None = None) -> Opening[Execution]:
+        """Open an execution, which runs the session's plans on all shards: ``await`` it, or enter
+        it with ``async with``.
+
+        It uses the certificates, deadline and shared memory of the session's client, adds each
+        plan's receipts to the session, and is closed with the session.
+        """
+        return self._executions.open(
+            self.grant, self.shards, self.layout, self._steps.add_receipt, timeout_s
+        )
+
     def add_receipt(self, receipt: SignedPayload | None) -> None:
         """Submit ``receipt`` with the next numbered call, or in the background when none comes.
+        Executions of ``open_execution`` add theirs by themselves.
 
-        Raises InvalidRequestError for None, which ``Execution.receipt`` is before the plan has run.
+        Raises InvalidRequestError for None, which is no receipt.
         """
         if receipt is None:
             raise InvalidRequestError(
@@ -292,7 +308,10 @@ class Session:
             )
 
     async def detach(self) -> None:
-        """Stop renewing the lease and end the stream; sends the plane nothing."""
+        """Close the executions, stop renewing the lease and end the stream; sends the control plane
+        nothing.
+        """
+        await self._executions.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)

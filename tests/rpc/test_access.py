@@ -20,6 +20,7 @@ from kvplane.errors import (
     NotPermittedError,
     UnauthenticatedError,
 )
+from kvplane.execution.execution import shards_of
 from kvplane.prefixes import ForgetScope
 from kvplane.release import release
 from kvplane.serving import requests
@@ -196,7 +197,7 @@ async def test_a_caller_that_is_taken_off_the_list_loses_its_shared_memory(peers
     ):
         engine = Engine(session, execution)
         await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])
-        assert execution.local is not None
+        assert shards_of(execution)[0].local is not None
         assert peers.data.local.num_regions == 1
         result = await session.run(ops.append(1, [20], num_slots=1, first_positions=20))
         peers.access_file.write_text(listed("plane", "engine-b"))

@@ -40,20 +40,15 @@ def decode(planes: Planes) -> list[str]:
     """What a newcomer does, and what of it can be seen."""
     seen = []
     qkv = Tensor("float32", (12, 1, 8), bytes(384))
-    with (
-        sync.ControlClient(planes.control.address) as control,
-        sync.DataClient(planes.data.address) as data,
-    ):
-        control.wait_ready(POOL)
-        with control.open_session(POOL, LAYOUT) as session, data.open(session.grant) as execution:
+    with sync.ControlClient(planes.control.address) as control:
+        with control.open_session(POOL) as session, session.open_execution() as execution:
             events = control.watch_prefixes(POOL)
             step = session.run(ops.admit(1, [5] * 12))
             execution.start(step.plan)
             with pytest.raises(InvalidRequestError, match="receipt: is None"):
-                session.add_receipt(execution.receipt)
+                session.add_receipt(None)
             for layer in execution.layers:
                 execution.layer(layer, qkv, qkv, qkv)
-            session.add_receipt(execution.receipt)
             session.submit_receipts()
             (found,) = control.find_prefix([5] * 12)
             retained = control.retain_prefix(POOL, [5] * 12, time_to_live_s=9)
@@ -97,15 +92,16 @@ def test_no_plane_is_an_error_and_not_a_wait() -> None:
 
 
 PROGRAM = """
-from kvplane import Layout, ops
-from kvplane.sync import ControlClient, DataClient
+from kvplane import ops
+from kvplane.sync import ControlClient
 
-with ControlClient("127.0.0.1:50051") as control, DataClient("127.0.0.1:50052") as data:
-    layout = Layout.from_proto(control.wait_ready("default").layout)
-    with control.open_session("default", layout) as session, data.open(session.grant) as execution:
+with ControlClient("127.0.0.1:50051") as control, control.open_session("default") as session:
+    with session.open_execution() as execution:
         step = session.run(ops.admit(1, [97, 98, 99]))
-        print(execution.start(step.plan).num_tokens + session.id)
-        session.add_receipt(execution.receipt)
+        execution.start(step.plan)
+        print(execution.num_tokens + session.id)
+        for receipt in execution.receipts:
+            session.add_receipt(receipt)
 """
 WRONG = ("session.step(7)", "session.nothing", "execution.start(step)")
 

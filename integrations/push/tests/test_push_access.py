@@ -90,7 +90,7 @@ async def compute(session: Session, tls: Tls) -> None:
         key = Tensor("float32", (len(PROMPT), 1, 8), bytes(range(128)) * 7)
         for layer in execution.layers:
             await execution.layer(layer, key, key, key)
-        session.add_receipt(execution.receipt)
+        session.add_receipt(*execution.receipts)
         await session.submit_receipts()
 
 

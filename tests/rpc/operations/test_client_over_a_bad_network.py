@@ -86,7 +86,7 @@ async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready
     with pytest.raises(PoolNotReadyError) as not_ready:
         await client.open_session(POOL, LAYOUT, timeout_s=0.3)
     assert not_ready.value.retry_delay_s is not None
-    opening = asyncio.create_task(client.open_session(POOL, LAYOUT))
+    opening = asyncio.ensure_future(client.open_session(POOL, LAYOUT))
     await asyncio.sleep(0.1)
     await shard.report()
     session = await opening
