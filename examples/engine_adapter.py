@@ -18,10 +18,9 @@ import numpy as np
 
 from kvplane import Layout, Tensor, ops
 from kvplane.errors import PoolFullError
-from kvplane.results import error_of
+from kvplane.results import Signed, error_of
 from kvplane.sync import ControlClient, Execution, Session
 from kvplane.wire.v1.session_pb2 import Operation
-from kvplane.wire.v1.types_pb2 import SignedPayload
 
 VOCABULARY = 64
 NUM_NEW_TOKENS = 24
@@ -43,7 +42,7 @@ class Step:
     them. ``refused``: sequences without room now.
     """
 
-    plan: SignedPayload | None
+    plan: Signed | None
     batch: list[tuple[Sequence, int]] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
 

@@ -23,7 +23,7 @@ from kvplane import (
 )
 from kvplane.errors import DeadlineExceededError, NotFoundError, StaleError, UnavailableError
 from kvplane.layout import LATENT
-from kvplane.wire.v1.types_pb2 import SignedPayload
+from kvplane.results import Signed
 
 LOST = (StaleError, NotFoundError, UnavailableError, DeadlineExceededError)
 
@@ -127,7 +127,7 @@ class Load:
         self.num_cached_tokens += num_cached_tokens
 
 
-async def execute(session: Session, execution: Execution, plan: SignedPayload) -> None:
+async def execute(session: Session, execution: Execution, plan: Signed) -> None:
     """Run a plan, with tensors of zeros."""
     await execution.start(plan)
     dtype, groups = session.layout.dtype, session.layout.groups

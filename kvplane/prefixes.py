@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final
 
 from kvplane import ops
-from kvplane.clients.control_client import ControlClient
+from kvplane.clients.control_client import DEFAULT_PRIORITY, ControlClient, ForgetScope
 from kvplane.clients.prefix_feed import (
     BlocksRemoved,
     BlocksStored,
@@ -23,13 +23,11 @@ from kvplane.clients.prefix_feed import (
     PrefixEvent,
     StoredBlock,
 )
-from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.errors import CapacityError, KvplaneError
 from kvplane.execution.execution import Execution, all_of, shards_of
-from kvplane.results import StepResult
+from kvplane.results import Signed, StepResult
 from kvplane.session.session import Session
 from kvplane.transport.retry import Deadline
-from kvplane.wire.v1.types_pb2 import SignedPayload
 
 __all__ = [
     "DEFAULT_PRIORITY",
@@ -199,6 +197,6 @@ class PrefixLoader:
                 await self._run(plan)
         await self._session.submit_receipts()
 
-    async def _run(self, plan: SignedPayload) -> None:
+    async def _run(self, plan: Signed) -> None:
         """Run a plan that only drops tables, or names those that are left."""
         await (await self._opened()).start(plan, timeout_s=self._timeout_s)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, MutableSequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
+
+from google.protobuf.message import DecodeError
 
 from kvplane.errors import (
     InternalError,
@@ -14,18 +16,38 @@ from kvplane.errors import (
     NeverFitsError,
     PoolFullError,
 )
+from kvplane.layout import Layout
+from kvplane.shard import Shard
 from kvplane.tensor import Tensor
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_messages import from_wire, seconds_of
 from kvplane.wire.v1 import execution_pb2 as dpb
+from kvplane.wire.v1 import pool_pb2, types_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
-from kvplane.wire.v1 import types_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 HASH_BYTES: Final = 16
 """Bytes of a block's chained hash."""
+
+
+class Signed(Protocol):
+    """A plan, a receipt or a grant, which callers pass on unread. At run time it is the message
+    that came, so that it costs nothing.
+    """
+
+    def SerializeToString(self) -> bytes:
+        """Return its bytes, for ``read_signed`` in another process."""
+        ...
+
+
+def read_signed(data: bytes) -> Signed:
+    """Read what ``Signed.SerializeToString`` returned. Raises InvalidRequestError."""
+    try:
+        return SignedPayload.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequestError("is no plan, receipt or grant", field="data") from error
 
 
 class StepResult:
@@ -44,14 +66,14 @@ class StepResult:
         return self._message.results
 
     @property
-    def plan(self) -> SignedPayload | None:
+    def plan(self) -> Signed | None:
         """For the data plane; None when there is nothing to carry out."""
         return self._message.plan if self._message.HasField("plan") else None
 
     @property
-    def usage(self) -> MutableSequence[types_pb2.TierUsage]:
+    def usage(self) -> tuple[TierUsage, ...]:
         """Usage of the pool's blocks after the step, for each tier of each layer group."""
-        return self._message.usage
+        return tuple(TierUsage.from_proto(each) for each in self._message.usage)
 
     @property
     def revision(self) -> int:
@@ -86,6 +108,132 @@ def total_of(counters: Mapping[str, int], name: str) -> int:
     "evictions_total".
     """
     return sum(value for sample, value in counters.items() if sample.partition("{")[0] == name)
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """How the blocks of one tier of one layer group are used; the message of the same name.
+    ``tier``: a ``types_pb2.Tier``.
+    """
+
+    group: int
+    tier: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_held_blocks: int
+    num_retired_blocks: int
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.TierUsage) -> TierUsage:
+        """Read a message."""
+        return cls(
+            message.group,
+            message.tier,
+            message.num_blocks,
+            message.num_free_blocks,
+            message.num_cached_blocks,
+            message.num_held_blocks,
+            message.num_retired_blocks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """A registered data plane; the message of the same name. ``epoch``: the run of its process."""
+
+    shard: Shard
+    epoch: int
+    address: str
+    connected: bool
+    has_file_tier: bool
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.ShardInfo) -> ShardInfo:
+        """Read a message."""
+        return cls(
+            Shard.from_proto(message.shard),
+            message.epoch,
+            message.address,
+            message.connected,
+            message.has_file_tier,
+        )
+
+    def to_proto(self) -> types_pb2.ShardInfo:
+        """Return the message."""
+        return types_pb2.ShardInfo(
+            shard=self.shard.to_proto(),
+            epoch=self.epoch,
+            address=self.address,
+            connected=self.connected,
+            has_file_tier=self.has_file_tier,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """A pool. ``shards``: those registered, by index. ``ready``: whether sessions can be opened."""
+
+    layout: Layout
+    shards: tuple[ShardInfo, ...]
+    ready: bool
+    usage: tuple[TierUsage, ...]
+
+    @classmethod
+    def from_proto(cls, message: pool_pb2.GetPoolResponse) -> PoolInfo:
+        """Read a message. Raises InvalidRequestError for a layout that cannot be."""
+        return cls(
+            Layout.from_proto(message.layout),
+            tuple(map(ShardInfo.from_proto, message.shards)),
+            message.ready,
+            tuple(map(TierUsage.from_proto, message.usage)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A plane. ``version``: its release. ``incarnation``: the control plane's run, 0 if a data
+    plane has registered with none. Of a data plane ``pool_id``, ``shard`` and ``device``: its part
+    of a pool, and where its device tier is, "cpu" or "cuda:N".
+    """
+
+    version: str
+    incarnation: int
+    pool_id: str
+    shard: ShardInfo | None
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """An open session; the message of the same name. ``time_to_live_s``: how long its lease still
+    runs. ``sequences``: if the session was asked for by its id.
+    """
+
+    session_id: int
+    client_name: str
+    namespace: str
+    num_sequences: int
+    num_held_blocks: int
+    num_plans_in_flight: int
+    last_number: int
+    time_to_live_s: float
+    sequences: tuple[SequenceState, ...]
+
+    @classmethod
+    def from_proto(cls, message: pool_pb2.SessionSummary) -> SessionSummary:
+        """Read a message."""
+        return cls(
+            message.session.session_id,
+            message.client_name,
+            message.namespace,
+            message.num_sequences,
+            message.num_held_blocks,
+            message.num_plans_in_flight,
+            message.last_number,
+            message.time_to_live.ToTimedelta().total_seconds(),
+            tuple(sequence_states(message.sequences)),
+        )
 
 
 _TIERS: Final = {types_pb2.TIER_DEVICE: "device", types_pb2.TIER_HOST: "host"}

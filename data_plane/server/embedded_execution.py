@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from data_plane.execution.executor import Executor
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
+from kvplane.results import Signed
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
@@ -17,11 +18,11 @@ class ExecutedSession(Protocol):
     """The part of a session that an execution needs; a ``kvplane.sync.Session`` has it."""
 
     @property
-    def grant(self) -> SignedPayload:
+    def grant(self) -> Signed:
         """The session's signed rights at a data plane."""
         ...
 
-    def add_receipt(self, receipt: SignedPayload | None) -> None:
+    def add_receipt(self, receipt: Signed | None) -> None:
         """Submit a receipt with the next step."""
         ...
 
@@ -39,10 +40,10 @@ class EmbeddedExecution:
         self.layers = list(executor.layers)
         self.latent_layers = executor.layout.latent_layers
         self.num_tokens = 0
-        self.receipts: list[SignedPayload] = []
+        self.receipts: list[Signed] = []
         self._executor = executor
         self._session = session
-        self._session_id = executor.open(session.grant)
+        self._session_id = executor.open(cast(SignedPayload, session.grant))
         self._plan_number = 0
         self._pass_index: int | None = None
         self._last_taken = 0  # number of the plan whose receipt the session has
@@ -63,7 +64,7 @@ class EmbeddedExecution:
         """Whether the plan started last has its receipt: no layer is expected any more."""
         return bool(self.receipts)
 
-    def start(self, plan: SignedPayload | None, *, pass_index: int | None = None) -> None:
+    def start(self, plan: Signed | None, *, pass_index: int | None = None) -> None:
         """Change tables and run transfers, and begin a pass if one is given: see
         ``Executor.start`` and ``Executor.begin_pass``. Raises InvalidRequestError for None, the
         plan of a step that changed nothing.
@@ -71,7 +72,7 @@ class EmbeddedExecution:
         if plan is None:
             raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
         self.receipts = []
-        started = self._executor.start(self._session_id, plan)
+        started = self._executor.start(self._session_id, cast(SignedPayload, plan))
         self._plan_number, self._pass_index = started.number, pass_index
         self.num_tokens = started.num_tokens
         if pass_index is not None:
@@ -112,7 +113,7 @@ class EmbeddedExecution:
         """Forget the plan. Another execution can continue it."""
         self._plan_number, self.num_tokens, self.receipts = 0, 0, []
 
-    def _take(self, receipt: SignedPayload | None) -> None:
+    def _take(self, receipt: Signed | None) -> None:
         if receipt is None:
             return
         self.receipts = [receipt]

@@ -23,7 +23,14 @@ from typing import Final, Protocol
 
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
-from kvplane.results import Granted, SequenceState, SessionNews, StepResult, error_of
+from kvplane.results import (
+    Granted,
+    SequenceState,
+    SessionNews,
+    StepResult,
+    TierUsage,
+    error_of,
+)
 from kvplane.wire import columns
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as types
@@ -61,7 +68,7 @@ class _Room:
         self.num_host_blocks = 0
         self._num_device_blocks: int | None = None  # None: not known yet
 
-    def note(self, usage: Iterable[types.TierUsage]) -> None:
+    def note(self, usage: Iterable[TierUsage]) -> None:
         """Note it from a step's answer."""
         for tier in usage:
             if tier.tier == types.TIER_DEVICE:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, LayoutMismatchError
 from kvplane.execution.execution import all_of
-from kvplane.results import StepResult
+from kvplane.results import Signed, StepResult
 from kvplane.session.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
@@ -45,8 +46,8 @@ class PushClient:
 
     async def receive_blocks(
         self,
-        grant: SignedPayload,
-        plan: SignedPayload,
+        grant: Signed,
+        plan: Signed,
         sequence_id: int,
         *,
         timeout_s: float | None = None,
@@ -56,7 +57,11 @@ class PushClient:
 
         Each call gives another ticket. Raises QuotaExceededError for too many.
         """
-        request = pb.ReceiveBlocksRequest(grant=grant, plan=plan, sequence_id=sequence_id)
+        request = pb.ReceiveBlocksRequest(
+            grant=cast(SignedPayload, grant),
+            plan=cast(SignedPayload, plan),
+            sequence_id=sequence_id,
+        )
         receive = method(self._connection.channel, "ReceiveBlocks")
         response: pb.ReceiveBlocksResponse = await self._connection.call(
             receive, request, timeout_s
@@ -65,7 +70,7 @@ class PushClient:
 
     async def send_blocks(
         self,
-        grant: SignedPayload,
+        grant: Signed,
         sequence_id: int,
         ticket: pb.PushTicket,
         *,
@@ -77,7 +82,9 @@ class PushClient:
         Tried once: a ticket serves once. Raises PlanOutOfOrderError while the blocks are computed,
         and what the other data plane refuses.
         """
-        request = pb.SendBlocksRequest(grant=grant, sequence_id=sequence_id, ticket=ticket)
+        request = pb.SendBlocksRequest(
+            grant=cast(SignedPayload, grant), sequence_id=sequence_id, ticket=ticket
+        )
         send = method(self._connection.channel, "SendBlocks")
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard():
@@ -192,10 +199,10 @@ class PrefixMover:
         self,
         source: PushClient,
         target: PushClient,
-        plan: SignedPayload,
+        plan: Signed,
         sequence_id: int,
         new_id: int,
-    ) -> tuple[SignedPayload, int]:
+    ) -> tuple[Signed, int]:
         answer = await target.receive_blocks(self._there.grant, plan, new_id)
         if answer.HasField("receipt"):
             return answer.receipt, 0

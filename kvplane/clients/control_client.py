@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterable
+from enum import Enum
 from types import TracebackType
 from typing import Any, Final
 from weakref import WeakSet
 
 from kvplane import ops
 from kvplane.clients.prefix_feed import PrefixEvent, follow
-from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope, PrefixCalls
 from kvplane.clients.server_info import get_server_info
 from kvplane.errors import (
     DeadlineExceededError,
@@ -21,18 +21,35 @@ from kvplane.errors import (
     PoolNotReadyError,
     UnavailableError,
 )
-from kvplane.execution.execution import SessionExecutions
+from kvplane.execution.execution import Executions
 from kvplane.layout import Layout
-from kvplane.results import ForgetResult, PoolMatch
+from kvplane.results import (
+    ForgetResult,
+    PoolInfo,
+    PoolMatch,
+    ServerInfo,
+    SessionSummary,
+    pool_match,
+)
 from kvplane.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.opening import Opening
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
+from kvplane.wire.error_messages import duration_of
+from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, prefix_pb2, prefix_pb2_grpc, session_pb2_grpc
 from kvplane.wire.v1 import session_pb2 as pb
 
+DEFAULT_PRIORITY: Final = 50
+"""Priority of a retained prefix, halfway between the first and the last to be evicted."""
 _POLL_S: Final = 0.2
 CONTROL_PLANE_SERVICE: Final = "kvplane.v1.SessionService"
+
+
+class ForgetScope(Enum):
+    """Prefixes to forget: all of a namespace, or all of the caller's tenant."""
+
+    NAMESPACE = prefix_pb2.FORGET_SCOPE_NAMESPACE
+    TENANT = prefix_pb2.FORGET_SCOPE_TENANT
 
 
 class ControlClient:
@@ -62,7 +79,7 @@ class ControlClient:
         self._shared_memory = shared_memory
         self._stub = session_pb2_grpc.SessionServiceStub(self._connection.channel)
         self._pools = pool_pb2_grpc.PoolServiceStub(self._connection.channel)
-        self._prefixes = PrefixCalls(self._connection)
+        self._prefixes = prefix_pb2_grpc.PrefixServiceStub(self._connection.channel)
         # A session is kept alive by the task that renews its lease, not by the client.
         self._sessions: WeakSet[Session] = WeakSet()
 
@@ -77,9 +94,7 @@ class ControlClient:
     ) -> None:
         await self.close()
 
-    async def get_server_info(
-        self, *, timeout_s: float | None = None
-    ) -> pool_pb2.GetServerInfoResponse:
+    async def get_server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Get the release and the incarnation of the control plane."""
         return await get_server_info(self._connection, timeout_s)
 
@@ -88,14 +103,12 @@ class ControlClient:
         pages = self._pages(self._pools.ListPools, pool_pb2.ListPoolsRequest(), timeout_s)
         return [pool_id async for page in pages for pool_id in page.pool_ids]
 
-    async def get_pool(
-        self, pool_id: str, *, timeout_s: float | None = None
-    ) -> pool_pb2.GetPoolResponse:
+    async def get_pool(self, pool_id: str, *, timeout_s: float | None = None) -> PoolInfo:
         """Get a pool's layout, shards, usage. Raises PoolNotFoundError if none has registered."""
         response: pool_pb2.GetPoolResponse = await self._connection.call(
             self._pools.GetPool, pool_pb2.GetPoolRequest(pool_id=pool_id), timeout_s
         )
-        return response
+        return PoolInfo.from_proto(response)
 
     async def get_counters(self, pool_id: str, *, timeout_s: float | None = None) -> dict[str, int]:
         """Get what a pool holds and has done, over all tenants, by the names of its metrics: such
@@ -111,13 +124,13 @@ class ControlClient:
 
     async def list_sessions(
         self, pool_id: str, session_id: int = 0, *, timeout_s: float | None = None
-    ) -> list[pool_pb2.SessionSummary]:
-        """List the open sessions of the caller's tenant, ids ascending, or one with its sequences
-        (``kvplane.results.sequence_states``). Needs the role operator. Raises PoolNotFoundError.
+    ) -> list[SessionSummary]:
+        """List the open sessions of the caller's tenant, ids ascending, or one with its sequences.
+        Needs the role operator. Raises PoolNotFoundError.
         """
         request = pool_pb2.ListSessionsRequest(pool_id=pool_id, session_id=session_id)
         pages = self._pages(self._pools.ListSessions, request, timeout_s)
-        return [session async for page in pages for session in page.sessions]
+        return [SessionSummary.from_proto(each) async for page in pages for each in page.sessions]
 
     async def _pages(
         self, method: Any, request: Any, timeout_s: float | None
@@ -131,10 +144,8 @@ class ControlClient:
                 return
             request.page_token = page.next_page_token
 
-    async def wait_ready(
-        self, pool_id: str, timeout_s: float | None = None
-    ) -> pool_pb2.GetPoolResponse:
-        """Wait until sessions can be opened on the pool. Returns its description.
+    async def wait_ready(self, pool_id: str, timeout_s: float | None = None) -> PoolInfo:
+        """Wait until sessions can be opened on the pool.
 
         Also waits for the plane itself to come up. Raises PoolNotReadyError, or
         PlaneUnavailableError when the plane itself did not answer.
@@ -173,9 +184,17 @@ class ControlClient:
         each. ``pool_ids``: none means all. ``with_blocks``: whether to get the blocks too. Raises
         PoolNotFoundError.
         """
-        return await self._prefixes.find(
-            token_ids, hashes, namespace, pool_ids, with_blocks, timeout_s
+        request = prefix_pb2.FindPrefixRequest(
+            token_ids=ops.pack_tokens(token_ids),
+            hashes=b"".join(hashes),
+            namespace=namespace,
+            pool_ids=pool_ids,
+            with_blocks=with_blocks,
         )
+        response: prefix_pb2.FindPrefixResponse = await self._connection.call(
+            self._prefixes.FindPrefix, request, timeout_s
+        )
+        return [pool_match(match) for match in response.matches]
 
     async def retain_prefix(
         self,
@@ -198,9 +217,17 @@ class ControlClient:
 
         Raises PoolNotFoundError, PoolNotReadyError, QuotaExceededError.
         """
-        return await self._prefixes.retain(
-            pool_id, token_ids, namespace, time_to_live_s, priority, timeout_s
+        request = prefix_pb2.RetainPrefixRequest(
+            pool_id=pool_id,
+            namespace=namespace,
+            token_ids=ops.pack_tokens(token_ids),
+            time_to_live=duration_of(time_to_live_s),
+            priority=priority,
         )
+        response: prefix_pb2.RetainPrefixResponse = await self._connection.call(
+            self._prefixes.RetainPrefix, request, timeout_s
+        )
+        return response.num_blocks
 
     async def forget_prefixes(
         self,
@@ -220,7 +247,18 @@ class ControlClient:
 
         Raises PoolNotFoundError, PoolNotReadyError, BlockInUseError.
         """
-        return await self._prefixes.forget(pool_id, what, namespace, force, timeout_s)
+        request = prefix_pb2.ForgetPrefixesRequest(
+            pool_id=pool_id, namespace=namespace, force=force
+        )
+        if isinstance(what, ForgetScope):
+            request.scope = what.value
+        else:
+            request.scope = prefix_pb2.FORGET_SCOPE_PREFIX
+            request.token_ids = ops.pack_tokens(what)
+        response: prefix_pb2.ForgetPrefixesResponse = await self._connection.call(
+            self._prefixes.ForgetPrefixes, request, timeout_s
+        )
+        return ForgetResult(response.num_forgotten_blocks, response.num_blocks_in_use)
 
     def watch_prefixes(
         self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
@@ -232,7 +270,7 @@ class ControlClient:
         PoolNotFoundError.
         """
         patience_s = self._connection.timeout_s if timeout_s is None else timeout_s
-        return follow(self._prefixes.stub.WatchPrefixes, pool_id, namespace, patience_s)
+        return follow(self._prefixes.WatchPrefixes, pool_id, namespace, patience_s)
 
     def open_session(
         self,
@@ -264,7 +302,7 @@ class ControlClient:
     ) -> Session:
         deadline = self._connection.deadline(timeout_s)
         if layout is None:
-            layout = Layout.from_proto((await self.wait_ready(pool_id, timeout_s)).layout)
+            layout = (await self.wait_ready(pool_id, timeout_s)).layout
         request = pb.OpenSessionRequest(
             pool_id=pool_id,
             layout=layout.to_proto(),
@@ -282,7 +320,7 @@ class ControlClient:
                 pool_id, layout, client_name, namespace, deadline.remaining_s
             )
 
-        executions = SessionExecutions(
+        executions = Executions(
             tls=self._tls,
             timeout_s=self._connection.timeout_s,
             shared_memory=self._shared_memory,

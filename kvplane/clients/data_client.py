@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from types import TracebackType
 
 from kvplane.clients.server_info import get_server_info
-from kvplane.execution.execution import Execution
-from kvplane.execution.shard_execution import ShardExecution
+from kvplane.execution.execution import Execution, Executions
+from kvplane.results import ServerInfo, Signed
 from kvplane.transport.connection import Connection
+from kvplane.transport.opening import Opening
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1 import pool_pb2
-from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
 class DataClient:
@@ -32,8 +30,8 @@ class DataClient:
         timeout_s: float = 10.0,
         shared_memory: bool = True,
     ) -> None:
-        self._shared_memory = shared_memory
-        self._shards: weakref.WeakSet[ShardExecution] = weakref.WeakSet()
+        self._target = target
+        self._executions = Executions(tls=tls, timeout_s=timeout_s, shared_memory=shared_memory)
         self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
 
     async def __aenter__(self) -> DataClient:
@@ -47,25 +45,19 @@ class DataClient:
     ) -> None:
         await self.close()
 
-    async def get_server_info(
-        self, *, timeout_s: float | None = None
-    ) -> pool_pb2.GetServerInfoResponse:
+    async def get_server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Get the release of the data plane, its part of a pool, its device, and the control plane
         that it is registered with.
         """
         return await get_server_info(self._connection, timeout_s)
 
-    async def open(self, grant: SignedPayload, *, timeout_s: float | None = None) -> Execution:
-        """Open an execution, which runs the plans of the session of ``grant`` on this shard alone.
-        Its receipts are the caller's to submit.
+    def open(self, grant: Signed, *, timeout_s: float | None = None) -> Opening[Execution]:
+        """Open an execution, which runs the plans of the session of ``grant`` on this shard alone:
+        ``await`` it, or enter it with ``async with``. Its receipts are the caller's to submit.
         """
-        shard = ShardExecution(self._connection, grant, local=self._shared_memory)
-        self._shards.add(shard)
-        await shard.connect(timeout_s=timeout_s)
-        return Execution([shard])
+        return self._executions.open(grant, [self._target], timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Ends every call and execution."""
-        for shard in self._shards:
-            shard.leave()
+        await self._executions.close()
         await self._connection.close()

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, cast
 from weakref import WeakSet
 
 from kvplane import ops
@@ -20,14 +20,14 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.execution.shard_execution import ShardExecution
 from kvplane.layout import Layout
-from kvplane.results import ShardBlocks, shard_blocks
+from kvplane.results import ShardBlocks, Signed, shard_blocks
 from kvplane.shard import QueryHeads, Shard
 from kvplane.tensor import Tensor, join_heads
 from kvplane.transport.connection import Connection
 from kvplane.transport.opening import Opening
 from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1.types_pb2 import ShardInfo, SignedPayload
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 T = TypeVar("T")
 
@@ -40,18 +40,16 @@ class Execution:
     def __init__(
         self,
         shards: Sequence[ShardExecution],
-        layout: Layout | None = None,
         parts: Sequence[Shard] = (),
-        connections: Sequence[Connection] = (),
+        layout: Layout | None = None,
     ) -> None:
-        """``parts``: of the pool, one for each of several ``shards``. ``connections``: closed with
-        the execution.
+        """``parts``: of the pool, one for each of several ``shards``. ``layout``: the pool's, None
+        if it is not known.
         """
         self._shards = shards
         self._only = shards[0] if len(shards) == 1 else None
         self._layout = layout
         self._held = {} if self._only or layout is None else _held(shards, parts, layout)
-        self._connections = connections
 
     async def __aenter__(self) -> Execution:
         return self
@@ -75,7 +73,7 @@ class Execution:
         return self._shards[0].num_tokens
 
     @property
-    def receipts(self) -> list[SignedPayload]:
+    def receipts(self) -> list[Signed]:
         """The receipts so far of the plan started last: one of each shard once it has run. An
         execution of ``Session.open_execution`` has added them to the session.
         """
@@ -90,7 +88,7 @@ class Execution:
 
     async def start(
         self,
-        plan: SignedPayload | None,
+        plan: Signed | None,
         *,
         pass_index: int | None = None,
         timeout_s: float | None = None,
@@ -101,12 +99,13 @@ class Execution:
         ``ExecuteRequest``. Raises InvalidRequestError for None, the plan of a step that changed
         nothing.
         """
-        starts = [x.start(plan, pass_index=pass_index, timeout_s=timeout_s) for x in self._shards]
+        sent = cast(SignedPayload | None, plan)
+        starts = [x.start(sent, pass_index=pass_index, timeout_s=timeout_s) for x in self._shards]
         await all_of(starts)
 
     async def begin(
         self,
-        plan: SignedPayload,
+        plan: Signed,
         num_tokens: int,
         *,
         pass_index: int | None = None,
@@ -115,8 +114,9 @@ class Execution:
         """``start`` of a plan or pass that computes ``num_tokens``, at least one, without waiting
         for the answer. The first ``layer`` takes it, and raises what ``start`` would have raised.
         """
+        sent = cast(SignedPayload, plan)
         begins = [
-            x.begin(plan, num_tokens, pass_index=pass_index, timeout_s=timeout_s)
+            x.begin(sent, num_tokens, pass_index=pass_index, timeout_s=timeout_s)
             for x in self._shards
         ]
         await all_of(begins)
@@ -260,7 +260,6 @@ class Execution:
     async def close(self) -> None:
         """End the streams. Another execution can continue the plan."""
         await all_of([each.close() for each in self._shards])
-        await all_of([each.close() for each in self._connections])
 
 
 def shards_of(execution: Execution) -> Sequence[ShardExecution]:
@@ -270,10 +269,8 @@ def shards_of(execution: Execution) -> Sequence[ShardExecution]:
     return execution._shards
 
 
-class SessionExecutions:
-    """Opens the executions of one session, with the settings of its control client, and closes them
-    with the session.
-    """
+class Executions:
+    """Opens executions with a client's settings, and closes them with the client or its session."""
 
     def __init__(
         self, *, tls: Tls | None = None, timeout_s: float = 10.0, shared_memory: bool = True
@@ -286,32 +283,32 @@ class SessionExecutions:
 
     def open(
         self,
-        grant: SignedPayload,
-        shards: Sequence[ShardInfo],
-        layout: Layout,
-        take_receipt: Callable[[SignedPayload], None] | None = None,
+        grant: Signed,
+        addresses: Sequence[str],
+        parts: Sequence[Shard] = (),
+        layout: Layout | None = None,
+        *,
+        take_receipt: Callable[[Signed], None] | None = None,
         timeout_s: float | None = None,
     ) -> Opening[Execution]:
-        """Open an execution on the data planes of ``shards``. ``take_receipt``: as of
-        ``ShardExecution``.
+        """Open an execution on the data planes at ``addresses``. ``parts``, ``layout``: of the
+        pool, as of ``Execution``. ``take_receipt``: as of ``ShardExecution``.
         """
 
         async def opened() -> Execution:
-            connections = [
-                Connection(info.address, tls=self._tls, timeout_s=self._timeout_s)
-                for info in shards
-            ]
-            executions = [
+            shards = [
                 ShardExecution(
-                    connection, grant, local=self._shared_memory, take_receipt=take_receipt
+                    Connection(address, tls=self._tls, timeout_s=self._timeout_s),
+                    cast(SignedPayload, grant),
+                    local=self._shared_memory,
+                    take_receipt=take_receipt,
                 )
-                for connection in connections
+                for address in addresses
             ]
-            parts = [Shard.from_proto(info.shard) for info in shards]
-            execution = Execution(executions, layout, parts, connections)
+            execution = Execution(shards, parts, layout)
             self._opened.add(execution)
             try:
-                await all_of([each.connect(timeout_s=timeout_s) for each in executions])
+                await all_of([each.connect(timeout_s=timeout_s) for each in shards])
             except BaseException:
                 await execution.close()
                 raise

@@ -31,6 +31,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
     PlanOutOfOrderError,
 )
+from kvplane.results import Signed
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.local import packets
@@ -92,10 +93,11 @@ class ShardExecution:
         grant: SignedPayload,
         *,
         local: bool = True,
-        take_receipt: Callable[[SignedPayload], None] | None = None,
+        take_receipt: Callable[[Signed], None] | None = None,
     ) -> None:
-        """``local``: whether to use shared memory where it is available. ``take_receipt``: called
-        once for each plan's receipt, in the thread of the call that brought it.
+        """``connection``: closed with the execution. ``local``: whether to use shared memory where
+        it is available. ``take_receipt``: called once for each plan's receipt, in the thread of the
+        call that brought it.
         """
         self.layers: list[int] = []
         self.receipt: SignedPayload | None = None
@@ -290,9 +292,10 @@ class ShardExecution:
             self._local = None
 
     async def close(self) -> None:
-        """End the stream. Another execution can continue the plan."""
+        """End the stream, and close the connection. Another execution can continue the plan."""
         self.leave()
         await self._stream.close()
+        await self._connection.close()
 
     async def read_blocks(
         self, request: pb.ReadBlocksRequest, timeout_s: float | None

@@ -10,13 +10,13 @@ import torch
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
-from kvplane.execution.execution import Execution, SessionExecutions, shards_of
+from kvplane.execution.execution import Execution, Executions, shards_of
 from kvplane.layout import Layout
+from kvplane.results import ShardInfo, Signed
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1 import types_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class PlanStarted:
     """A started plan. ``receipts``: of all shards when it has nothing to compute, else none."""
 
     num_tokens: int
-    receipts: Sequence[pb.SignedPayload] = ()
+    receipts: Sequence[Signed] = ()
 
 
 class OpenedSession(Protocol):
     """The part of a session that a backend needs."""
 
     @property
-    def grant(self) -> pb.SignedPayload:
+    def grant(self) -> Signed:
         """The session's signed rights at a data plane."""
         ...
 
     @property
-    def shards(self) -> Sequence[pb.ShardInfo]:
+    def shards(self) -> Sequence[ShardInfo]:
         """The pool's shards, by index."""
         ...
 
@@ -66,7 +66,7 @@ class DataBackend(Protocol):
         ...
 
     def start(
-        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+        self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
         """Start a plan, or its next pass. ``num_tokens``: tokens that it computes, 0 if unknown.
         If given, this need not wait for the answer; then the first layer raises the errors.
@@ -85,7 +85,7 @@ class DataBackend(Protocol):
         """See ``kvplane.transformers.attention.Step``."""
         ...
 
-    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return all shards' receipts, after the last layer; none unless the pass was the last."""
         ...
 
@@ -113,9 +113,7 @@ class RemoteBackend:
     ) -> None:
         """``shared_memory``: whether to use it where it is available."""
         self._loop = loop
-        self._executions = SessionExecutions(
-            tls=tls, timeout_s=timeout_s, shared_memory=shared_memory
-        )
+        self._executions = Executions(tls=tls, timeout_s=timeout_s, shared_memory=shared_memory)
         self._execution: Execution | None = None
         self.latent_layers: frozenset[int] = frozenset()
         self._layers: RegionLayers | None = None  # only for a pool of one shard
@@ -125,7 +123,12 @@ class RemoteBackend:
         self.close()
 
         async def opened() -> Execution:
-            return await self._executions.open(session.grant, session.shards, session.layout)
+            return await self._executions.open(
+                session.grant,
+                [info.address for info in session.shards],
+                [info.shard for info in session.shards],
+                session.layout,
+            )
 
         self._execution = self._loop.run(opened())
         self.latent_layers = session.layout.latent_layers
@@ -135,7 +138,7 @@ class RemoteBackend:
     has_passes = True
 
     def start(
-        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+        self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
         """Present the plan, or its next pass, to the data planes."""
         execution = self._open_execution()
@@ -173,7 +176,7 @@ class RemoteBackend:
         there: torch.Tensor = out.torch().to(query.device)
         return there
 
-    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return the receipts, which follow the last layer. Raises InternalError if one did not."""
         execution = self._open_execution()
         if not is_last:

@@ -23,13 +23,11 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.prefixes import Loaded, PrefixLoader
-from kvplane.results import SequenceState, StepResult
+from kvplane.results import PoolInfo, SequenceState, Signed, StepResult
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread, Pending, wait
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
-from kvplane.wire.v1 import types_pb2 as types
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CLIENT_NAME: Final = "kvplane engine"
@@ -76,7 +74,7 @@ class ControlLink:
         seconds; logs what it waits for when that takes long.
         """
         self._loop.run(self._wait_ready(wait_s))
-        return Layout.from_proto(self.get_pool().layout)
+        return self.get_pool().layout
 
     async def _wait_ready(self, wait_s: float) -> None:
         waiting = asyncio.create_task(self._client.wait_ready(self._pool_id, wait_s))
@@ -97,7 +95,7 @@ class ControlLink:
         finally:
             waiting.cancel()
 
-    def get_pool(self) -> pool_pb2.GetPoolResponse:
+    def get_pool(self) -> PoolInfo:
         """Ask the control plane about the pool, after submitted receipts."""
         self._wait_submitted()
         return self._loop.run(self._client.get_pool(self._pool_id))
@@ -197,7 +195,7 @@ class ControlLink:
             await opened[0].close()
             await opened[1].close(timeout_s=_CLOSE_TIMEOUT_S)
 
-    def add_receipts(self, receipts: Iterable[types.SignedPayload]) -> None:
+    def add_receipts(self, receipts: Iterable[Signed]) -> None:
         """Submit these with the next step that is begun."""
         session = self.session
 

@@ -5,17 +5,18 @@ where the data plane runs on the tensors' GPU, otherwise main memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.execution.shard_execution import ShardExecution
+from kvplane.results import Signed
 from kvplane.runtime.device_region import DeviceRegion, gpu_of, open_region
 from kvplane.tensor import Tensor
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.local.layer import LocalLayer, Shape
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -51,9 +52,9 @@ class RegionLayers:
         # The last call of each layer: comparing is faster than hashing.
         self._latest: dict[int, tuple[tuple[object, ...], _Known | None]] = {}
 
-    def begin(self, plan: pb.SignedPayload, num_tokens: int, pass_index: int | None = None) -> bool:
+    def begin(self, plan: Signed, num_tokens: int, pass_index: int | None = None) -> bool:
         """``Execution.begin`` without an event loop; False where it needs one."""
-        return self._execution.begin_now(plan, num_tokens, pass_index)
+        return self._execution.begin_now(cast(SignedPayload, plan), num_tokens, pass_index)
 
     def layer(
         self,

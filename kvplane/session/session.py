@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from kvplane import ops, tracing
 from kvplane.errors import (
@@ -27,10 +27,12 @@ from kvplane.errors import (
     StaleIncarnationError,
     UnavailableError,
 )
-from kvplane.execution.execution import Execution, SessionExecutions
+from kvplane.execution.execution import Execution, Executions
 from kvplane.layout import Layout
 from kvplane.results import (
     SequenceState,
+    ShardInfo,
+    Signed,
     StepResult,
     error_of,
     sequence_states,
@@ -59,7 +61,7 @@ _RETRY_S: Final = 1.0
 class ReadmitResult(dict[int, int]):
     """Tokens found cached, by sequence id. ``plan``, unless None, must run before later ones."""
 
-    def __init__(self, num_cached_tokens: Mapping[int, int], plan: SignedPayload | None) -> None:
+    def __init__(self, num_cached_tokens: Mapping[int, int], plan: Signed | None) -> None:
         super().__init__(num_cached_tokens)
         self.plan = plan
 
@@ -71,7 +73,7 @@ class AbortResult:
     """
 
     sequences: list[SequenceState]
-    plan: SignedPayload | None
+    plan: Signed | None
 
 
 class Session:
@@ -85,8 +87,6 @@ class Session:
 
     Receipts that no call carries are submitted in the background after a tenth of a second.
     Otherwise the blocks of the last plan would stay hidden from others, or retired.
-
-    ``ref`` goes with every request; ``id`` and ``incarnation`` are its fields.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Session:
         stub: Any,
         request: pb.OpenSessionRequest,
         response: pb.OpenSessionResponse,
-        executions: SessionExecutions,
+        executions: Executions,
     ) -> None:
         self._connection = connection
         self._executions = executions
@@ -106,8 +106,8 @@ class Session:
         self.client_name = request.client_name
         self.namespace = request.namespace
         self.layout = Layout.from_proto(response.layout)
-        self.grant = response.grant
-        self.shards = tuple(response.shards)
+        self.grant: Signed = response.grant
+        self.shards = tuple(map(ShardInfo.from_proto, response.shards))
         self.num_device_blocks = response.num_device_blocks
         self.num_host_blocks = response.num_host_blocks
         self.max_plans_in_flight = response.max_plans_in_flight
@@ -170,10 +170,15 @@ class Session:
         plan's receipts to the session, and is closed with the session.
         """
         return self._executions.open(
-            self.grant, self.shards, self.layout, self._steps.add_receipt, timeout_s
+            self.grant,
+            [info.address for info in self.shards],
+            [info.shard for info in self.shards],
+            self.layout,
+            take_receipt=self.add_receipt,
+            timeout_s=timeout_s,
         )
 
-    def add_receipt(self, receipt: SignedPayload | None) -> None:
+    def add_receipt(self, receipt: Signed | None) -> None:
         """Submit ``receipt`` with the next numbered call, or in the background when none comes.
         Executions of ``open_execution`` add theirs by themselves.
 
@@ -183,7 +188,7 @@ class Session:
             raise InvalidRequestError(
                 "is None: a plan has one when all its layers have run", field="receipt"
             )
-        self._steps.add_receipt(receipt)
+        self._steps.add_receipt(cast(SignedPayload, receipt))
 
     def take_abandoned(self) -> list[AbandonedResult]:
         """Answers to abandoned calls and to refused runs that had a plan, each given once. Their

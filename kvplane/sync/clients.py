@@ -16,11 +16,11 @@ from kvplane.errors import KvplaneError
 from kvplane.execution import execution
 from kvplane.layout import Layout
 from kvplane.prefixes import PrefixEvent
+from kvplane.results import ShardInfo, Signed
 from kvplane.session import session as sessions
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.opening import Closable, Opening
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1.types_pb2 import SessionRef, ShardInfo, SignedPayload
 
 Wrapped = TypeVar("Wrapped")
 Result = TypeVar("Result")
@@ -74,24 +74,11 @@ def blocking(
     return call
 
 
-def wrapping(
-    method: Callable[Concatenate[Wrapped, Given], Coroutine[Any, Any, Result]],
-    wrap: Callable[[Result], Other],
-) -> Callable[Concatenate[Portal[Wrapped], Given], Other]:
-    """``blocking``, with the result wrapped in turn."""
-
-    @functools.wraps(method)
-    def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Other:
-        return wrap(loop().run(method(portal._wrapped, *args, **kwargs)))
-
-    return call
-
-
 def opening(
     method: Callable[Concatenate[Wrapped, Given], Opening[Closed]],
     wrap: Callable[[Closed], Other],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Other]:
-    """``wrapping`` of a method whose result is awaited."""
+    """``blocking`` of a method that opens something, with the result wrapped in turn."""
 
     @functools.wraps(method)
     def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Other:
@@ -118,30 +105,18 @@ def immediate(
     return call
 
 
-def in_this_thread(
-    method: Callable[Concatenate[Wrapped, Given], Result],
-) -> Callable[Concatenate[Portal[Wrapped], Given], Result]:
-    """Make a portal's method of one that runs in the calling thread, not on the loop."""
-
-    @functools.wraps(method)
-    def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        return method(portal._wrapped, *args, **kwargs)
-
-    return call
-
-
 class Execution(Portal[execution.Execution]):
     """A ``kvplane.Execution``, made by ``Session.open_execution`` or ``DataClient.open``."""
 
     layers: list[int]
     num_tokens: int
-    receipts: list[SignedPayload]
+    receipts: list[Signed]
     has_run: bool
 
     start = blocking(execution.Execution.start)
     begin = blocking(execution.Execution.begin)
     layer = blocking(execution.Execution.layer)
-    key_shape = in_this_thread(execution.Execution.key_shape)
+    key_shape = immediate(execution.Execution.key_shape)
     read_blocks = blocking(execution.Execution.read_blocks)
     write_blocks = blocking(execution.Execution.write_blocks)
     load_files = blocking(execution.Execution.load_files)
@@ -155,14 +130,13 @@ def _execution(opened: execution.Execution) -> Execution:
 class Session(Portal[sessions.Session]):
     """A ``kvplane.Session``, made by ``ControlClient.open_session``."""
 
-    ref: SessionRef
     id: int
     incarnation: int
     pool_id: str
     client_name: str
     namespace: str
     layout: Layout
-    grant: SignedPayload
+    grant: Signed
     shards: tuple[ShardInfo, ...]
     num_device_blocks: int
     num_host_blocks: int
@@ -264,5 +238,5 @@ class DataClient(Portal[data_client.DataClient]):
         )
 
     get_server_info = blocking(data_client.DataClient.get_server_info)
-    open = wrapping(data_client.DataClient.open, _execution)
+    open = opening(data_client.DataClient.open, _execution)
     close = blocking(data_client.DataClient.close)

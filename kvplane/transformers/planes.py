@@ -32,6 +32,7 @@ from kvplane.errors import (
 from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.models.model_layers import layer_groups, layer_shapes
+from kvplane.results import PoolInfo
 from kvplane.runtime.backend import DataBackend, RemoteBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.session import Session
@@ -42,7 +43,6 @@ from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Planes:
                     field="model",
                 )
 
-    def get_pool(self) -> pool_pb2.GetPoolResponse:
+    def get_pool(self) -> PoolInfo:
         """Ask the control plane about the pool."""
         return self._link.get_pool()
 

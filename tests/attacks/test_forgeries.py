@@ -217,7 +217,7 @@ async def test_another_tenants_session_is_as_if_there_were_none(
             assert theirs.message.replace(str(ref.session_id), "1") == none.message
     async with peers.client("operator") as operator:
         listed = await operator.list_sessions(POOL_ID)
-        assert [each.session.session_id for each in listed] == [ref.session_id]
+        assert [each.session_id for each in listed] == [ref.session_id]
 
 
 async def test_another_tenants_prefix_is_not_found_by_look_up_time_or_watch(

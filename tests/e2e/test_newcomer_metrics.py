@@ -15,7 +15,6 @@ from kvplane import (
     ControlClient,
     DataClient,
     KvplaneError,
-    Layout,
     Session,
     ops,
 )
@@ -94,7 +93,7 @@ async def follow(control: ControlClient) -> None:
 
 
 async def session_of(control: ControlClient) -> Session:
-    layout = Layout.from_proto((await control.wait_ready(POOL)).layout)
+    layout = (await control.wait_ready(POOL)).layout
     return await control.open_session(POOL, layout)
 
 

@@ -19,7 +19,7 @@ from examples.load import Load
 from kvplane import ControlClient
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
-from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
+from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 from kvplane.tensor import Tensor
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.plan_author import (
@@ -116,7 +116,7 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
     async with ControlClient(control.address) as client:
         await client.wait_ready(POOL_ID, timeout_s=20)
         pool = await client.get_pool(POOL_ID)
-        assert Layout.from_proto(pool.layout) == layout
+        assert pool.layout == layout
         load = Load(duration_s=0.3)
         await load.run(client, POOL_ID)
         assert load.num_steps > 0 and load.num_lost_sessions == 0

@@ -110,7 +110,8 @@ async def test_its_server_info_says_what_runs_here(peer: Peer) -> None:
     info, executor = await peer.client.get_server_info(), peer.server.executor
     assert (info.version, info.incarnation, info.device) == (release(), 1, "cpu")
     assert info.pool_id == executor.pool_id
-    assert info.shard.shard == executor.shard.to_proto()
+    assert info.shard is not None
+    assert info.shard.shard == executor.shard
     assert (info.shard.epoch, info.shard.address) == (executor.epoch, peer.server.address)
     assert (info.shard.connected, info.shard.has_file_tier) == (True, False)
 

@@ -23,7 +23,6 @@ from kvplane.errors import (
     SessionExpiredError,
     StaleIncarnationError,
 )
-from kvplane.layout import Layout
 from kvplane.session import AbortResult
 from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.flaky_proxy import FlakyProxy
@@ -101,7 +100,7 @@ async def test_the_client_knows_its_plane_and_its_sessions_terms(
     assert info.incarnation == session.incarnation == control_server.core.incarnation
     assert await client.list_pools() == [POOL]
     pool = await client.wait_ready(POOL)
-    assert Layout.from_proto(pool.layout) == session.layout == LAYOUT
+    assert pool.layout == session.layout == LAYOUT
     assert pool.shards[0].address == session.shards[0].address == shard.hello.address
     grant = plan_pb2.SessionGrant.FromString(session.grant.payload)
     assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")
