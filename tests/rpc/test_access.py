@@ -26,6 +26,7 @@ from kvplane.release import release
 from kvplane.serving import requests
 from kvplane.serving.callers import access
 from kvplane.transport.connection import typed_errors
+from kvplane.transport.tls import credentials_of
 from kvplane.v1 import execution_pb2
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import prefix_pb2 as ppb
@@ -104,7 +105,7 @@ async def test_a_role_may_what_the_contract_says(peers: Peers, name: str) -> Non
 def raw(peers: Peers, name: str, address: str = "") -> grpc.aio.Channel:
     options = [("grpc.ssl_target_name_override", "kvplane.test")]
     return grpc.aio.secure_channel(
-        address or peers.control.address, peers.tls(name).credentials(), options=options
+        address or peers.control.address, credentials_of(peers.tls(name)), options=options
     )
 
 

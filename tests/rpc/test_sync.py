@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import subprocess
 import sys
 import threading
@@ -12,28 +11,10 @@ from typing import Any
 
 import pytest
 
-import kvplane
 from kvplane import Tensor, ops, sync
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, PoolNotFoundError
 from kvplane.prefixes import BlocksStored, CaughtUp
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
-
-
-def public(cls: type) -> set[str]:
-    return {name for name in dir(cls) if not name.startswith("_")}
-
-
-@pytest.mark.parametrize("name", sync.__all__)
-def test_nothing_of_the_client_is_missing_or_takes_other_arguments(name: str) -> None:
-    blocking, original = getattr(sync, name), getattr(kvplane, name)
-    assert public(original) - public(blocking) <= blocking.__annotations__.keys()
-    assert public(blocking) <= public(original)
-    for method in public(blocking):
-        ours, theirs = getattr(blocking, method), getattr(original, method)
-        assert ours.__doc__ == theirs.__doc__
-        assert [*inspect.signature(ours).parameters.values()][1:] == [
-            *inspect.signature(theirs).parameters.values()
-        ][1:]
 
 
 def decode(planes: Planes) -> list[str]:

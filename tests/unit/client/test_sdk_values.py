@@ -26,7 +26,7 @@ from kvplane.errors import (
 )
 from kvplane.tensor import Tensor
 from kvplane.transport.retry import Deadline, retry_until
-from kvplane.transport.tls import Tls
+from kvplane.transport.tls import Tls, credentials_of
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import execution_pb2 as data_pb
@@ -312,7 +312,7 @@ async def test_a_cancelled_body_is_cancelled_and_not_late() -> None:
 )
 def test_tls_options_that_do_not_fit_are_named(field: str, options: Tls) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        options.credentials()
+        credentials_of(options)
     assert caught.value.field == field
 
 
