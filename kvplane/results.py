@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from operator import attrgetter
+from typing import Final, NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -73,7 +74,7 @@ class StepResult:
     @property
     def usage(self) -> tuple[TierUsage, ...]:
         """Usage of the pool's blocks after the step, for each tier of each layer group."""
-        return tuple(TierUsage.from_proto(each) for each in self._message.usage)
+        return tier_usages(self._message.usage)
 
     @property
     def revision(self) -> int:
@@ -110,10 +111,9 @@ def total_of(counters: Mapping[str, int], name: str) -> int:
     return sum(value for sample, value in counters.items() if sample.partition("{")[0] == name)
 
 
-@dataclass(frozen=True, slots=True)
-class TierUsage:
+class TierUsage(NamedTuple):
     """How the blocks of one tier of one layer group are used; the message of the same name.
-    ``tier``: a ``types_pb2.Tier``.
+    ``tier``: a ``types_pb2.Tier``. A tuple, because an engine reads some after each step.
     """
 
     group: int
@@ -124,18 +124,13 @@ class TierUsage:
     num_held_blocks: int
     num_retired_blocks: int
 
-    @classmethod
-    def from_proto(cls, message: types_pb2.TierUsage) -> TierUsage:
-        """Read a message."""
-        return cls(
-            message.group,
-            message.tier,
-            message.num_blocks,
-            message.num_free_blocks,
-            message.num_cached_blocks,
-            message.num_held_blocks,
-            message.num_retired_blocks,
-        )
+
+_fields_of_usage: Final = attrgetter(*TierUsage._fields)
+
+
+def tier_usages(messages: Iterable[types_pb2.TierUsage]) -> tuple[TierUsage, ...]:
+    """Read messages."""
+    return tuple([TierUsage._make(_fields_of_usage(each)) for each in messages])
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +181,7 @@ class PoolInfo:
             Layout.from_proto(message.layout),
             tuple(map(ShardInfo.from_proto, message.shards)),
             message.ready,
-            tuple(map(TierUsage.from_proto, message.usage)),
+            tier_usages(message.usage),
         )
 
 
