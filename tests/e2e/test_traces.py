@@ -51,7 +51,7 @@ with ControlClient(sys.argv[1]) as control, grpc.insecure_channel(sys.argv[1]) a
     layout = control.wait_ready("default").layout
     with control.open_session("default", layout) as session:
         session.submit_receipts()
-        step = session_pb2.StepRequest(session=session.ref, number=session.last_number + 1)
+        step = session_pb2.StepRequest(session=session._wrapped.ref, number=session.last_number + 1)
         stub = stub_of(channel)
         with tracing.span("a unary step"):
             stub.Step(step, metadata=tracing.to_metadata())
